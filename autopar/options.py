@@ -25,7 +25,7 @@ from autopar.lines import shorten
 from autopar.mesh import AXIS_NAMES, Mesh
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.schedules import NAMES as SCHEDULES
+from autopar.pipeline.schedules import FROM_FILE, known_names
 from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.planner.recomputation import AskedRecomputation
 from autopar.planner.request import AXIS, Mode, Request
@@ -72,9 +72,12 @@ def _is_named(given: object) -> bool:
 
 def _require_schedule(name: str, given: object) -> None:
     """That it is known, before what it is for."""
+    if isinstance(given, str):
+        others = f"a mapping with name and options, or {FROM_FILE}"
+        require_one_of(name, given, ("auto", *known_names()), others)
+    elif isinstance(given, Mapping) and "name" in given:
+        require_one_of("the name of a schedule", given["name"], known_names())
     SCHEDULE(name, given)
-    if isinstance(given, Mapping) and "name" in given:
-        require_one_of("the name of a schedule", given["name"], SCHEDULES)
 
 
 def _require_recompute(name: str, given: object) -> None:
@@ -102,10 +105,8 @@ def _asked_recomputation(given: Any) -> AskedRecomputation:
 
 SCHEDULE = Kind(
     "given by its name, as a mapping with name and options, or finished",
-    lambda given: isinstance(given, Schedule | None) or _is_named(given),
-    '"chimera", {"name": "chimera", "pipes": 4}, or what autopar.pipeline.load reads from a file',
-    ("auto", *SCHEDULES),
-    "a mapping with name and options, or what autopar.pipeline.load reads from a file",
+    lambda given: isinstance(given, str | Schedule | None) or _is_named(given),
+    f'"chimera", {{"name": "chimera", "pipes": 4}}, or {FROM_FILE}',
 )
 AGAIN = Kind(
     '"selective", "full", None or a Recompute',

@@ -1,4 +1,4 @@
-"""Units: seconds and bytes as a person reads them, lists and tables as a page shows them.
+"""Units: seconds, bytes and numbers of things as a person reads and writes them.
 
 >>> seconds_text(0.0186), bytes_text(3.2e9), share_text(0.0)
 ('18.6 ms', '3.2 GB', '0%')
@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from numbers import Real
-
-_WIDEST = 64  # characters of a column
 
 # What no text of a page or picture may hold: most control characters, halves of pairs.
 _UNSEEN = re.compile("[^\t\n\r\x20-\x7e\x80-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -91,18 +88,3 @@ def change_text(before: float, after: float) -> str:
         return f"{after / before:.2g} times" if before else "from nothing"
     change = after / before - 1
     return f"{'+' if change >= 1e-4 else ''}{share_text(change)}"
-
-
-def listed(lines: Sequence[str], most: int, where: str = "") -> list[str]:
-    """The first of some lines, and how many there are besides; `where` these are."""
-    more = len(lines) - most
-    return [*lines[:most], *([f"  and {more} more{where}"] if more > 0 else [])]
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines of aligned columns."""
-    widths = [min(max(map(len, column)), _WIDEST) for column in zip(*rows)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-        for row in rows
-    ]

@@ -81,7 +81,7 @@ def measure_plan(name: str, layers: int = 0) -> dict[str, Any]:
         "plan_seconds": round(ended - captured, 3),
         "step": made.cost.seconds,
         "mesh": str(made.whole_mesh),
-        "schedule": best.run,
+        "schedule": best.said("recompute", "states"),
         "states": str(made.states),
         "recompute": summary(made.decisions.recompute),
         "memory": made.memory.peak,

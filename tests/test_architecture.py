@@ -35,6 +35,7 @@ FLOORS = (
         "errors",
         "schema",
         "states",
+        "tables",
         "progress",
         "units",
     },

@@ -5,21 +5,73 @@ from __future__ import annotations
 import doctest
 import importlib
 import io
+import re
 
 import pytest
 
 from autopar.commands.printing import show, show_table
 from autopar.plan.grouping import grouped
 from autopar.progress import reporter
+from autopar.tables import WIDTH, table, titled, wrapped
 
 
 @pytest.mark.parametrize(
-    "module", ["autopar.plan.grouping", "autopar.units", "autopar.solver.forced"]
+    "module",
+    ["autopar.plan.grouping", "autopar.units", "autopar.tables", "autopar.solver.forced"],
 )
 def test_the_tours_in_the_docstrings(module):
     found = doctest.testmod(importlib.import_module(module))
     assert found.attempted
     assert not found.failed
+
+
+ROWS = [
+    ("", "a step", "inside nodes", "between nodes", "gradient sums", "memory"),
+    ("* Mesh(x=2, y=4): 1 micro-batch", "7.45 ms", "82.4 µs", "80.7 µs", "253 µs", "2.3 GB"),
+    (
+        "  Mesh(pp=2, x=4): chimera, 2 pipes, order by list, 2 micro-batches",
+        *("15.8 ms", "82.4 µs", "0 s", "8.54 ms", "123 GB, too large"),
+    ),
+]
+
+
+@pytest.mark.parametrize("make", [table, titled])
+def test_tables_are_no_wider_than_a_page(make) -> None:
+    names = [
+        ("model.layers.{0..31}.self_attn.query_projection.weight", "bf16[25600@tp, 5120]"),
+        ("norm.weight", "bf16[16@x@y@z, 128, 1024, 4096, 16]{+x, +y, +z}"),
+    ]
+    for rows in (ROWS, [(*row, "gradient summed over x, y, z") for row in names]):
+        lines = make(rows)
+        assert max(map(len, lines)) <= WIDTH
+        # Nothing is lost, and no number parts from its unit.
+        assert sorted("".join("".join(lines).split())) == sorted(
+            "".join("".join(map("".join, rows)).split())
+        )
+        assert not any(re.search(r"\d$", line) for line in lines)
+
+
+def test_a_row_that_is_too_wide_stands_below_its_name() -> None:
+    lines = titled(ROWS, 1)
+    assert lines == [
+        "      a step   inside nodes  between nodes  gradient sums  memory",
+        "  * Mesh(x=2, y=4): 1 micro-batch",
+        "      7.45 ms  82.4 µs       80.7 µs        253 µs         2.3 GB",
+        "  and 1 more",
+    ]
+    short = [("", "a step"), ("* no pipeline", "531 ms")]
+    assert titled(short) == table(short) == ["                 a step", "  * no pipeline  531 ms"]
+
+
+def test_lines_part_between_words_alone() -> None:
+    line = "  input: bf16[16@x, 128, 256] -> bf16[16, 128, 256], takes 1.07779e-5 s in all of it"
+    assert wrapped(line, width=40) == [
+        "  input: bf16[16@x, 128, 256]",
+        "    -> bf16[16, 128, 256], takes",
+        "    1.07779e-5 s in all of it",
+    ]
+    assert wrapped("short") == ["short"]
+    assert wrapped("x" * 100) == ["x" * 100]  # there is no place
 
 
 def test_groups_differ_in_their_first_number_only():

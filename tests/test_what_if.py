@@ -137,14 +137,14 @@ def test_where_decisions_cannot_be_taken_over_a_search_still_answers() -> None:
     what = plan.what_if(nodes=4, search=True)
     assert what.then is None
     assert "as many elements as pieces" in what.refused
-    assert what.refused in str(what)
+    assert " ".join(what.refused.split()) in " ".join(str(what).split())
     assert what.searched is not None
     assert what.searched.devices == 8
     too_large = replace(plan, limit=1e4).what_if(nodes=1, search=True)
     assert not too_large.then.way.fits
     assert too_large.searched is None
     assert "fit" in too_large.not_found
-    assert too_large.not_found in str(too_large)
+    assert " ".join(too_large.not_found.split()) in " ".join(str(too_large).split())
 
 
 def test_it_prints_and_becomes_json() -> None:

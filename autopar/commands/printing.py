@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.commands.streams import results, to_results
 from autopar.schema import json_text
-from autopar.units import table
+from autopar.tables import table
 
 
 def show(page: object) -> None:

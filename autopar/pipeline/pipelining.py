@@ -11,7 +11,8 @@ from autopar.pipeline.notation import from_text
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.stages.costs import SharedSum, StageCost, imbalance
 from autopar.pipeline.words import schedule_words
-from autopar.units import counted
+from autopar.tables import table, wrapped
+from autopar.units import bytes_text, counted, seconds_text
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,21 @@ class Pipelining:
     def __str__(self) -> str:
         made = self.schedule
         how, count = schedule_words(made.name, dict(made.options)), len(self.stages)
-        lines = [
+        title = (
             f"pipeline over {self.axis}: {how}, {counted(count, 'stage')}, "
             f"{counted(made.microbatches, 'micro-batch')}, imbalance {imbalance(self.stages):.0%}"
-        ]
+        )
+        rows = [("stage", f"on {self.axis}", "from", "", "forward", "backward", "parameters")]
         for index, stage in enumerate(self.stages):
-            ranks = ", ".join(map(str, made.replicas_of(index)))
-            lines.append(
-                f"  stage {index} on {ranks}: from {stage.starts} ({stage.module or 'the model'}), "
-                f"forward {stage.forward:.3g} s, backward {stage.backward:.3g} s, "
-                f"{stage.parameters} bytes of parameters"
+            rows.append(
+                (
+                    str(index),
+                    ", ".join(map(str, made.replicas_of(index))),
+                    stage.starts,
+                    stage.module or "the model",
+                    seconds_text(stage.forward),
+                    seconds_text(stage.backward),
+                    bytes_text(stage.parameters),
+                )
             )
-        return "\n".join(lines)
+        return "\n".join([*wrapped(title), *table(rows)])

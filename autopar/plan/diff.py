@@ -20,7 +20,8 @@ from autopar.plan.saved import SavedValue, deciding, values_to_save
 from autopar.plan.value import PlanValue
 from autopar.search.decisions import Decisions
 from autopar.strategies.node_info import info
-from autopar.units import bytes_text, listed, seconds_text
+from autopar.tables import listed
+from autopar.units import bytes_text, seconds_text
 
 Pair = tuple[Any, Any]
 _LISTED = 40

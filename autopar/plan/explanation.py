@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.plan.formulas import Edge
-from autopar.units import counted, listed, seconds_text, table
+from autopar.tables import table, wrapped
+from autopar.units import counted, seconds_text
 
 _IN_DETAIL = 3  # candidates whose formulas a text shows
 _LISTED = 24  # candidates that a text lists
@@ -132,36 +133,39 @@ class Explanation:
 
     def __str__(self) -> str:
         at = f" in {self.module}" if self.module else ""
-        lines = [f"{self.name}: {self.what}{at} on {self.mesh}"]
+        lines = [*wrapped(f"{self.name}: {self.what}{at} on {self.mesh}")]
         if self.others and self.what != "parameter":
             lines.append(f"  the costliest of {counted(len(self.others) + 1, 'operator')} there")
-        lines += [f"  {self.source}"] if self.source else []
-        lines += [f"  rule: {self.rule}"] if self.rule else []
-        lines += [f"  region: {self.region}"] if self.region else []
-        lines += [f"  bound: {text}" for text in self.bound]
-        lines += [f"  chosen: {self.chosen.strategy}; {self.why}", ""]
-        lines += self._table()
+        about = {"": self.source, "rule: ": self.rule, "region: ": self.region}
+        told = [f"{name}{text}" for name, text in about.items() if text]
+        told += [f"bound: {text}" for text in self.bound]
+        told.append(f"chosen: {self.chosen.strategy}; {self.why}")
+        lines += [line for text in told for line in wrapped(f"  {text}")]
+        lines += ["", *self._table()]
         for candidate in self.ranked[:_IN_DETAIL]:
             lines += ["", *_details(candidate)]
         if len(self.candidates) > _IN_DETAIL:
             lines += ["", "  to_json() has the formulas of all candidates"]
         if self.namesake:
-            lines += ["", f"  {self.namesake} is the name of that decision about the whole step"]
+            words = f"  {self.namesake} is the name of that decision about the whole step"
+            lines += ["", *wrapped(words)]
         if self.others and self.blocks:
             rows = [
                 (one.module, one.operator, one.strategy, f"x {one.count}" * (one.count > 1))
                 for one in self.blocks
             ]
-            lines += ["", "  all of them:", *listed(table(rows), _LISTED)]
+            lines += ["", "  all of them:", *table(rows, _LISTED)]
         elif self.others:
             there = f"also in {self.module or 'the model'}"
             kind = "read by" if self.what == "parameter" else there
             more = f", and {len(self.others) - 12} more" if len(self.others) > 12 else ""
-            lines += ["", f"  {kind}: {', '.join(self.others[:12])}{more}"]
+            lines += ["", *wrapped(f"  {kind}: {', '.join(self.others[:12])}{more}")]
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
-        rows = [("candidate", "output", "itself", "movements", "together", "step if forced")]
+        is_operator = self.what != "parameter"  # whose output is not what it is kept as
+        output = ["output"] * is_operator
+        rows = [("candidate", *output, "itself", "moves", "both", "step if forced")]
         for candidate in self.ranked:
             penalty = self.penalty(candidate)
             if candidate.excluded:
@@ -174,30 +178,30 @@ class Explanation:
             rows.append(
                 (
                     ("* " if candidate.chosen else "  ") + candidate.strategy,
-                    "" if self.what == "parameter" else candidate.output,
+                    *[candidate.output] * is_operator,
                     seconds_text(candidate.own),
                     seconds_text(candidate.moved),
                     seconds_text(candidate.total),
                     forced,
                 )
             )
-        return listed(table(rows), _LISTED + 1)
+        return table(rows, _LISTED)
 
 
 def _details(candidate: PricedCandidate) -> list[str]:
     """The formulas of one candidate, with its inputs and movements."""
-    lines = [f"  {candidate.strategy}, {seconds_text(candidate.total)}:"]
+    lines = [*wrapped(f"  {candidate.strategy}, {seconds_text(candidate.total)}:")]
     if candidate.inputs:
-        lines.append(f"    ({', '.join(candidate.inputs)}) -> {candidate.output}")
-    lines += [f"    {formula}" for formula in candidate.formulas]
+        lines += wrapped(f"    ({', '.join(candidate.inputs)}) -> {candidate.output}")
+    lines += [line for formula in candidate.formulas for line in wrapped(f"    {formula}")]
     for edge in candidate.edges:
         if edge.seconds and edge.formulas:
             to = "" if edge.tensor == edge.neighbour else f" to {edge.neighbour}"
             where = f"{'output' if to else 'input'} {edge.tensor}{to}"
-            lines.append(
+            lines += wrapped(
                 f"    {where}: {edge.before} -> {edge.after}, {seconds_text(edge.seconds)}"
             )
-            lines += [f"      {formula}" for formula in edge.formulas]
+            lines += [line for formula in edge.formulas for line in wrapped(f"      {formula}")]
     return lines
 
 

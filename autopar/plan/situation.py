@@ -11,7 +11,8 @@ from autopar.capture.sizes import Sizes
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.report.weighed import kinds_of, parts_of
 from autopar.schema import write
-from autopar.units import bytes_text, change_text, scaled, seconds_text, table
+from autopar.tables import table, wrapped
+from autopar.units import bytes_text, change_text, scaled, seconds_text
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ class WhatIf:
             lines.append("  searched: decided anew, with everything free")
         if self.not_found:
             lines.append(f"  searched: nothing was found: {self.not_found}")
-        return "\n".join([*lines, "", *self._table()])
+        each = (one for line in lines for one in line.replace("\n", "\n    ").splitlines())
+        told = [part for one in each for part in wrapped(one)]
+        return "\n".join([*told, "", *self._table()])
 
     def _table(self) -> list[str]:
         named = {"now": self.now, "then": self.then, "searched": self.searched}
@@ -115,7 +118,7 @@ class WhatIf:
             "mesh",
             *(", ".join(f"{a}={n}" for a, n in one.way.mesh.sizes.items()) for one in shown),
         )
-        yield "runs as", *(one.way.run for one in shown)
+        yield "runs as", *(one.way.said("recompute", "states") for one in shown)
         if any(not one.way.states.is_whole for one in shown):
             yield "states", *(str(one.way.states) for one in shown)
         if any(one.way.recompute for one in shown):

@@ -19,39 +19,37 @@ from autopar.layout import ParameterPlacement
 from autopar.plan.grouping import grouped
 from autopar.plan.saved import SavedValue
 from autopar.plan.value import PlanValue
+from autopar.planner.candidate import Alternative
+from autopar.planner.recomputation import summary
 from autopar.planner.trial import rows_of_trials
 from autopar.recompute import Recompute
-from autopar.report.weighed import left_out_words, rows_of
+from autopar.report.weighed import left_out_words, rows_of, rows_of_meshes
 from autopar.schema import write
 from autopar.search.auto import Search
 from autopar.strategies.node_info import info
-from autopar.units import bytes_text, counted, listed, seconds_text, share_text, table
+from autopar.tables import table, titled, wrapped
+from autopar.units import bytes_text, counted, seconds_text, share_text
 
 _LISTED = 8  # meshes, and ways to run a step
+_BESIDE = 13  # characters before what stands beside its name
 
 
 def plan_text(plan: PlanValue) -> str:
     """The whole page."""
-    cost, memory, host = plan.cost, plan.memory, plan.cluster.device.host
+    memory, host = plan.memory, plan.cluster.device.host
     kinds = {kind: size for kind, size in asdict(memory).items() if size and kind != "peak"}
     sizes = dict(sorted(kinds.items(), key=lambda item: -item[1]))
     parts = {kind: size for kind, size in sizes.items() if not kind.startswith(HOST)}
     there = {kind.removeprefix(HOST): size for kind, size in sizes.items() if kind not in parts}
-    count = f", {counted(plan.microbatches, 'micro-batch')}" if plan.batches is not None else ""
-    hidden = f", {seconds_text(cost.exposed)} of it exposed" if cost.communication else ""
     limit = plan.fullest.memory if plan.limit is None else min(plan.limit, plan.fullest.memory)
-    cluster = plan.cluster.first(plan.whole_mesh.size)
-    lines = [
-        f"plan on {plan.whole_mesh}, {cluster.name}: {cluster.taken}, mode {plan.mode}",
-        f"  step       {seconds_text(cost.seconds)}: compute {seconds_text(cost.compute)}, "
-        f"communication {seconds_text(cost.communication)}{hidden}{count}",
+    facts = [
+        ("step", _step(plan)),
         *_no_loss(plan),
-        f"  memory     {_held(memory.peak, limit, parts)}",
-        *([f"  host       {_held(memory.host, host.memory, there)}"] if there else []),
-        f"  search     {_search(plan.search)}",
-        *(f"  not used   {idle}" for idle in cluster.idle),
-        *_states(plan),
+        ("memory", _held(memory.peak, limit, parts)),
+        *([("host", _held(memory.host, host.memory, there))] if there else []),
+        *_about(plan),
     ]
+    lines = [*_title("plan", plan, f"mode {plan.mode}"), *_facts(facts)]
     if plan.pipelining is not None:
         lines += str(plan.pipelining).splitlines()
     own = plan.program.placeholders.items()
@@ -68,16 +66,51 @@ def plan_text(plan: PlanValue) -> str:
     return "\n".join(lines + _weighed(plan))
 
 
-def _no_loss(plan: PlanValue) -> list[str]:
+def _title(what: str, plan: PlanValue | SavedValue, how: str) -> list[str]:
+    """Which machines it is on."""
+    mesh, cluster = plan.whole_mesh, plan.cluster.first(plan.whole_mesh.size)
+    return wrapped(f"{what} on {mesh}, {cluster.name}: {cluster.taken}, {how}", _BESIDE)
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> list[str]:
+    """Each behind its name."""
+    return [line for name, text in facts for line in wrapped(f"  {name:<9}  {text}", _BESIDE)]
+
+
+def _about(plan: PlanValue | SavedValue) -> list[tuple[str, str]]:
+    """How it was found, and what is not as it always is: devices that are not used, what of
+    parameters is cut, in which dtypes, and which inputs vary."""
+    facts = [("search", _search(plan.search))]
+    facts += [("not used", idle) for idle in plan.cluster.first(plan.whole_mesh.size).idle]
+    facts += [] if plan.states.is_whole else [("states", str(plan.states))]
+    facts += [("precision", str(plan.precision))] if plan.precision else []
+    return facts + ([("inputs", f"any size: {plan.dynamic}")] if plan.dynamic else [])
+
+
+def _step(plan: PlanValue) -> str:
+    """Where its seconds go."""
+    cost = plan.cost
+    hidden = f", {seconds_text(cost.exposed)} of it exposed" if cost.communication else ""
+    waits = f", bubble {seconds_text(cost.bubble)}" if cost.bubble else ""
+    host = f", host {seconds_text(cost.updated)}" if cost.updated else ""
+    count = f", {counted(plan.microbatches, 'micro-batch')}" if plan.batches is not None else ""
+    return (
+        f"{seconds_text(cost.seconds)}: compute {seconds_text(cost.compute)}, "
+        f"communication {seconds_text(cost.communication)}{hidden}{waits}{host}{count}"
+    )
+
+
+def _no_loss(plan: PlanValue) -> list[tuple[str, str]]:
     """What is priced of a model whose loss is outside of it."""
     if plan.loss is not None:
         return []
     cost = plan.cost
     back = f"; backward of all its outputs, {seconds_text(cost.backward)}" if cost.backward else ""
-    return [
-        f"  loss       none in the model: priced are forward, {seconds_text(cost.forward)}{back}; "
-        "not a loss outside of it, nor in memory what backward makes on its way"
-    ]
+    words = (
+        f"none in the model: priced are forward, {seconds_text(cost.forward)}{back}; not a loss "
+        "outside of it, nor in memory what backward makes on its way"
+    )
+    return [("loss", words)]
 
 
 def _held(most: float, limit: float, parts: Mapping[str, float]) -> str:
@@ -88,15 +121,15 @@ def _held(most: float, limit: float, parts: Mapping[str, float]) -> str:
 def saved_text(saved: SavedValue) -> str:
     """What a plan on disk tells without its model."""
     rows = [(name, (str(saved.types[name]),)) for name in saved.fingerprint.parameters]
-    cluster = saved.cluster.first(saved.whole_mesh.size)
+    count, batches = len(saved.fingerprint.operators), saved.microbatches
+    how = f"mode {saved.mode}, made with torch {saved.fingerprint.torch}"
+    facts = [("operators", f"{count:,}; {counted(batches, 'micro-batch')}"), *_about(saved)]
     lines = [
-        f"saved plan on {saved.whole_mesh}, {cluster.name}: {cluster.taken}, mode {saved.mode}, "
-        f"made with torch {saved.fingerprint.torch}",
-        f"  search     {_search(saved.search)}",
-        *(f"  not used   {idle}" for idle in cluster.idle),
-        f"  operators  {len(saved.fingerprint.operators)}; micro-batches {saved.microbatches}",
-        *_states(saved),
-        "  time and memory are computed once a model is attached: .attach(model, args, kwargs)",
+        *_title("saved plan", saved, how),
+        *_facts(facts),
+        *wrapped(
+            "  time and memory are computed once a model is attached: .attach(model, args, kwargs)"
+        ),
         *_regions(saved.decisions.recompute),
         "parameters",
         *_grouped(rows),
@@ -149,14 +182,6 @@ def _search(search: Search | None) -> str:
 
 def _summed(axes: Sequence[str] | None) -> str:
     return f"gradient summed over {', '.join(axes)}" if axes else ""
-
-
-def _states(plan: PlanValue | SavedValue) -> list[str]:
-    """What of parameters is cut, in which dtypes, and which inputs vary, where that is not as it
-    always is."""
-    states = [] if plan.states.is_whole else [f"  states     {plan.states}"]
-    states += [f"  precision  {plan.precision}"] if plan.precision else []
-    return states + ([f"  inputs     any size: {plan.dynamic}"] if plan.dynamic else [])
 
 
 def _regions(decided: Mapping[str, Recompute], uncut: Collection[str] = ()) -> list[str]:
@@ -213,7 +238,7 @@ def _movements(plan: PlanValue) -> list[str]:
             (
                 f"{record.forward} over {record.axis}",
                 record.tensor,
-                f"back: {record.backward or 'nothing'}",
+                record.backward or "nothing",
                 bytes_text(record.bytes),
                 seconds_text(record.seconds),
             ),
@@ -222,46 +247,56 @@ def _movements(plan: PlanValue) -> list[str]:
     ]
     total = seconds_text(sum(record.seconds for record in records))
     where = "a micro-batch" if plan.batches else "a step"
-    return [f"movements: {len(records)} in {where}, {total}", *_grouped(rows, counted=True)]
+    heading = "", "movement", "of", "backward", "bytes", "time"
+    return [f"movements: {len(records)} in {where}, {total}", *_grouped(rows, heading)]
 
 
 def _fallbacks(plan: PlanValue) -> list[str]:
     if not plan.fallbacks:
         return []
-    rows = [
-        (f.operator, (f.reason, f"costs {seconds_text(f.cost)}", f.source or ""))
-        for f in plan.fallbacks
-    ]
+    rows = [(f.operator, (f.reason, seconds_text(f.cost), f.source or "")) for f in plan.fallbacks]
     total = sum(fallback.cost for fallback in plan.fallbacks)
     title = f"replicated for want of a rule: {len(rows)}, {seconds_text(total)} of a step"
-    return [title, *_grouped(rows, counted=True)]
+    return [title, *_grouped(rows, ("", "why", "costs", "at"))]
 
 
 def _weighed(plan: PlanValue | SavedValue) -> list[str]:
     """The meshes and the ways to run a step that were weighed, where there are several."""
-    meshes, search, alternatives = [], plan.search, plan.alternatives
-    for entry in sorted(
-        () if search is None else search.considered,
-        key=lambda entry: (entry.seconds is None, entry.seconds or 0.0),
-    ):
-        memory = "" if entry.memory is None else f", {bytes_text(entry.memory)}"
-        figures = entry.why if entry.seconds is None else seconds_text(entry.seconds) + memory
-        meshes.append(f"  {entry.mesh}  {figures}")
-    lines = ["meshes", *listed(meshes, _LISTED)] if len(meshes) > 1 else []
+    considered, alternatives = plan.search.considered if plan.search else (), plan.alternatives
+    lines = []
+    if len(considered) > 1:
+        stages = "" if plan.pipelining is None else " inside a stage, without bubbles"
+        lines += [f"meshes{stages}, by the search for layouts (* taken)"]
+        lines += table(rows_of_meshes(considered, plan.mesh), _LISTED)
     if len(alternatives) > 1:
-        lines += ["ways to run a step", *listed(table(rows_of(alternatives)), _LISTED + 1)]
+        rows = rows_of(alternatives, [one.how for one in alternatives], taken(plan))
+        lines += ["ways to run a step (* taken)", *titled(rows, _LISTED)]
     if plan.trials:
-        lines += ["ways that were run", *table(rows_of_trials(plan.trials))]
+        lines += ["ways that were run (* taken)", *titled(rows_of_trials(plan.trials))]
     if plan.left_out:
-        lines.append(f"ruled out by bounds, unbuilt: {left_out_words(plan.left_out)}")
+        lines += wrapped(f"ruled out by bounds, unbuilt: {left_out_words(plan.left_out)}")
     return lines
 
 
-def _grouped(rows: Iterable[tuple[str, tuple[str, ...]]], counted: bool = False) -> list[str]:
-    """Names and their cells, equal blocks as one row, at its end how often."""
-    return table(
-        [
-            (name, *cells, *(["" if count == 1 else f"x {count}"] if counted else []))
-            for name, cells, count in grouped(rows)
-        ]
-    )
+def taken(plan: PlanValue | SavedValue) -> Alternative | None:
+    """What a plan is, among the ways that were weighed."""
+    made = None if plan.pipelining is None else plan.pipelining.schedule
+    count = plan.microbatches if made is None else made.microbatches
+    run = ("", ()) if made is None else (made.name, made.options)
+    about = plan.whole_mesh, plan.states, summary(plan.decisions.recompute), count, *run
+    for one in plan.alternatives:
+        way = one.mesh, one.states, one.recompute, one.microbatches, one.schedule, one.options
+        if way == about:
+            return one
+    return None
+
+
+def _grouped(
+    rows: Iterable[tuple[str, tuple[str, ...]]], heading: tuple[str, ...] = ()
+) -> list[str]:
+    """Names and their cells, equal blocks as one row; under a heading, at its end how often."""
+    found = grouped(rows)
+    if not heading:
+        return table([(name, *cells) for name, cells, _ in found])
+    often = ("" if count == 1 else f"x {count}" for *_, count in found)
+    return table([(*heading, ""), *((*one[:1], *one[1], n) for one, n in zip(found, often))])

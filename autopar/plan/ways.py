@@ -7,22 +7,24 @@ Of what was weighed, the best with each other decision, all else free, and where
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autopar.pipeline.words import schedule_words
+from autopar.plan.next_mesh import next_mesh
 from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Alternative
-from autopar.report.weighed import left_out_words, parts_of
+from autopar.report.weighed import left_out_words, rows_of, rows_of_meshes
 from autopar.schema import write
 from autopar.search.auto import Considered
-from autopar.units import bytes_text, change_text, counted, listed, seconds_text, table
+from autopar.tables import table, titled, wrapped
+from autopar.units import bytes_text, change_text, counted, seconds_text
 
 _IN_WORDS = 3  # of those that lose
 _LISTED = 24
 _SAME = 1e-9  # relative
+_AS_FAST = "is as fast"
 
 
 def _depth(one: Alternative) -> str:
@@ -34,14 +36,17 @@ def _schedule(one: Alternative) -> str:
 
 
 def _inside(one: Alternative) -> str:
-    return str(one.mesh.without(one.axis) if one.axis else one.mesh)
+    if not one.axis:
+        return str(one.mesh)
+    stages = counted(one.mesh[one.axis], "stage")
+    return f"{one.mesh.without(one.axis)} in each of {stages}"
 
 
 # What is explained of a whole plan, and what an alternative has for it.
 QUESTIONS: Mapping[str, Callable[[Alternative], str]] = {
     "stages": _depth,
     "schedule": _schedule,
-    "microbatches": lambda one: str(one.microbatches),
+    "microbatches": lambda one: counted(one.microbatches, "micro-batch"),
     "mesh": _inside,
     "states": lambda one: str(one.states),
     "recompute": lambda one: one.recompute or "nothing",
@@ -80,33 +85,49 @@ class WayExplanation:
     @property
     def why(self) -> str:
         """Why it was chosen, in a sentence."""
+        first, *rest = self._reason()
+        return first + (f": {'; '.join(rest)}" if rest else "")
+
+    def _reason(self) -> list[str]:
+        """The same in parts."""
         if not self.others:
-            if least := _LEAST.get((self.name, self.chosen)):
-                held = f"{bytes_text(self.way.memory)} of {bytes_text(self.limit)}"
-                return f"nothing else was weighed: {least}, and {held} are held with it"
-            if not self.searched:
-                return "it was asked for: nothing was searched"
-            if self.left_out:
-                return "nothing else was weighed: it was asked for, or by a bound cannot be faster"
-            return "nothing else was weighed: it was asked for, or there is no other"
+            return [self._alone()]
         first = self.others[0]
         if not first.best.fits:
-            return f"nothing else fits into {bytes_text(self.limit)}"
-        return f"the next, {first.value}, {self.against(first.best)}"
+            return [f"nothing else fits into {bytes_text(self.limit)}"]
+        takes, *rest = self._told(first.best)
+        rest += ["of equals the first that was found is taken"] if takes == _AS_FAST else []
+        return [f"the next, {first.value}, {takes}", *rest]
+
+    def _alone(self) -> str:
+        """Why there is no other."""
+        if least := _LEAST.get((self.name, self.chosen)):
+            held = f"{bytes_text(self.way.memory)} of {bytes_text(self.limit)}"
+            return f"nothing else was weighed: {least}, and {held} are held with it"
+        if not self.searched:
+            return "it was asked for: nothing was searched"
+        if self.left_out:
+            return "nothing else was weighed: it was asked for, or by a bound cannot be faster"
+        return "nothing else was weighed: it was asked for, or there is no other"
 
     def against(self, other: Alternative) -> str:
         """What another way takes beside the one that was chosen, and where it loses and wins."""
+        first, *rest = self._told(other)
+        return first + (f": {'; '.join(rest)}" if rest else "")
+
+    def _told(self, other: Alternative) -> list[str]:
         more = other.seconds - self.way.seconds
-        if abs(more) <= _SAME * self.way.seconds:
-            words = "is as fast"
-        else:
-            words = f"takes {seconds_text(abs(more))} {'more' if more > 0 else 'less'}"
-            words += f" ({change_text(self.way.seconds, other.seconds)})"
-        if moved := self._changes(other):
-            words += f": {moved}"
+        told = [_AS_FAST]
+        if abs(more) > _SAME * self.way.seconds:
+            took = f"takes {seconds_text(abs(more))} {'more' if more > 0 else 'less'}"
+            told = [f"{took} ({change_text(self.way.seconds, other.seconds)})"]
+        told += [f"{what} {parts}" for what, parts in self._changes(other).items() if parts]
+        held, own = bytes_text(other.memory), bytes_text(self.way.memory)
         if not other.fits:
-            words += f"; but holds {bytes_text(other.memory)} of {bytes_text(self.limit)}"
-        return words
+            told.append(f"but holds {held} of {bytes_text(self.limit)}")
+        elif held != own:
+            told.append(f"holds {held}, not {own}")
+        return told
 
     @property
     def _too_large(self) -> list[WeighedValue]:
@@ -114,13 +135,17 @@ class WayExplanation:
         left = (one for one in self.others[_IN_WORDS:] if not one.best.fits)
         return [one for one in left if one.best.seconds < self.way.seconds][:1]
 
-    def _changes(self, other: Alternative) -> str:
-        """The parts of a step that differ, those that weigh most first."""
+    def _changes(self, other: Alternative) -> dict[str, str]:
+        """The parts of a step in which it loses, and wins, those that weigh most first."""
         before, after = self.way.cost.parts, other.cost.parts
         found = {name: after[name] - before[name] for name in before}
         told = [name for name in found if abs(found[name]) > 1e-3 * self.way.seconds]
         told.sort(key=lambda name: -abs(found[name]))
-        return ", ".join(f"{name} {_signed(found[name])}" for name in told)
+        words = {name: f"{name} {seconds_text(abs(found[name]))}" for name in told}
+        return {
+            "loses": ", ".join(words[name] for name in told if found[name] > 0),
+            "wins": ", ".join(words[name] for name in told if found[name] < 0),
+        }
 
     def to_json(self) -> dict[str, Any]:
         """All that was weighed."""
@@ -134,37 +159,51 @@ class WayExplanation:
         return {**words, "way": own, "others": others, **more}
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.chosen}", f"  {self.why}"]
+        lines = [f"{self.name}: {self.chosen}", *self._fastest(), *_lines(self._reason())]
         for one in (*self.others[1:_IN_WORDS], *self._too_large):
-            lines.append(f"  {one.value} {self.against(one.best)}")
+            takes, *rest = self._told(one.best)
+            lines += _lines([f"{one.value} {takes}", *rest])
         if self.others:
-            lines += ["", *listed(table(self._rows()), _LISTED)]
+            lines += ["", *titled(self._rows(), _LISTED)]
         if self.meshes:
-            rows = [("", "by the search for layouts", "memory"), *map(_considered, self.meshes)]
-            lines += ["", *listed(table(rows), _LISTED)]
+            own = self.way.mesh.without(self.way.axis) if self.way.axis else self.way.mesh
+            lines += ["", "  meshes by the search for layouts (* taken)"]
+            lines += table(rows_of_meshes(self.meshes, own), _LISTED)
         if self.left_out:
-            lines += ["", f"  ruled out by bounds, unbuilt: {left_out_words(self.left_out)}"]
+            words = f"  ruled out by bounds, unbuilt: {left_out_words(self.left_out)}"
+            lines += ["", *wrapped(words)]
         return "\n".join(lines)
+
+    def _fastest(self) -> list[str]:
+        """What it takes, if nothing that fits takes less."""
+        fitting = [one.best.seconds for one in self.others if one.best.fits]
+        if not fitting or min(fitting) < self.way.seconds * (1 - _SAME):
+            return []
+        held = f"{bytes_text(self.way.memory)} of {bytes_text(self.limit)}"
+        return [f"  the fastest that fits: {seconds_text(self.way.seconds)} a step, {held}"]
 
     def _rows(self) -> list[tuple[str, ...]]:
         own = WeighedValue(self.chosen, self.way, 1)
         found = [own, *self.others]
-        parts = parts_of(one.best for one in found)
-        rows = [("", "a step", *parts, "memory", "the rest of it")]
-        for one in found:
-            way, mark = one.best, "* " if one is own else "  "
-            spent = (seconds_text(way.cost.parts[part]) for part in parts)
-            memory = bytes_text(way.memory) + ", too large" * (not way.fits)
-            rows.append((f"{mark}{one.value}", seconds_text(way.seconds), *spent, memory, way.how))
-        return rows
+        widest = max(len(one.value) for one in found)
+        names = [f"{one.value:<{widest}}  {self._rest(one)}" for one in found]
+        return rows_of([one.best for one in found], names, self.way)
+
+    def _rest(self, one: WeighedValue) -> str:
+        """How the best with one decision runs besides."""
+        mesh = "" if self.name == "mesh" else str(one.best.mesh)
+        return ": ".join(part for part in (mesh, one.best.said(self.name)) if part)
 
 
 def explain_way(plan: PlanValue, name: str) -> WayExplanation:
     """The explanation of one of the `QUESTIONS`."""
     limit = plan.cluster.device.memory if plan.limit is None else plan.limit
     ask, way = QUESTIONS[name], plan.alternative(limit)
+    weighed = plan.alternatives
+    if name == "mesh" and (beside := next_mesh(plan, limit)) is not None:
+        weighed = (*weighed, beside)
     found: dict[str, list[Alternative]] = {}
-    for one in plan.alternatives:
+    for one in weighed:
         found.setdefault(ask(one), []).append(one)
     chosen = ask(way)
     others = [
@@ -174,21 +213,15 @@ def explain_way(plan: PlanValue, name: str) -> WayExplanation:
     ]
     others.sort(key=lambda one: (not one.best.fits, one.best.seconds))
     considered = () if plan.search is None or name != "mesh" else plan.search.considered
-    meshes = sorted(considered, key=lambda one: one.seconds or math.inf)
     about = limit, plan.left_out, plan.search is not None
-    return WayExplanation(name, chosen, way, tuple(others), *about, tuple(meshes))
+    return WayExplanation(name, chosen, way, tuple(others), *about, tuple(considered))
 
 
 def _best(ways: Sequence[Alternative]) -> Alternative:
     return min(ways, key=lambda one: (not one.fits, one.seconds))
 
 
-def _considered(one: Considered) -> tuple[str, ...]:
-    if one.seconds is None:
-        return str(one.mesh), one.why, ""
-    memory = "" if one.memory is None else bytes_text(one.memory)
-    return str(one.mesh), seconds_text(one.seconds), memory
-
-
-def _signed(seconds: float) -> str:
-    return f"{'+' if seconds > 0 else ''}{seconds_text(seconds)}"
+def _lines(told: Sequence[str]) -> list[str]:
+    """A reason and its parts, one below the other."""
+    first, *rest = told
+    return [*wrapped(f"  {first}"), *(line for part in rest for line in wrapped(f"    {part}"))]

@@ -73,18 +73,21 @@ class Alternative:
     states: States = WHOLE
     axis: str = ""  # of the pipeline
 
-    @property
-    def run(self) -> str:
-        """How its micro-batches run."""
-        how = f"{schedule_words(self.schedule, dict(self.options))}, " if self.schedule else ""
-        return f"{how}{counted(self.microbatches, 'micro-batch')}"
+    def said(self, *but: str) -> str:
+        """How it runs on its mesh, but for some of its fields."""
+        schedule = schedule_words(self.schedule, dict(self.options)) if self.schedule else ""
+        words = {
+            "recompute": f"recomputed ({self.recompute})" if self.recompute else "",
+            "states": "" if self.states.is_whole else f"states {self.states}",
+            "schedule": schedule,
+            "microbatches": counted(self.microbatches, "micro-batch"),
+        }
+        return ", ".join(word for name, word in words.items() if word and name not in but)
 
     @property
     def how(self) -> str:
         """Without its figures."""
-        how = f"recomputed ({self.recompute}), " if self.recompute else ""
-        how += "" if self.states.is_whole else f"states {self.states}, "
-        return f"{self.mesh}: {how}{self.run}"
+        return f"{self.mesh}: {self.said()}"
 
     def __str__(self) -> str:
         fits = "" if self.fits else ", does not fit"

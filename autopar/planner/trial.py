@@ -35,8 +35,9 @@ class Trial:
 
 def rows_of_trials(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
     """A table under its heading."""
-    rows: list[tuple[str, ...]] = [("measured", "predicted", "how")]
-    for one in trials:
+    rows: list[tuple[str, ...]] = [("", "measured", "predicted")]
+    for number, one in enumerate(trials):
         taken = one.why if one.measured is None else seconds_text(one.measured)
-        rows.append((taken, seconds_text(one.predicted), one.how))
+        mark = "  " if number else "* "
+        rows.append((f"{mark}{one.how}", taken, seconds_text(one.predicted)))
     return rows

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import WORDS
 from autopar.report.trace import ACTIONS, Event, Trace
-from autopar.units import seconds_text, table
+from autopar.tables import table
+from autopar.units import seconds_text
 
 
 @dataclass(frozen=True)

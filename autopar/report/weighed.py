@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from autopar.drawing import Axis, Drawing
+from autopar.mesh import Mesh
 from autopar.planner.candidate import Alternative
+from autopar.search.auto import Considered
 from autopar.units import bytes_text, counted, seconds_text, share_text
 
 # What bounds rule out, as people call it.
@@ -134,14 +136,33 @@ def kinds_of(some: Iterable[Alternative]) -> list[str]:
     return [kind for kind in held[0] if kind != "peak" and any(one[kind] for one in held)]
 
 
-def rows_of(some: Sequence[Alternative]) -> list[tuple[str, ...]]:
-    """Their figures as a table under its heading, with the parts of a step that any has."""
+def rows_of(
+    some: Sequence[Alternative], names: Sequence[str], taken: Alternative | None
+) -> list[tuple[str, ...]]:
+    """Their figures as a table under its heading, with the parts of a step that any has; what reads
+    the same once, what was taken marked."""
     parts = parts_of(some)
-    rows = [("a step", *parts, "memory", "how")]
-    for one in some:
+    marks: dict[tuple[str, ...], str] = {}
+    for one, name in zip(some, names, strict=True):
         memory = bytes_text(one.memory) + ", too large" * (not one.fits)
-        spent = (seconds_text(one.cost.parts[name]) for name in parts)
-        rows.append((seconds_text(one.seconds), *spent, memory, one.how))
+        spent = (seconds_text(one.cost.parts[part]) for part in parts)
+        row = name, seconds_text(one.seconds), *spent, memory
+        marks[row] = "* " if one is taken else marks.get(row, "  ")
+    rows = [(f"{mark}{row[0]}", *row[1:]) for row, mark in marks.items()]
+    return [("", "a step", *parts, "memory"), *rows]
+
+
+def rows_of_meshes(considered: Sequence[Considered], own: Mesh) -> list[tuple[str, ...]]:
+    """Meshes that a search for layouts has looked at, the fastest first."""
+    rows: list[tuple[str, ...]] = [("", "a step")]
+
+    def order(one: Considered) -> tuple[bool, float, bool]:
+        return one.seconds is None, float(f"{one.seconds or 0.0:.6g}"), one.mesh != own
+
+    for one in sorted(considered, key=order):
+        taken = "" if one.seconds is None else seconds_text(one.seconds)
+        words = f"at least {taken}" if taken and one.why else taken or one.why
+        rows.append((f"{'* ' if one.mesh == own else '  '}{one.mesh}", words))
     return rows
 
 

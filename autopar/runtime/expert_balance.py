@@ -29,7 +29,7 @@ from autopar.plan.plan import Plan
 from autopar.strategies import tensor_inputs
 from autopar.strategies.kernels.experts import EXPERTS
 from autopar.strategies.node_info import info
-from autopar.units import table
+from autopar.tables import table
 
 CHOSEN, DOWN = 1, 3  # among the tensor inputs of the operator
 

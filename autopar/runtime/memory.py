@@ -32,7 +32,8 @@ from autopar.plan.program import Program
 from autopar.runtime.backend import Backend
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.stage_ranks import StageRanks, Users
-from autopar.units import bytes_text, table
+from autopar.tables import table
+from autopar.units import bytes_text
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activations", "inputs")
 

@@ -43,7 +43,7 @@ from autopar.runtime.signature import Signature
 from autopar.runtime.surroundings import refuse_transforms
 from autopar.runtime.tensors import Tensors
 from autopar.runtime.values import require_constants
-from autopar.units import table
+from autopar.tables import table
 
 FEW = 8  # programs, of which nothing is said
 

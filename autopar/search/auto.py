@@ -28,7 +28,7 @@ from autopar.solver.residual import relative_gap
 from autopar.solver.solve import Sizes, Solution, least_memory, solve
 from autopar.states import WHOLE, States
 from autopar.strategies.node_info import info
-from autopar.units import bytes_text
+from autopar.units import bytes_text, seconds_text
 
 MOST_OF_A_KIND = 8  # meshes with the same number of axes that are all tried
 MOST_REFINED = 2  # meshes whose axes are split, where there are more
@@ -230,7 +230,11 @@ class LayoutSearch:
             return False
         built = self._built(mesh)
         if (alone := built.graph.packed.alone) >= so_far:
-            self._leave_out(mesh, alone - built.slack, f"its operators alone take {alone:.3g} s")
+            self._leave_out(
+                mesh,
+                alone - built.slack,
+                f"its operators alone take {seconds_text(alone * self.microbatches)}",
+            )
             return False
         try:
             solved = self._fitting(built)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from autopar.mesh import Mesh
-from autopar.units import counted, listed
+from autopar.tables import listed
+from autopar.units import counted
 from autopar.verification.references import Comparison, Difference
 
 _SUMMED = "  the model has no loss: a weighted sum of its outputs is differentiated"

@@ -33,6 +33,14 @@ CLUSTER = Cluster.preset("dgx-a100")
 LINE = Line.of(MESH, "pp")
 
 
+def test_an_order_is_weighed_under_one_name() -> None:
+    for stages, microbatches in ((2, 2), (2, 4), (4, 4), (4, 8)):
+        made = weighed_schedules(stages, microbatches)
+        assert len({(one.placement, one.orders) for one in made}) == len(made)
+        names = {one.name for one in made}
+        assert names >= {"1f1b", "chimera", "zb-h1"}
+
+
 class Beside(nn.Module):
     """Linears whose results are added: they have one gradient."""
 

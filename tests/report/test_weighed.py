@@ -73,8 +73,11 @@ def test_what_was_weighed_and_ruled_out_is_saved_printed_and_drawn(tmp_path: Pat
     for text in (str(plan), str(saved)):
         assert "ruled out by bounds, unbuilt:" in text
         for one in plan.alternatives[:4]:
-            row = next(line for line in text.splitlines() if line.endswith(f"  {one.how}"))
-            assert seconds_text(one.seconds) in row
+            lines = text[text.index("ways to run a step (* taken)") :].splitlines()
+            place = next(at for at, line in enumerate(lines) if line[4:] == one.how)
+            row = lines[place + 1]
+            assert lines[place].startswith("  * ") == (one is plan.alternatives[0])
+            assert row.startswith(f"      {seconds_text(one.seconds)}")
             assert all(seconds_text(part) in row for part in one.cost.parts.values() if part)
     for one in plan.alternatives:
         assert all(seconds_text(part) in page for part in one.cost.parts.values() if part)

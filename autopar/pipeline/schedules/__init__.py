@@ -30,6 +30,7 @@ for _module in pkgutil.iter_modules(__path__):
 _COUNTS = ("stages", "microbatches", "chunks")  # whose product is the number of forwards
 MOST_FORWARDS = 1 << 20
 NAMES = tuple(sorted(GENERATORS))
+FROM_FILE = "what autopar.pipeline.load reads from a file"
 
 
 def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Schedule:
@@ -38,7 +39,7 @@ def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Sc
     `microbatches` counts all pipes together. A schedule with several chunks on a rank cuts the
     model into `stages` x chunks stages.
     """
-    require_one_of("a schedule", name, NAMES, "what autopar.pipeline.load reads from a file")
+    require_one_of("a schedule", name, known_names(), FROM_FILE)
     for label, value in (("stages", stages), ("microbatches", microbatches)):
         positive("a schedule", label, value)
     known = option_names(name)
@@ -60,13 +61,19 @@ def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Sc
     return GENERATORS[name].generate(stages, microbatches, **options)
 
 
+def known_names() -> list[str]:
+    """The schedules that are there by now, with those that a user has registered."""
+    return sorted(GENERATORS)
+
+
 def option_names(name: str) -> tuple[str, ...]:
     """The options that schedule `name` takes."""
     return GENERATORS[name].options
 
 
 def weighed_schedules(stages: int, microbatches: int) -> list[Schedule]:
-    """The schedules to weigh, those that exist for these numbers, the plainest first."""
+    """The schedules to weigh, those that exist for these numbers, the plainest first; of those
+    that are one order under several names, the first."""
     made: list[Schedule] = []
     for name in NAMES:
         for options in GENERATORS[name].weighed:
@@ -74,4 +81,6 @@ def weighed_schedules(stages: int, microbatches: int) -> list[Schedule]:
                 one = schedule(name, stages=stages, microbatches=microbatches, **options)
                 check(one)
                 made.append(one)
-    return sorted(made, key=lambda one: (one.pipes, len(one.split_stages) > 0, one.chunks))
+    made.sort(key=lambda one: (one.pipes, len(one.split_stages) > 0, one.chunks))
+    known = {(one.placement, one.orders, one.parts): one for one in reversed(made)}
+    return [one for one in made if one is known[one.placement, one.orders, one.parts]]
