@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import pickle
+import re
 from dataclasses import fields, replace
 from unittest.mock import patch
 
@@ -29,6 +30,7 @@ from autopar.runtime.plan_broadcast import require_equal
 from autopar.search.auto import Known
 from autopar.search.decisions import TypedDecisions
 from autopar.search.smallest_footprint import SmallestFootprint
+from autopar.units import seconds_text
 from tests.models import gpt, mlp
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 
@@ -534,9 +536,11 @@ def test_an_interrupt_while_a_mesh_is_solved_ends_the_search(interrupted, monkey
     monkeypatch.setattr(Layouts, "_graphs", lambda *_: Known())
 
     def interrupt(phase: str, detail: str) -> None:
-        if phase == "mesh":  # of the layouts without a limit first
-            solved[:] = [detail] if detail.startswith("1 of") else [*solved, detail]
-        if phase == "memory" and len(solved) == interrupted:
+        mesh = detail.partition(",")[0]
+        if phase == "mesh" and "pricing" not in detail and "layouts" not in detail:
+            # Of the layouts without a limit first.
+            solved[:] = [mesh] if detail.startswith("1 of") else [*solved, mesh]
+        if "layouts that fit" in detail and len(solved) == interrupted:
             raise KeyboardInterrupt
 
     options = {"cluster": CLUSTER, "mode": "auto", "pipeline": None, "states": "whole"}
@@ -563,7 +567,7 @@ def test_the_bound_holds_for_every_mesh_that_was_weighed():
 
 def test_an_interrupt_between_pipelines_takes_the_best_so_far():
     def interrupt(phase: str, detail: str) -> None:
-        if phase == "pipeline" and detail.startswith("2 stages"):
+        if phase == "plan" and detail.startswith("2 stages"):
             raise KeyboardInterrupt
 
     case = mlp()
@@ -573,10 +577,10 @@ def test_an_interrupt_between_pipelines_takes_the_best_so_far():
     assert (plan.search.bound, plan.search.gap) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize("phase", ["mesh", "build", "fold", "eliminate"])
-def test_an_interrupt_before_the_first_plan_is_a_clean_error(phase):
-    def interrupt(now: str, detail: str) -> None:
-        if now == phase:
+@pytest.mark.parametrize("words", ["1 of 1", "pricing operators", "layouts"])
+def test_an_interrupt_before_the_first_plan_is_a_clean_error(words):
+    def interrupt(phase: str, detail: str) -> None:
+        if phase == "mesh" and words in detail:
             raise KeyboardInterrupt
 
     with pytest.raises(ap.ExecutionError, match="before the first one was found"):
@@ -587,7 +591,7 @@ def test_progress_is_silent_told_or_printed(capsys):
     phases = []
     options = {"cluster": CLUSTER, "mesh": MESH, "mode": "auto"}
     ap.plan(wide(), (WIDE_INPUT,), progress=lambda p, d: phases.append(p), **options)
-    assert {"capture", "mesh", "build", "fold", "eliminate", "done"} <= set(phases)
+    assert set(phases) == {"capture", "plan", "mesh"}
     for progress in (None, False):
         ap.plan(wide(), (WIDE_INPUT,), progress=progress, **options)
         assert capsys.readouterr().err == ""
@@ -595,6 +599,24 @@ def test_progress_is_silent_told_or_printed(capsys):
     assert "capture: Sequential\n" in capsys.readouterr().err
     with pytest.raises(ap.InvalidInput, match="progress is"):
         ap.plan(wide(), (WIDE_INPUT,), progress="yes", **options)
+
+
+def test_progress_says_what_is_looked_at_and_the_best_so_far():
+    told = []
+    case = mlp()
+    about = {"cluster": CLUSTER, "progress": lambda *words: told.append(": ".join(words))}
+    plan = ap.plan(case.model, case.args, **about)
+    # Under a limit, too.
+    ap.plan(case.model, case.args, **about, memory=0.9 * plan.memory.peak)
+    assert "plan: no pipeline" in told
+    best = f"best so far {seconds_text(plan.alternatives[0].seconds)}"
+    assert any(line.startswith("plan: ") and line.endswith(best) for line in told)
+    meshes = [line for line in told if line.startswith("mesh: 1 of ")]
+    assert meshes
+    sized = re.compile("; (no pipeline|[0-9]+ stages)(, [0-9]+ micro-batches)?(;|$)")
+    assert all(sized.search(line) for line in meshes)
+    jargon = re.compile("fold|prune|eliminat|multiplier|CP-SAT|branch|gap|strateg|cost graph")
+    assert not [line for line in told if jargon.search(line)]
 
 
 class Sorted(nn.Module):

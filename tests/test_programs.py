@@ -221,4 +221,4 @@ def test_progress_is_told_of_later_programs() -> None:
     assert not told
     module.step(x[:4])
     assert told[0] == "capture"
-    assert {*told} == first - {"pipeline"}
+    assert {*told} == first - {"plan"}

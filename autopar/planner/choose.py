@@ -34,6 +34,7 @@ from autopar.planner.promises import Promises
 from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request
 from autopar.planner.staged import StagedProgram, Tried
+from autopar.planner.telling import Telling, size_words
 from autopar.planner.verdict import no_size
 from autopar.planner.whole import Whole
 from autopar.progress import Report
@@ -62,7 +63,7 @@ class Planner:
         whole: Whole | None = None,
     ) -> None:
         """`whole`: of a program that stands for a longer one."""
-        self.captured, self.request, self.report = captured, request, report
+        self.captured, self.request = captured, request
         self.ideal = Ideal(captured, request)
         self.memory = request.memory
         self._promises = Promises(captured, request, self.ideal)
@@ -70,9 +71,10 @@ class Planner:
         self.regions = Regions(captured, request.recompute, marked_regions(model))
         self._batches = cache(partial(cut_batch, captured))
         self.ledger = Ledger(request)
+        self.report = Telling(report, self.ledger)
         self._schedules = cache(request.schedules)
         self._hosted = request.hosted if may_go(model, request.states) else ()
-        self._whole, self._layouts = whole, Layouts(request, self.constraints, report, whole)
+        self._whole, self._layouts = whole, Layouts(request, self.constraints, self.report, whole)
         self._tried: dict[int, Tried] = {}  # by layouts
         self._is_bound = False  # memory kept the last layouts from what would be faster
         self._is_short_of_memory = False  # and all that would be with states on the device
@@ -96,10 +98,10 @@ class Planner:
                 self.ledger.left_out["sizes"] += ways != self._on_host  # each once
                 left = left[1:]
                 continue
-            size = f"{stages} stages, {parts} micro-batches"
+            size = size_words(stages, parts)
             self._is_short_of_memory = False
             try:
-                self.report("pipeline", size)
+                self.report.look_at(size)
                 if self._is_news(stages, parts):
                     continue  # it may promise less now
                 for candidate in ways(stages, parts):

@@ -155,6 +155,7 @@ class LayoutSearch:
     _considered: list[Considered] = field(default_factory=list)
     _smallest: SmallestFootprint | None = None  # when nothing fits
     _is_beaten: bool = False  # some mesh was not the best
+    _told: str = ""  # the mesh that is looked at
 
     def run(self, meshes: Sequence[Mesh]) -> SearchResult:
         """The fastest plan over all `meshes` that keeps to the memory."""
@@ -193,7 +194,8 @@ class LayoutSearch:
         for number, mesh in enumerate(meshes):
             left = meshes[number + 1 :]
             try:
-                self.report("mesh", f"{number + 1} of {len(meshes)}: {mesh}")
+                self._told = f"{number + 1} of {len(meshes)}: {mesh}"
+                self.report("mesh", self._told)
                 if not self._is_worth(mesh, meshes):
                     why = "splits no axis of the best meshes with fewer axes"
                     self._considered.append(Considered(mesh, None, None, why))
@@ -270,7 +272,7 @@ class LayoutSearch:
     def _built(self, mesh: Mesh) -> Built:
         graphs = self.known.graphs
         if mesh not in graphs:
-            self.report("build", f"the cost graph of {mesh}")
+            self.report("mesh", f"{self._told}, pricing operators")
             about = self.captured, mesh, self.cluster, self.constraints(mesh), self.microbatches
             graphs[mesh] = build(*about, self.states)
         return graphs[mesh]
@@ -295,10 +297,15 @@ class LayoutSearch:
     def _solved(self, built: Built, limit: float | None) -> _Solved:
         guess = 0.0 if self._best is None else self._best.solution.multiplier
         how = {"cutoff": self._objective, "multiplier": guess}
-        found = solve(built.graph, limit, self.report, **how)
+        found = solve(built.graph, limit, self._tell, **how)
         if limit is None or limit == math.inf:
             self.known.least[built.mesh] = max(0.0, found.bound - built.slack)
         return _Solved(built, found)
+
+    def _tell(self, phase: str, detail: str) -> None:
+        """What a solution is at, in words of layouts."""
+        doing = f"layouts that fit, {detail}" if phase == "memory" else "layouts"
+        self.report("mesh", f"{self._told}, {doing}")
 
     def _needed(self, found: _Solved) -> float:
         """The bytes of the finished program."""

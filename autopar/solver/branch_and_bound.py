@@ -17,6 +17,7 @@ from autopar.solver.lagrangian import LagrangianSearch
 from autopar.solver.optimum import Optimiser
 from autopar.solver.packed import Array, Integers, Packed
 from autopar.solver.prune import restricted
+from autopar.units import share_text
 
 _SLACK = 1e-12  # relative
 _PARTS = 300  # that are looked into at most
@@ -34,7 +35,7 @@ def branch_and_bound(
         if search.choice is None:
             search.smallest()
     elif search.gap > search.tolerance:
-        search.report(f"gap {search.gap:.2%}: branching")
+        search.report(f"within {share_text(search.gap)} of the best")
         if Branching(search).run() == "tangled":
             search.by_constraints()
 
@@ -87,7 +88,7 @@ class Branching:
             before = root.value
             root.offer(packed.translated(part.choice, root.packed))
             if root.value < before:
-                root.report(f"{self.looked} parts: gap {root.gap:.2%}")
+                root.report(f"within {share_text(root.gap)} of the best")
         if gap_left and part.bound < self.goal:
             self._divide(part, packed)
 

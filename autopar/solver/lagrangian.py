@@ -29,6 +29,7 @@ from autopar.solver.eliminate import Elimination
 from autopar.solver.graph import Array, Integers, Packed
 from autopar.solver.optimum import SECONDS, Optimiser, Optimum
 from autopar.solver.residual import relative_gap, solve_residual
+from autopar.units import share_text
 
 Point = tuple[float, float, Integers]  # seconds, bytes, choice
 
@@ -156,7 +157,7 @@ class LagrangianSearch:
 
     def _squeeze(self, large: Point, small: Point, cutoff: float) -> tuple[Point, Point]:
         """Move the multiplier to where a choice too large and one that fits weigh the same."""
-        for step in range(_STEPS):
+        for _ in range(_STEPS):
             if self.bound >= cutoff or self.gap <= self._enough or self.is_late():
                 break
             if small[0] <= large[0]:
@@ -169,7 +170,7 @@ class LagrangianSearch:
             if bound > self.bound:
                 self.bound, self.multiplier = bound, multiplier
             point = self.offer(lowest.choice)
-            self.report(f"multiplier {step + 1}: gap {self.gap:.2%}")
+            self.report(f"within {share_text(self.gap)} of the best")
             is_known = any(point[1] == end[1] and point[0] >= end[0] for end in (large, small))
             if lowest.value >= line - _SLACK * abs(line) or is_known:
                 break
@@ -266,7 +267,7 @@ class LagrangianSearch:
         assert choice is not None
         if packed.strategy_pairs > _MOST_ENTRIES:
             return
-        self.report(f"{packed.strategy_pairs:,} pairs of strategies to CP-SAT")
+        self.report(f"within {share_text(self.gap)} of the best, the rest at once")
         memory: dict[tuple[int, ...], Array] = {}
         elimination = Elimination(dict(enumerate(packed.sizes.tolist())), limit=0)
         for scope, table in packed.tables_by_scope():
