@@ -164,7 +164,9 @@ def test_in_whatever_order_sizes_are_weighed_the_choice_takes_as_long(
     assert own.memory.peak <= memory
     for sign in (1, -1):
 
-        def promise(promises: Promises, *size: int, sign: int = sign) -> tuple[int, int]:
+        def promise(
+            promises: Promises, *size: int, is_hosted: bool = False, sign: int = sign
+        ) -> tuple[int, int]:
             return sign * size[0], sign * size[1]
 
         monkeypatch.setattr(Promises, "of", promise)
@@ -193,11 +195,11 @@ def test_what_bounds_leave_out_is_not_faster(name, layers, devices, share, monke
     kept = Planner.best
     monkeypatch.setattr(Planner, "best", lambda self: told.append(self) or kept(self))
     bounded = found()
-    assert told[0].left_out.total()
+    assert told[0].ledger.left_out.total()
     monkeypatch.setattr(Planner, "_may_win", lambda *_: True)
     monkeypatch.setattr(Ideal, "is_slower", lambda *_: False)
     whole = found()
-    assert not told[1].left_out
+    assert not told[1].ledger.left_out
     assert len(whole.alternatives) >= len(bounded.alternatives)
     assert bounded.cost.seconds == pytest.approx(whole.cost.seconds, rel=1e-9)
     assert bounded.memory.peak <= memory
