@@ -46,15 +46,12 @@ def test_no_way_by_name_is_faster(make: Callable[[], Case], given: ap.Cluster) -
     assert chosen.cost.seconds == pytest.approx(best.seconds, rel=1e-6), best
 
 
-def test_states_on_the_host_have_layouts_of_their_own_also_where_something_fits() -> None:
+def test_states_on_the_host_have_layouts_of_their_own() -> None:
     """And layouts fit when their program does, which needs more than the search adds up."""
     case, given = mlp(layers=4, batch=16), machines(8, *EVEN)
     asked = {"memory": 13708.8, "pipeline": None}
     with shared_captures():
         chosen = plan(case, given, **asked)
-        assert any(
-            one.fits and one.states.optimizer_device == "device" for one in chosen.alternatives
-        )
         named = {"mesh": ap.Mesh(x=8), "microbatches": 1, "recompute": None}
         best = plan(case, given, **{**asked, **named}, states=chosen.states)
     assert chosen.states.optimizer_device == "host"
