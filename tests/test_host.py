@@ -76,7 +76,7 @@ def test_each_side_is_counted_by_itself(tmp_path):
         for n in plan.program.graph.nodes
         if n.name == "to_host"
     )
-    assert {"on", "the", "host"} <= {*str(plan).split()}  # in a column, a word on each line
+    assert "on the host" in str(plan)
     assert "to_host" in str(plan.explain("to_host"))
     assert "to_host" in str(plan.program.graph)
     plan.save(tmp_path / "plan.json")

@@ -54,13 +54,10 @@ def plan_text(plan: PlanValue) -> str:
         lines += str(plan.pipelining).splitlines()
     own = plan.program.placeholders.items()
     sync = {p: info(node).sync if info(node).learns else () for p, node in own}
-    rows = [
-        (
-            name,
-            (str(plan.types[name]), _kept(plan, placeholder, name), _summed(sync.get(placeholder))),
-        )
-        for placeholder, name in plan.captured.parameters.items()
-    ]
+    rows = []
+    for placeholder, name in plan.captured.parameters.items():
+        about = _kept(plan, placeholder, name), _summed(sync.get(placeholder))
+        rows.append((name, (str(plan.types[name]), ", ".join(filter(None, about)))))
     lines += [*_regions(plan.decisions.recompute, _uncut(plan)), "parameters", *_grouped(rows)]
     lines += [*_movements(plan), *_fallbacks(plan)]
     return "\n".join(lines + _weighed(plan))

@@ -34,7 +34,7 @@ def test_names():
         ("gpipe", {"stages": 0, "microbatches": 8}, "stages"),
         ("gpipe", {"stages": 4, "microbatches": 0}, "microbatches"),
         ("gpipe", {"stages": 4, "microbatches": 2.0}, "microbatches"),
-        ("pipe-dreams", {"stages": 4, "microbatches": 2}, "choose one of 1f1b"),
+        ("pipe-dreams", {"stages": 4, "microbatches": 2}, "a schedule is one of '1f1b'"),
         ("chimera-zb", {"stages": 4, "microbatches": 4, "forward": [1, 2]}, "4 stages"),
         ("chimera-zb", {"stages": 4, "microbatches": 4, "limit": 1}, "limit"),
         ("chimera-zb", {"stages": 4, "microbatches": 4, "backward_weight": 3}, "split off"),

@@ -99,7 +99,7 @@ def test_large_schedules():
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
-        ({"forward": [1, 2, 3]}, "forward is one number, or one for each of the 4 stages"),
+        ({"forward": [1, 2, 3]}, "forward is one number, or one for each of 4 stages"),
         ({"backward": -1}, "backward is a time"),
         ({"backward": float("nan")}, "backward is a time"),
         ({"backward_weight": 3}, "split off"),
