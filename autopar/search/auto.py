@@ -71,8 +71,11 @@ class Search:
         return replace(self, interrupted=True, bound=0.0, gap=relative_gap(self.objective, 0.0))
 
     def taken(self, seconds: float) -> Search:
-        """The same of a plan that takes longer than what was found."""
-        return replace(self, objective=seconds, gap=relative_gap(seconds, self.bound))
+        """The same of a plan that takes longer than what was found; or less, where movements share
+        steps that the search adds up for each of them. Those of other plans may do so, too."""
+        bound = max(0.0, self.bound - max(0.0, self.objective - seconds))
+        gap = relative_gap(seconds, bound)
+        return replace(self, objective=seconds, bound=bound, gap=gap)
 
     def lowered(self, bound: float) -> Search:
         """The same, where some plans may take as little as `bound`."""

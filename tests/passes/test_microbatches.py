@@ -181,7 +181,7 @@ def test_a_table_over_the_samples_is_told_as_one():
         return (y * torch.arange(len(x))[:, None]).sum()  # the line
 
     captured = capture(Head(loss).double(), (torch.randn(6, 4, dtype=torch.float64),))
-    with pytest.raises(ap.InvalidInput, match=r"a table \(6, .*over the 6 samples is a const") as e:
+    with pytest.raises(ap.InvalidInput, match=r"a table \(6, .*over 6 samples is a const") as e:
         cut_batch(captured, 2)
     assert "as an input" in e.value.remedy
     assert e.value.source.endswith("# the line")
