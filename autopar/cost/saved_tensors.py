@@ -117,8 +117,11 @@ class SavedTensors:
         return is_selective and facts is not None and facts.is_cheap
 
 
-def kept_bytes(captured: Captured) -> float:
-    """The bytes that a captured program keeps for backward at least: of all ranks together."""
+def kept_values(captured: Captured, at_most: bool = False) -> dict[tuple[fx.Node, int], int]:
+    """What a captured program keeps for backward at least, or at most, whatever kernels there are:
+    the bytes of the results of calls, of all ranks together."""
+    combined = set.union if at_most else set.intersection
+    some = any if at_most else all
     kept: dict[tuple[fx.Node, int], int] = {}
     for node in captured.operators:
         rule, inputs = captured.priced[node.name], tensor_inputs(node)
@@ -126,15 +129,15 @@ def kept_bytes(captured: Captured) -> float:
         if rule is None or not any(learns):
             continue
         ways = rule.saved, *rule.kept.values()
-        always = set.intersection(*(set(saved.inputs_for(learns)) for saved in ways))
-        values = [storage(inputs[i]) for i in sorted(always)]
-        values += [storage(node)] if all(saved.output for saved in ways) else []
+        read = combined(*(set(saved.inputs_for(learns)) for saved in ways))
+        values = [storage(inputs[i]) for i in sorted(read)]
+        values += [storage(node)] if some(saved.output for saved in ways) else []
         for value in values:
             if value.op != "placeholder" and copied_parameter(value) is None:
                 for place, tensor in enumerate(tensors_of(value), place_of(value)):
                     size = tensor.numel() * tensor.itemsize
                     kept[maker(value), place] = size * info(maker(value)).times
-    return float(sum(kept.values()))
+    return kept
 
 
 def storage(node: fx.Node) -> fx.Node:
@@ -145,6 +148,11 @@ def storage(node: fx.Node) -> fx.Node:
             break
         node = node.all_input_nodes[0]
     return node
+
+
+def source(value: fx.Node) -> fx.Node:
+    """The operator whose memory a value lies in, or a placeholder."""
+    return maker(storage(value))
 
 
 def kept_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:

@@ -8,15 +8,24 @@ from collections.abc import Iterable
 from torch import fx
 
 from autopar.capture.captured import Captured
-from autopar.cost.operators import ShardSizes, Work, facts_of, work
+from autopar.capture.origins import copied_parameter
+from autopar.cluster import Device
+from autopar.cost.operators import ShardSizes, Work, facts_of, seconds, work
 from autopar.mesh import Mesh
 from autopar.strategies import Strategy
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import tensor_inputs
 from autopar.strategies.rule import Facts
 
+WholeWork = list[tuple[Facts, Work, int]]  # of each kind of operator, and how many there are
 
-def whole_work(captured: Captured, counted: Iterable[fx.Node]) -> list[tuple[Facts, Work, int]]:
+
+def is_counted(node: fx.Node) -> bool:
+    """Whether every micro-batch runs a call on the devices."""
+    return info(node).learns and not info(node).on_host and copied_parameter(node) is None
+
+
+def whole_work(captured: Captured, counted: Iterable[fx.Node]) -> WholeWork:
     """Of each kind of operator among those that are `counted`, and how many there are of it."""
     mesh, kinds = Mesh(x=1), dict[int, fx.Node]()
     counts = Counter[int]()
@@ -31,6 +40,19 @@ def whole_work(captured: Captured, counted: Iterable[fx.Node]) -> list[tuple[Fac
         facts = facts_of(node, rule, tensor_inputs(node))
         found.append((facts, work(facts, ShardSizes(rule, [Strategy()], mesh)), counts[kind]))
     return found
+
+
+def spread_seconds(whole: WholeWork, pieces: int, device: Device) -> tuple[float, float]:
+    """Seconds forward and backward of all of it, of each operator one of so many `pieces`."""
+    forward = backward = 0.0
+    for facts, done, count in whole:
+        part = Work(*(each / pieces for each in done))
+        once = seconds(facts, part, device)
+        forward, backward = (
+            forward + count * float(once[0][0]),
+            backward + count * float(once[1][0]),
+        )
+    return forward, backward
 
 
 def model_flops(captured: Captured) -> float:

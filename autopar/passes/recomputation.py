@@ -18,7 +18,7 @@ from autopar.capture.origins import gathered_parameter, is_made_of_parameters
 from autopar.capture.randomness import is_random
 from autopar.capture.regions import runs
 from autopar.cost.repeats import NONE, Repeats
-from autopar.cost.saved_tensors import kept_away, kept_by, lasting, storage
+from autopar.cost.saved_tensors import kept_away, kept_by, lasting, source, storage
 from autopar.mesh import Mesh
 from autopar.passes.setting import Setting
 from autopar.strategies.node_info import Region, info
@@ -91,7 +91,7 @@ def _mark_selective(nodes: Sequence[fx.Node], mesh: Mesh) -> None:
         if not is_result(node) and _is_cheap(node):
             again[node] = all(
                 value.op == "placeholder" or value in kept or again.get(value, False)
-                for value in map(_source, node.all_input_nodes)
+                for value in map(source, node.all_input_nodes)
             )
     possible = [n for n in kept & own if again.get(n) and not _is_read_outside(n, own)]
     least = SMALL * max((sizes[node] for node in possible), default=0.0)
@@ -103,7 +103,7 @@ def _mark_selective(nodes: Sequence[fx.Node], mesh: Mesh) -> None:
         node = waiting.pop()
         if not info(node).remade:
             info(node).remade = True
-            sources = map(_source, node.all_input_nodes)
+            sources = map(source, node.all_input_nodes)
             waiting += [v for v in sources if v in own and (v not in kept or v in dropped)]
 
 
@@ -127,11 +127,6 @@ def stay_received(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if info(node).away and storage(node).op == "placeholder":
             info(node).away = {}
-
-
-def _source(value: fx.Node) -> fx.Node:
-    """The operator whose memory a value lies in, or a placeholder."""
-    return maker(storage(value))
 
 
 def _is_read_outside(node: fx.Node, own: set[fx.Node]) -> bool:

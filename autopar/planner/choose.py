@@ -33,6 +33,7 @@ from autopar.planner.mixed import ATTEMPTS, mixed
 from autopar.planner.promises import Promises
 from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request
+from autopar.planner.room import Room
 from autopar.planner.staged import StagedProgram, Tried
 from autopar.planner.telling import Telling, size_words
 from autopar.planner.verdict import no_size
@@ -64,11 +65,11 @@ class Planner:
     ) -> None:
         """`whole`: of a program that stands for a longer one."""
         self.captured, self.request = captured, request
-        self.ideal = Ideal(captured, request)
+        self.regions = Regions(captured, request.recompute, marked_regions(model))
+        self.ideal = Ideal(captured, request, Room(captured, request, self.regions))
         self.memory = request.memory
         self._promises = Promises(captured, request, self.ideal)
         self._annotations, self._pins = parameter_annotations(model), stage_pins(model)
-        self.regions = Regions(captured, request.recompute, marked_regions(model))
         self._batches = cache(partial(cut_batch, captured))
         self.ledger = Ledger(request)
         self.report = Telling(report, self.ledger)
@@ -94,7 +95,7 @@ class Planner:
         while left and not self._is_interrupted:
             left.sort(key=self._promised)
             ways, (stages, parts) = left[0]
-            if not self._may_win(stages, parts):
+            if not self._may_win(stages, parts, ways == self._on_host):
                 self.ledger.left_out["sizes"] += ways != self._on_host  # each once
                 left = left[1:]
                 continue
@@ -135,14 +136,14 @@ class Planner:
         ways, size = one
         return self._promises.of(*size, is_hosted=ways == self._on_host)
 
-    def _may_win(self, stages: int, parts: int) -> bool:
+    def _may_win(self, stages: int, parts: int, is_hosted: bool = False) -> bool:
         """Whether some way with so many stages and micro-batches may be faster than what fits."""
-        if self._fastest == math.inf:
-            return True
-        if self._promises.least(stages, parts) >= self._fastest:
-            return False
+        fastest = self._fastest - self._promises.update * is_hosted
+        least = self._promises.least(stages, parts)
+        if fastest == math.inf or least >= fastest:
+            return fastest == math.inf
         made = None if self._is_straight(stages) else self._schedules(stages, parts)
-        return self.ideal.may_win(stages, parts, made, self._fastest)
+        return self.ideal.may_win(stages, parts, made, fastest, least, is_hosted)
 
     def constraints(
         self, program: Captured, decided: Mapping[str, Recompute], mesh: Mesh
@@ -251,8 +252,6 @@ class Planner:
     def _on_host(self, stages: int, parts: int) -> Iterator[Candidate]:
         """Ways with states on the host, as long as they may be faster than what fits already:
         without recomputation, then with it, then with layouts of their own."""
-        if self._promises.least(stages, parts) + self._promises.update >= self._fastest:
-            return
         asked = replace(self._layout_request(stages, parts), cutoff=self._fastest * stages)
         free, _ = self._layouts.find(asked)
         if free.seconds / stages + self._promises.update >= self._fastest:
@@ -396,8 +395,8 @@ class Planner:
         leaner = self.regions.leaner(self.request.cluster.device.host) if is_leaner else ()
         note = tried.note if is_large or not is_leaner else lambda memory: None
         for number, made in enumerate(self._schedules(stages, parts)):
-            is_asked = self._fastest < math.inf and not is_large  # it takes longer than stages do
-            if is_asked and self.ideal.is_slower(laid, made, self._fastest):
+            # The order of a large schedule takes longer to look at than the stages of a program.
+            if self.ideal.is_slower(laid, made, self._fastest, has_order=not is_large):
                 self.ledger.left_out["schedules"] += 1
                 continue
             if is_leaner:

@@ -1,11 +1,12 @@
 """Ideal: what a step takes at least, before any layout or stage is looked at.
 
-    ideal = Ideal(captured, request)
+    ideal = Ideal(captured, request, room)
     ideal.run(64)                         # of the program, on a 64th of the work of each operator
     ideal.may_win(2, 8, schedules, 0.1)   # a step in 2 stages and 8 micro-batches, in 0.1 s
 
 Operators alone, each cut over all ranks that share it; nothing moves, nobody waits but for the
-order of the schedule. What is not faster than this even so is never built.
+order of the schedule, and no more runs again than has to, to fit. What is not faster than the best
+so far even so is never built.
 """
 
 from __future__ import annotations
@@ -15,15 +16,12 @@ from collections.abc import Sequence
 from functools import cache, cached_property
 
 from autopar.capture.captured import Captured
-from autopar.capture.origins import copied_parameter
-from autopar.cost.operators import Work, seconds
-from autopar.cost.whole_work import whole_work
+from autopar.cost.whole_work import WholeWork, is_counted, spread_seconds, whole_work
 from autopar.pipeline.least_time import least_time
 from autopar.pipeline.schedule import Schedule
 from autopar.planner.candidate import Candidate
 from autopar.planner.request import Request
-from autopar.strategies.node_info import info
-from autopar.strategies.rule import Facts
+from autopar.planner.room import Room
 
 MOST_ACTIONS = 1 << 10  # stages times micro-batches of what a bound is looked for
 
@@ -31,27 +29,54 @@ MOST_ACTIONS = 1 << 10  # stages times micro-batches of what a bound is looked f
 class Ideal:
     """What the operators of a program take, the less the more ranks and micro-batches share it."""
 
-    def __init__(self, captured: Captured, request: Request) -> None:
-        self._captured, self._request = captured, request
+    def __init__(self, captured: Captured, request: Request, room: Room) -> None:
+        self._captured, self._request, self.room = captured, request, room
         self.run = cache(self._run)
         self._last: tuple[Candidate | None, float] = None, 0.0
         # Of schedules: a bound, and what was enough when it was looked for.
         self._ratios: dict[Schedule, tuple[float, float]] = {}
 
     def may_win(
-        self, stages: int, parts: int, schedules: Sequence[Schedule] | None, fastest: float
+        self,
+        stages: int,
+        parts: int,
+        schedules: Sequence[Schedule] | None,
+        fastest: float,
+        least: float = 0.0,
+        is_hosted: bool = False,
     ) -> bool:
-        """Whether a step of so many stages and micro-batches may take less than `fastest`."""
-        run = self.run(parts * self._request.meshes(stages)[0].size, stages > 1)
-        if schedules is None or parts / stages * run >= fastest:  # though nobody waits
-            return parts / stages * run < fastest
-        times = fastest / run if run else math.inf
-        return any(not self._takes(made, parts, times) for made in schedules)
+        """Whether a step of so many stages and micro-batches may take less than `fastest`; `least`:
+        what it takes if nothing runs again, as far as that is known; `is_hosted`: with states on
+        the host."""
+        inner, times = self._request.meshes(stages)[0].size, parts / stages
+        run = self.run(parts * inner, stages > 1)
+        least = max(least, times * run)
+        if schedules is None:
+            return least + times * self.room.least_again(parts, parts * inner, is_hosted) < fastest
+        if least >= fastest:  # though nobody waits, and nothing runs again
+            return False
+        again, last = self.room.again(parts * inner), self.room.last
+        for made in schedules:
+            more = 0.0 if self.room.holds(last, made, inner, is_hosted) else again
+            total = run + more
+            if least + times * more < fastest and not self._takes(
+                made, parts, fastest / total if total else math.inf
+            ):
+                return True
+        return False
 
-    def is_slower(self, laid: Candidate, made: Schedule, fastest: float) -> bool:
-        """Whether a program with its layouts takes `fastest` at least, in whatever stages."""
-        once = self._once(laid)
-        return self._takes(made, laid.microbatches, fastest / once if once else math.inf)
+    def is_slower(
+        self, laid: Candidate, made: Schedule, fastest: float, has_order: bool = True
+    ) -> bool:
+        """Whether a program with its layouts takes `fastest` at least, in whatever stages;
+        `has_order`: even if its ranks wait only as the order of the schedule asks for."""
+        once, parts, inner = self._once(laid), laid.microbatches, laid.mesh.size
+        is_hosted = laid.states.optimizer_device == "host"
+        if not self.room.holds(self.room.last, made, inner, is_hosted):
+            once += self.room.again(parts * inner)
+        if parts / made.ranks * once >= fastest:
+            return True
+        return has_order and self._takes(made, parts, fastest / once if once else math.inf)
 
     def _once(self, laid: Candidate) -> float:
         """What stages take together for one micro-batch, without what is done once a step."""
@@ -75,20 +100,11 @@ class Ideal:
     def _run(self, pieces: int, is_staged: bool = False) -> float:
         """Seconds, forward and backward, of one run on a part of the work of each operator: on the
         fastest devices, where stages may be large on these."""
-        total, cluster = 0.0, self._request.cluster
+        cluster = self._request.cluster
         device = cluster.strongest(range(cluster.devices)) if is_staged else cluster.device
-        for facts, done, count in self._work:
-            part = Work(*(each / pieces for each in done))
-            forward, backward = seconds(facts, part, device)
-            total += count * float(forward[0] + backward[0])
-        return total
+        return sum(spread_seconds(self._work, pieces, device))
 
     @cached_property
-    def _work(self) -> list[tuple[Facts, Work, int]]:
+    def _work(self) -> WholeWork:
         """Of each kind of operator that every micro-batch runs on the devices, and how many."""
-        counted = (
-            node
-            for node in self._captured.operators
-            if info(node).learns and not info(node).on_host and copied_parameter(node) is None
-        )
-        return whole_work(self._captured, counted)
+        return whole_work(self._captured, filter(is_counted, self._captured.operators))

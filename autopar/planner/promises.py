@@ -13,7 +13,7 @@ from functools import cached_property
 
 from autopar.capture.captured import Captured
 from autopar.cost.footprint import parameter_bytes
-from autopar.cost.saved_tensors import kept_bytes
+from autopar.cost.saved_tensors import kept_values
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.planner.hosting import least_update
@@ -37,10 +37,15 @@ class Promises:
         `is_hosted`: with states on the host, which takes longer than what else there is."""
         run = parts / stages * self._ideal.run(parts * self._request.meshes(stages)[0].size)
         waits = 1 + (stages - 1) / parts / 2
-        live = self.states + self.kept * min(stages, parts) / parts
-        again = AGAIN if live / self._request.cluster.devices > self._request.roomiest else 1.0
         most_room = -parts if self.states > self._request.memory else 0
-        seconds = max(run, self.least(stages, parts)) * waits * again
+        seconds = max(run, self.least(stages, parts)) * waits
+        if stages == 1:  # as much runs again as has to
+            pieces = parts * self._request.cluster.devices
+            seconds += parts * self._ideal.room.least_again(parts, pieces, is_hosted)
+        else:
+            live = self.states + self.kept * min(stages, parts) / parts
+            is_over = live / self._request.cluster.devices > self._request.roomiest
+            seconds *= AGAIN if is_over else 1.0
         return (seconds + self.update) * AGAIN if is_hosted else seconds, most_room
 
     def least(self, stages: int, parts: int) -> float:
@@ -73,4 +78,4 @@ class Promises:
     @cached_property
     def kept(self) -> float:
         """The bytes that a program keeps for backward."""
-        return kept_bytes(self._captured)
+        return float(sum(kept_values(self._captured).values()))

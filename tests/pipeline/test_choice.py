@@ -197,7 +197,7 @@ def test_what_bounds_leave_out_is_not_faster(name, layers, devices, share, monke
     bounded = found()
     assert told[0].ledger.left_out.total()
     monkeypatch.setattr(Planner, "_may_win", lambda *_: True)
-    monkeypatch.setattr(Ideal, "is_slower", lambda *_: False)
+    monkeypatch.setattr(Ideal, "is_slower", lambda *_, **__: False)
     whole = found()
     assert not told[1].ledger.left_out
     assert len(whole.alternatives) >= len(bounded.alternatives)

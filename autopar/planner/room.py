@@ -1,0 +1,197 @@
+"""Room: what has to run again at least so that a step fits, before any layout or stage is there.
+
+    room = Room(captured, request, regions)
+    room.holds(plain, made, 8)   # whether a schedule may fit with 8 ranks a stage, nothing again
+    room.again(512)              # seconds of a run on a 512th of the work, if all regions run again
+    room.least_again(4, 512)     # of the same, what has to without a pipeline, in 4 micro-batches
+
+What forward keeps for backward is cut over all ranks of a stage, at most. Stages may keep it in
+whatever proportion: some rank still keeps as much as its schedule asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache, partial
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.capture.origins import is_of_parameters, state_bytes
+from autopar.capture.regions import runs
+from autopar.cluster import Device
+from autopar.cost.operators import facts_of
+from autopar.cost.saved_tensors import SavedTensors, kept_values, source
+from autopar.cost.whole_work import WholeWork, is_counted, spread_seconds, whole_work
+from autopar.pipeline.activation_counts import peaks
+from autopar.pipeline.schedule import Schedule
+from autopar.planner.recomputation import Regions
+from autopar.planner.request import Request
+from autopar.recompute import Recompute
+from autopar.strategies.node_info import info
+from autopar.strategies.registry import tensor_inputs
+from autopar.strategies.rule import Facts
+
+MOST_ACTIONS = 1 << 10  # stages times micro-batches of what is looked at
+_SLACK = 1e-6  # relative, of a solver that rounds
+
+
+@dataclass(frozen=True)
+class _Region:
+    """What runs again together, if it does."""
+
+    kept: float  # bytes, of what is dear to make: all ranks together
+    work: WholeWork  # of what then runs again
+
+
+class Room:
+    """What recomputation a request needs, however the program is laid out."""
+
+    def __init__(self, captured: Captured, request: Request, regions: Regions) -> None:
+        self._captured, self._request, self._regions = captured, request, regions
+        # Of what was asked for by name nothing is left to choose.
+        self._is_free = len(regions.kinds) > 1 and not regions.fixed
+        self.again, self._kept = cache(self._again), cache(self._kept_of)
+
+    @property
+    def last(self) -> Recompute:
+        """Of the ways to treat all regions alike the one that keeps least, but for that in which
+        all of them run again."""
+        return self._regions.kinds[-2 if self._is_free else -1]
+
+    def holds(self, kind: Recompute, made: Schedule, inner: int, is_hosted: bool = False) -> bool:
+        """Whether a schedule may fit on `inner` ranks in each stage, all regions treated so;
+        `is_hosted`: with the states of parameters on the host."""
+        limit = self._request.roomiest
+        if not self._is_free or kind.kind == "full" or limit == math.inf:
+            return True
+        kept = self._kept(kind) / made.all_parts / inner
+        states = 0.0 if is_hosted else self._states / inner
+        if not kept or made.stages * made.all_parts > MOST_ACTIONS:
+            return (kept + states) / made.stages <= limit
+        return kept * most_held(made, not kind.is_plain, states / kept) <= limit
+
+    def least_again(self, parts: int, pieces: int, is_hosted: bool = False) -> float:
+        """Seconds that one of so many micro-batches takes more without a pipeline, each operator on
+        one of so many pieces of its work, so that all fits: what runs again, or goes to the host.
+        """
+        limit, devices = self._request.roomiest, self._request.cluster.devices
+        if not self._is_free or limit == math.inf:
+            return 0.0
+        states = 0.0 if is_hosted else self._states
+        left = self._kept(self.last) / parts + states - limit * devices
+        if left <= 0:
+            return 0.0
+        taken = 0.0
+        for saved, seconds in sorted(self._offers(pieces), key=lambda one: one[1] / one[0]):
+            part = min(1.0, left * parts / saved)
+            taken, left = taken + part * seconds, left - part * saved / parts
+        return taken
+
+    def _offers(self, pieces: int) -> list[tuple[float, float]]:
+        """Of each region, the bytes that it spares if it runs again or keeps them on the host, and
+        the seconds that this takes in a run on one of so many pieces."""
+        host, shown = self._device.host, 2 * (1 - self._device.overlap)
+        found = []
+        for region in self._parts:
+            seconds = self._seconds(region, pieces)
+            if not host.is_device:
+                seconds = min(seconds, shown * host.copied(region.kept / pieces, 0))
+            found += [(region.kept, seconds)] if region.kept else []
+        return found
+
+    def _again(self, pieces: int) -> float:
+        """Seconds of all that runs again if every region does, each operator on one of so many
+        pieces of its work."""
+        return sum(self._seconds(region, pieces) for region in self._parts)
+
+    def _seconds(self, region: _Region, pieces: int) -> float:
+        return spread_seconds(region.work, pieces, self._device)[0]
+
+    @property
+    def _device(self) -> Device:
+        """The strongest there is."""
+        return self._request.cluster.strongest(range(self._request.cluster.devices))
+
+    @cached_property
+    def _states(self) -> float:
+        """The bytes that all ranks keep together of parameters, from step to step."""
+        asked, found = self._request.states, 0
+        if asked is not None and asked.optimizer_device == "host":
+            return 0.0
+        for node in self._captured.graph.find_nodes(op="placeholder"):
+            if node.name in self._captured.parameters and not info(node).on_host:
+                known = state_bytes(node)
+                size = known.master + known.optimizer * info(node).learns
+                found += info(node).val.numel() * size * info(node).times
+        return float(found)
+
+    def _kept_of(self, kind: Recompute) -> float:
+        """The bytes that all ranks keep together of a step, at least."""
+        dropped = set[fx.Node]() if kind.is_plain else self._cheap
+        return float(sum(size for (node, _), size in self._values.items() if node not in dropped))
+
+    @cached_property
+    def _values(self) -> dict[tuple[fx.Node, int], int]:
+        return kept_values(self._captured)
+
+    @cached_property
+    def _runs(self) -> list[list[fx.Node]]:
+        of_parameters = partial(is_of_parameters, captured=self._captured)
+        return [nodes for _, nodes in runs(self._captured.graph, self._regions.free, of_parameters)]
+
+    @cached_property
+    def _facts(self) -> dict[str, Facts | None]:
+        found = ((node, self._captured.priced[node.name]) for node in self._captured.operators)
+        return {n.name: facts_of(n, rule, tensor_inputs(n)) for n, rule in found if rule}
+
+    @cached_property
+    def _cheap(self) -> set[fx.Node]:
+        """What may be made again where regions keep no more than what is dear: what is cheap, and
+        made of what is there. As `passes/recomputation.py` has it, of a program with layouts."""
+        there = {node for node, _ in kept_values(self._captured, at_most=True)}
+        found = set[fx.Node]()
+        for node in (node for nodes in self._runs for node in nodes):
+            known, sources = self._facts.get(node.name), map(source, node.all_input_nodes)
+            is_there = all(n.op == "placeholder" or n in there or n in found for n in sources)
+            if is_there and known and known.is_cheap and not known.is_view:
+                found.add(node)
+        return found
+
+    @cached_property
+    def _parts(self) -> list[_Region]:
+        """The regions in which something runs again."""
+        kept, saved = Counter[fx.Node](), SavedTensors(self._facts, {}, {})
+        for (node, _), size in self._values.items():
+            kept[node] += size * (node not in self._cheap)
+        found = []
+        for nodes in self._runs:
+            names = saved.remade(nodes)
+            again = [n for n in nodes if n.name in names and is_counted(n)]
+            if work := whole_work(self._captured, again):
+                found.append(_Region(float(sum(kept[n] for n in nodes)), work))
+        return found
+
+
+@lru_cache(1 << 9)
+def most_held(made: Schedule, recompute: bool, states: float) -> float:
+    """Some rank holds at least so many times what all stages keep of one micro-batch together,
+    however they share it, and their `states`, which are so many times that."""
+    from ortools.linear_solver import pywraplp  # as slow to load as all of autopar
+
+    program = pywraplp.Solver.CreateSolver("GLOP")
+    most = program.NumVar(0, program.infinity(), "")
+    kept, stored = ([program.NumVar(0, 1, "") for _ in range(made.stages)] for _ in range(2))
+    program.Add(sum(kept) == 1)
+    program.Add(sum(stored) == 1)
+    moments = (
+        tuple((at, counts[0]) for at, counts in live.items()) for live in peaks(made, recompute)
+    )
+    for held in dict.fromkeys(moments):
+        share = states / made.pipes  # each pipe has a copy of a stage, or a part of it
+        program.Add(most >= sum(count * kept[at] + share * stored[at] for at, count in held))
+    program.Minimize(most)
+    is_solved = program.Solve() == pywraplp.Solver.OPTIMAL
+    return float(program.Objective().Value()) * (1 - _SLACK) if is_solved else 0.0

@@ -1,0 +1,57 @@
+"""Room: what is said to have no room, or to take too long in what there is, is in no plan."""
+
+from __future__ import annotations
+
+import pytest
+
+import autopar as ap
+from autopar.pipeline.schedules import schedule
+from autopar.planner.ideal import Ideal
+from autopar.planner.ledger import Ledger
+from autopar.planner.room import most_held
+from tests.models import gpt
+from tests.toy import EVEN, machines
+
+
+def test_a_stage_in_turn_holds_what_its_depth_asks_for() -> None:
+    """Of 1F1B the first of p ranks holds p micro-batches, the last holds one: however stages share
+    what they keep, some rank holds one part of 1 + 1/2 + ... + 1/p."""
+    for stages in (2, 4, 8):
+        made = schedule("1f1b", stages=stages, microbatches=2 * stages)
+        least = 1 / sum(1 / depth for depth in range(1, stages + 1))
+        assert most_held(made, False, 0.0) == pytest.approx(least, rel=1e-5)
+    deep = schedule("gpipe", stages=4, microbatches=8)
+    assert most_held(deep, False, 0.0) == pytest.approx(8 / 4, rel=1e-5)
+    assert most_held(deep, False, 4.0) == pytest.approx(8 / 4 + 4 / 4, rel=1e-5)
+
+
+@pytest.mark.parametrize(("share", "least"), [(0.25, 1), (0.5, 3), (0.8, 3)])
+def test_every_way_that_fits_was_said_to_have_room(share: float, least: int, monkeypatch) -> None:
+    """And to take no less than it was said to: bounds are asked about each way that was found."""
+    case, cluster = gpt(layers=2, batch=8), machines(4, *EVEN)
+    memory = share * ap.plan(case.model, case.args, case.kwargs, cluster=cluster).memory.peak
+    ideals: list[Ideal] = []
+    init, kept = Ideal.__init__, Ledger.add
+    checked = []
+
+    def made(self: Ideal, *about) -> None:
+        init(self, *about)
+        ideals.append(self)
+
+    def add(self: Ledger, figures, candidate, finished) -> None:
+        if candidate.fits(memory):
+            pipelining, parts = candidate.pipelining, candidate.microbatches
+            made = None if pipelining is None else [pipelining.schedule]
+            size = 1 if pipelining is None else pipelining.schedule.ranks, parts
+            is_hosted = candidate.states.optimizer_device == "host"
+            limit = candidate.seconds * (1 + 1e-6)
+            assert ideals[-1].may_win(*size, made, limit, is_hosted=is_hosted), str(figures)
+            checked.append(size)
+        kept(self, figures, candidate, finished)
+
+    monkeypatch.setattr(Ideal, "__init__", made)
+    monkeypatch.setattr(Ledger, "add", add)
+    monkeypatch.setattr("autopar.planner.choose.Planner._may_win", lambda *_: True)
+    monkeypatch.setattr(Ideal, "is_slower", lambda *_, **__: False)
+    ap.plan(case.model, case.args, case.kwargs, cluster=cluster, memory=memory)
+    assert len(checked) >= least
