@@ -70,10 +70,12 @@ class Ideal:
     ) -> bool:
         """Whether a program with its layouts takes `fastest` at least, in whatever stages;
         `has_order`: even if its ranks wait only as the order of the schedule asks for."""
-        once, parts, inner = self._once(laid), laid.microbatches, laid.mesh.size
+        parts, inner = laid.microbatches, laid.mesh.size
         is_hosted = laid.states.optimizer_device == "host"
-        if not self.room.holds(self.room.last, made, inner, is_hosted):
-            once += self.room.again(parts * inner)
+        has_room = self.room.holds(self.room.last, made, inner, is_hosted)
+        if has_room and not has_order:
+            return False
+        once = self._once(laid) + (0.0 if has_room else self.room.again(parts * inner))
         if parts / made.ranks * once >= fastest:
             return True
         return has_order and self._takes(made, parts, fastest / once if once else math.inf)
