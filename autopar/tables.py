@@ -20,8 +20,9 @@ WIDTH = 80  # characters of a page
 _WIDEST = 64  # of a column that others are aligned behind
 _HANG = 2  # by how much what goes on is set in
 _LEAST_HUNG = 16  # characters of a column where it is
-_WORDS, _NAMES, _BRACKETS = range(3)  # what may be parted, if it has to be
+_WORDS, _NAMES, _BRACKETS, _ALL = range(4)  # what may be parted, if it has to be
 _LONG_NAME = 24  # characters
+_SHORT = 8  # characters: what has no more is never parted
 _LEADS = ("=", "+", "->", "|", "over")  # they stand before what follows
 _NUMBER = re.compile(r"[+<>~-]?[\d.,]+(?:e[+-]?\d+)?")  # it stays with its unit
 # Of a name in several parts, where another part begins.
@@ -83,7 +84,7 @@ def _in_column(cell: str, width: int) -> list[str]:
         return [cell]
     lead = cell[: len(cell) - len(cell.lstrip(" *"))]  # marks of a row stay in front
     behind = len(lead) + (_HANG if lead or width >= _LEAST_HUNG else 0)
-    first, *rest = _filled(cell[len(lead) :], width - len(lead), width - behind)
+    first, *rest = _filled(cell[len(lead) :], width - len(lead), width - behind, _ALL)
     return [lead + first, *(" " * behind + more for more in rest)]
 
 
@@ -106,7 +107,7 @@ def _fitting(columns: Sequence[Sequence[str]]) -> list[int]:
         cells = (map(_in_column, row, less) for row in rows)
         return sum(max(map(len, row)) for row in cells), -widths[at]
 
-    for level in (_NAMES, _BRACKETS):
+    for level in (_NAMES, _BRACKETS, _ALL):
         least = [max(_least(cell, level) for cell in column) for column in columns]
         while sum(widths) + 2 * (len(widths) - 1) > WIDTH - 2:
             free = [at for at, width in enumerate(widths) if width > least[at]]
@@ -122,13 +123,13 @@ def _least(cell: str, level: int) -> int:
     return lead + max(len(piece) for piece, _ in _pieces(cell[lead:], level))
 
 
-def _filled(text: str, first: int, rest: int) -> list[str]:
-    """A text in lines: the first of one width, the others of another."""
+def _filled(text: str, first: int, rest: int, most: int = _BRACKETS) -> list[str]:
+    """A text in lines: the first of one width, the others of another. `most` may be parted."""
     lines, room = [""], first
     waiting = [(*piece, _WORDS) for piece in _pieces(text, _WORDS)[::-1]]
     while waiting:
         piece, glue, level = waiting.pop()
-        if len(piece) > max(room, rest) and level < _BRACKETS:
+        if len(piece) > max(room, rest) and level < most:
             (start, _), *others = _pieces(piece, level + 1)
             waiting += [(*other, level + 1) for other in others[::-1]]
             waiting.append((start, glue, level + 1))
@@ -144,7 +145,7 @@ def _filled(text: str, first: int, rest: int) -> list[str]:
 
 def _pieces(text: str, level: int) -> list[tuple[str, str]]:
     """What is not parted, each with what is between it and the one before: numbers with their
-    units, and, as far as the level says, names and what is in brackets."""
+    units, and, as far as the level says, names and what is in brackets; at last anything."""
     words: list[str] = []
     depth, last = 0, ""
     for word in text.split(" "):
@@ -158,6 +159,14 @@ def _pieces(text: str, level: int) -> list[tuple[str, str]]:
         depth += sum(map(word.count, "([{")) - sum(map(word.count, ")]}"))
     if level < _NAMES:
         return [(word, " ") for word in words]
-    long = (_PARTS.split(word) if len(word) > _LONG_NAME else [word] for word in words)
+    most = _SHORT if level == _ALL else _LONG_NAME
+    long = (_PARTS.split(word) if len(word) > most else [word] for word in words)
     parts = ((number, part) for split in long for number, part in enumerate(split))
-    return [(part, "" if number else " ") for number, part in parts]
+    found = [(part, "" if number else " ") for number, part in parts]
+    if level < _ALL:
+        return found
+    return [
+        (part[at : at + _SHORT], "" if at else glue)
+        for part, glue in found
+        for at in range(0, max(1, len(part)), _SHORT)
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import io
+import random
 import re
 
 import pytest
@@ -49,6 +50,19 @@ def test_tables_are_no_wider_than_a_page(make) -> None:
             "".join("".join(map("".join, rows)).split())
         )
         assert not any(re.search(r"\d$", line) for line in lines)
+
+
+def test_tables_of_many_columns_part_names_at_last() -> None:
+    words = random.Random(0)
+    names = ["scattered_product", "recomputation", "x" * 23, "all_gather over x", "f64[16@x, 8]"]
+    for _ in range(40):
+        count = words.randint(5, 7)
+        row = [[words.choice(names) for _ in range(count)] for _ in range(3)]
+        lines = table(row)
+        assert max(map(len, lines)) <= WIDTH, row
+        assert sorted("".join(lines).replace(" ", "")) == sorted(
+            "".join(map("".join, row)).replace(" ", "")
+        )
 
 
 def test_a_row_that_is_too_wide_stands_below_its_name() -> None:
