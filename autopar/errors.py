@@ -94,7 +94,8 @@ def require_ending(path: str | Path, ending: str, what: str) -> None:
         )
 
 
-_MEANT = {"cpu": "host", "cuda": "device", "gpu": "device"}  # by those who say it in torch's words
+# By those who say it in the words of torch.
+_MEANT = {"cpu": "host", "cuda": "device", "gpu": "device", "fsdp": "zero3", "ddp": "whole"}
 
 
 def require_one_of(what: str, value: object, known: Sequence[str], others: str = "") -> None:
@@ -109,8 +110,11 @@ def require_one_of(what: str, value: object, known: Sequence[str], others: str =
 
 def nearest(word: str, known: Sequence[str]) -> str | None:
     """The one of some words that was meant, most likely."""
-    same = [one for one in known if one == _MEANT.get(word.partition(":")[0].lower())]
-    return next(iter([*same, *difflib.get_close_matches(word, known, 1)]), None)
+    word = word.lower()
+    same = [one for one in known if one == _MEANT.get(word.partition(":")[0])]
+    lowered = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(word, lowered, 1)
+    return next(iter([*same, *map(lowered.__getitem__, close)]), None)
 
 
 class ExecutionError(AutoparError, RuntimeError):

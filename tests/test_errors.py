@@ -364,7 +364,7 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "several reasons against all numbers of micro-batches": (
         lambda: ap.plan(nn.Linear(4, 2), (ones(),), cluster=LOCAL, pipeline=2),
-        ["in some number of stages", "2 stages, 2 micro-batches: a step needs", "8 in 16", "fewer"],
+        ["in some number of stages", "2 stages, 8 micro-batches: a step needs", "8 in 16", "fewer"],
     ),
     "inputs that are no tuple": (
         lambda: ap.parallelize(Two(), ones(), mesh=D4),  # type: ignore[arg-type]

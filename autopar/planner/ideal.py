@@ -21,9 +21,7 @@ from autopar.pipeline.least_time import least_time
 from autopar.pipeline.schedule import Schedule
 from autopar.planner.candidate import Candidate
 from autopar.planner.request import Request
-from autopar.planner.room import Room
-
-MOST_ACTIONS = 1 << 10  # stages times micro-batches of what a bound is looked for
+from autopar.planner.room import MOST_ACTIONS, Room
 
 
 class Ideal:

@@ -48,8 +48,7 @@ class Ledger:
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
         """All that was weighed, the best first."""
-        seconds = {id(one): float(f"{one.seconds:.9g}") for one in self.weighed}
-        return tuple(sorted(self.weighed, key=lambda one: (not one.fits, seconds[id(one)])))
+        return best_first(self.weighed)
 
     def add(
         self, figures: Alternative, candidate: Candidate, finish: Callable[[Candidate], Candidate]
@@ -82,3 +81,8 @@ class Ledger:
         ways = [*self.dropped, *([self.leanest.candidate] if self.leanest else [])]
         found = [*self.refused, *too_large(ways, self.request.memory)]
         return nothing(found, self.request, regions, captured) if found else None
+
+
+def best_first(ways: Iterable[Alternative]) -> tuple[Alternative, ...]:
+    """Those that fit first; of those that take as long, the one that was weighed first."""
+    return tuple(sorted(ways, key=lambda one: (not one.fits, float(f"{one.seconds:.9g}"))))

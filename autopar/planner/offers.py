@@ -17,6 +17,7 @@ from autopar.errors import ExecutionError, InvalidInput
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.deep import DeepPlanner
 from autopar.planner.fastest import Fastest
+from autopar.planner.ledger import best_first
 from autopar.planner.request import Request
 
 
@@ -65,8 +66,7 @@ class Choice:
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
         """All that was weighed, the best first."""
-        every = [one for planner in self._planners for one in planner.alternatives]
-        return tuple(sorted(every, key=lambda one: (not one.fits, one.seconds)))
+        return best_first(one for planner in self._planners for one in planner.alternatives)
 
     @property
     def left_out(self) -> Counter[str]:

@@ -13,11 +13,11 @@ from functools import cached_property
 
 from autopar.capture.captured import Captured
 from autopar.cost.footprint import parameter_bytes
-from autopar.cost.saved_tensors import kept_values
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.planner.hosting import least_update
 from autopar.planner.ideal import Ideal
+from autopar.planner.recomputation import PLAIN
 from autopar.planner.request import Request
 from autopar.strategies.node_info import info
 
@@ -49,8 +49,8 @@ class Promises:
         return (seconds + self.update) * AGAIN if is_hosted else seconds, most_room
 
     def least(self, stages: int, parts: int) -> float:
-        """What a step takes in so many stages: the smaller its micro-batches are, the more it
-        takes, whatever layouts it has."""
+        """What a step takes at least in so many stages, as far as it is known: the smaller its
+        micro-batches are, the more it takes, whatever layouts it has."""
         known = self.known.items()
         return max((t for (n, m), t in known if n == stages and m <= parts), default=0.0)
 
@@ -78,4 +78,4 @@ class Promises:
     @cached_property
     def kept(self) -> float:
         """The bytes that a program keeps for backward."""
-        return float(sum(kept_values(self._captured).values()))
+        return self._ideal.room.kept(PLAIN)

@@ -1,4 +1,4 @@
-"""Room: what has to run again at least so that a step fits, before any layout or stage is there.
+"""Room: what has to run again, or go to the host, so that a step fits, before any layout is there.
 
     room = Room(captured, request, regions)
     room.holds(plain, made, 8)   # whether a schedule may fit with 8 ranks a stage, nothing again
@@ -53,7 +53,7 @@ class Room:
         self._captured, self._request, self._regions = captured, request, regions
         # Of what was asked for by name nothing is left to choose.
         self._is_free = len(regions.kinds) > 1 and not regions.fixed
-        self.again, self._kept = cache(self._again), cache(self._kept_of)
+        self.again, self.kept = cache(self._again), cache(self._kept_of)
 
     @property
     def last(self) -> Recompute:
@@ -67,7 +67,7 @@ class Room:
         limit = self._request.roomiest
         if not self._is_free or kind.kind == "full" or limit == math.inf:
             return True
-        kept = self._kept(kind) / made.all_parts / inner
+        kept = self.kept(kind) / made.all_parts / inner
         states = 0.0 if is_hosted else self._states / inner
         if not kept or made.stages * made.all_parts > MOST_ACTIONS:
             return (kept + states) / made.stages <= limit
@@ -81,7 +81,7 @@ class Room:
         if not self._is_free or limit == math.inf:
             return 0.0
         states = 0.0 if is_hosted else self._states
-        left = self._kept(self.last) / parts + states - limit * devices
+        left = self.kept(self.last) / parts + states - limit * devices
         if left <= 0:
             return 0.0
         taken = 0.0

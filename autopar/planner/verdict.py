@@ -103,9 +103,13 @@ def no_size(reasons: Mapping[str, InvalidInput]) -> InvalidInput:
     different = {(error.rule, str(error.got)): error for error in reasons.values()}
     if len(different) == 1:
         return different.popitem()[1]
+    sizes: dict[tuple[str, str], list[str]] = {}
+    for size, error in reasons.items():
+        sizes.setdefault((error.rule, str(error.got)), []).append(size)
+    often = sorted(sizes.items(), key=lambda one: -len(one[1]))  # what holds for most, first
     return InvalidInput(
         "a model can be run in some number of stages and micro-batches",
-        got="\n".join(f"{size}: {error.rule}: {error.got}" for size, error in reasons.items()),
+        got="\n".join(f"{'; '.join(of)}: {rule}: {got}" for (rule, got), of in often),
         remedy="fix fewer of mesh, pipeline, microbatches and memory",
     )
 
