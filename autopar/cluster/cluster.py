@@ -117,7 +117,7 @@ class Cluster:
             raise InvalidInput(
                 f"a cluster has a whole number of nodes, and at most {MOST} devices",
                 got=f"{name} with {nodes!r} nodes of {node.devices}",
-                remedy="nodes=16",
+                remedy=f"nodes=1, or as many as {MOST // node.devices}",
             )
         return cls((node,) * nodes, network, name)
 

@@ -77,7 +77,7 @@ def _facts(facts: Iterable[tuple[str, str]]) -> list[str]:
 def _about(plan: PlanValue | SavedValue) -> list[tuple[str, str]]:
     """How it was found, and what is not as it always is: devices that are not used, what of
     parameters is cut, in which dtypes, and which inputs vary."""
-    facts = [("search", _search(plan.search))]
+    facts = [("search", _search(plan.search, plan.pipelining is not None))]
     facts += [("not used", idle) for idle in plan.cluster.first(plan.whole_mesh.size).idle]
     facts += [] if plan.states.is_whole else [("states", str(plan.states))]
     facts += [("precision", str(plan.precision))] if plan.precision else []
@@ -161,16 +161,17 @@ def plan_data(plan: PlanValue) -> dict[str, Any]:
     }
 
 
-def _search(search: Search | None) -> str:
+def _search(search: Search | None, is_staged: bool) -> str:
     if search is None:
         return "none: layouts were spread from the annotations and the batch"
     sizes = search.sizes
     folded = max((count for count, _ in sizes.runs), default=0)
     blocks = f", {folded} equal blocks folded" if folded else ""
     cut = "; interrupted: what was not weighed may be better" if search.interrupted else ""
-    proof = f"gap {share_text(search.gap)} to the bound {seconds_text(search.bound)}"
+    proof = f"layouts: gap {share_text(search.gap)} to their bound {seconds_text(search.bound)}"
+    proof += " of a step in which no stage waits" * is_staged
     if not search.bound:
-        proof = "no bound"
+        proof = "layouts: no bound"
     return (
         f"{seconds_text(search.seconds)}, {proof}; {sizes.strategies:,} strategies of "
         f"{sizes.nodes:,} nodes, {sizes.pruned_strategies:,} after pruning{blocks}{cut}"
