@@ -48,10 +48,8 @@ def spread_seconds(whole: WholeWork, pieces: int, device: Device) -> tuple[float
     for facts, done, count in whole:
         part = Work(*(each / pieces for each in done))
         once = seconds(facts, part, device)
-        forward, backward = (
-            forward + count * float(once[0][0]),
-            backward + count * float(once[1][0]),
-        )
+        forward += count * float(once[0][0])
+        backward += count * float(once[1][0])
     return forward, backward
 
 

@@ -53,13 +53,11 @@ class Ideal:
             return least + times * self.room.least_again(parts, parts * inner, is_hosted) < fastest
         if least >= fastest:  # though nobody waits, and nothing runs again
             return False
-        again, last = self.room.again(parts * inner), self.room.last
         for made in schedules:
-            more = 0.0 if self.room.holds(last, made, inner, is_hosted) else again
-            total = run + more
-            if least + times * more < fastest and not self._takes(
-                made, parts, fastest / total if total else math.inf
-            ):
+            has_room = self.room.holds(self.room.last, made, inner, is_hosted)
+            again = 0.0 if has_room else self.room.again(parts * inner)
+            is_open = least + times * again < fastest
+            if is_open and not self._takes(made, parts, run + again, fastest):
                 return True
         return False
 
@@ -76,7 +74,7 @@ class Ideal:
         once = self._once(laid) + (0.0 if has_room else self.room.again(parts * inner))
         if parts / made.ranks * once >= fastest:
             return True
-        return has_order and self._takes(made, parts, fastest / once if once else math.inf)
+        return has_order and self._takes(made, parts, once, fastest)
 
     def _once(self, laid: Candidate) -> float:
         """What stages take together for one micro-batch, without what is done once a step."""
@@ -86,9 +84,10 @@ class Ideal:
             self._last = laid, once
         return self._last[1]
 
-    def _takes(self, made: Schedule, parts: int, times: float) -> bool:
-        """Whether a schedule takes so many times what one micro-batch takes, at least. Of parts of
-        micro-batches nothing is known."""
+    def _takes(self, made: Schedule, parts: int, once: float, fastest: float) -> bool:
+        """Whether a schedule takes `fastest` at least, where one micro-batch takes `once`. Of parts
+        of micro-batches nothing is known."""
+        times = fastest / once if once else math.inf
         if made.all_parts != parts or times == math.inf or made.stages * parts > MOST_ACTIONS:
             return False
         least, asked = self._ratios.get(made, (0.0, 0.0))

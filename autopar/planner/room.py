@@ -53,7 +53,8 @@ class Room:
         self._captured, self._request, self._regions = captured, request, regions
         # Of what was asked for by name nothing is left to choose.
         self._is_free = len(regions.kinds) > 1 and not regions.fixed
-        self.again, self.kept = cache(self._again), cache(self._kept_of)
+        self.again, self.least_again = cache(self._again), cache(self._least_again)
+        self.kept = cache(self._kept)
 
     @property
     def last(self) -> Recompute:
@@ -73,7 +74,7 @@ class Room:
             return (kept + states) / made.stages <= limit
         return kept * most_held(made, not kind.is_plain, states / kept) <= limit
 
-    def least_again(self, parts: int, pieces: int, is_hosted: bool = False) -> float:
+    def _least_again(self, parts: int, pieces: int, is_hosted: bool = False) -> float:
         """Seconds that one of so many micro-batches takes more without a pipeline, each operator on
         one of so many pieces of its work, so that all fits: what runs again, or goes to the host.
         """
@@ -110,7 +111,7 @@ class Room:
     def _seconds(self, region: _Region, pieces: int) -> float:
         return spread_seconds(region.work, pieces, self._device)[0]
 
-    @property
+    @cached_property
     def _device(self) -> Device:
         """The strongest there is."""
         return self._request.cluster.strongest(range(self._request.cluster.devices))
@@ -128,7 +129,7 @@ class Room:
                 found += info(node).val.numel() * size * info(node).times
         return float(found)
 
-    def _kept_of(self, kind: Recompute) -> float:
+    def _kept(self, kind: Recompute) -> float:
         """The bytes that all ranks keep together of a step, at least."""
         dropped = set[fx.Node]() if kind.is_plain else self._cheap
         return float(sum(size for (node, _), size in self._values.items() if node not in dropped))

@@ -100,12 +100,11 @@ def refuse_random(captured: Captured, mesh: Mesh, microbatches: int) -> None:
 def no_size(reasons: Mapping[str, InvalidInput]) -> InvalidInput:
     """What is said where no number of stages and micro-batches can be: the one reason as it is, or
     that of each."""
-    different = {(error.rule, str(error.got)): error for error in reasons.values()}
-    if len(different) == 1:
-        return different.popitem()[1]
     sizes: dict[tuple[str, str], list[str]] = {}
     for size, error in reasons.items():
         sizes.setdefault((error.rule, str(error.got)), []).append(size)
+    if len(sizes) == 1:
+        return [*reasons.values()][-1]
     often = sorted(sizes.items(), key=lambda one: -len(one[1]))  # what holds for most, first
     return InvalidInput(
         "a model can be run in some number of stages and micro-batches",
