@@ -65,23 +65,21 @@ def measured(case: Case, **options: object) -> tuple[float, float]:
     options = {"mesh": ap.Mesh(dp=2), "mode": "data"} | options
     module = ap.parallelize(case.model, case.args, case.kwargs, **options)
     optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
-    for _ in range(2):
-        module.step(*case.args, **case.kwargs)
-        optimizer.step()
-        optimizer.zero_grad()
     peaks = []
-    for _ in range(STEPS):
+    for _ in range(1 + STEPS):
         with module.watching_memory():
             module.step(*case.args, **case.kwargs)
         found = module.memory(optimizer)[dist.get_rank()]
         peaks.append(found["peak"].held)
+        optimizer.step()
+        optimizer.zero_grad()
     module.close()
     for kind in ("parameters", "optimizer", "buffers"):
         assert found[kind].held == pytest.approx(found[kind].planned, rel=1e-3), (options, kind)
     assert found["gathered"].held == 0
     # A bucket of gradients also has the sum of the loss.
     assert 0 < found["gradients"].held <= found["gradients"].planned + 8
-    return min(peaks), found["peak"].planned
+    return min(peaks[1:]), found["peak"].planned
 
 
 def run(say: Callable[[str], None]) -> list[tuple[str, float]]:
