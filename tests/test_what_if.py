@@ -274,6 +274,56 @@ def test_what_cannot_be_asked_is_refused(plan, changes, words) -> None:
         plan().what_if(**changes)
 
 
+class Placed(nn.Module):
+    """Tokens in their places, of which it knows sixteen."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.tokens, self.head = kind, nn.Embedding(8, 4), nn.Linear(4, 8)
+        self.places = nn.Embedding(16, 4)
+        self.register_buffer("turns", torch.randn(16, 4))
+        self.register_buffer("mask", torch.ones(1, 16, 16).tril())
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, length = self.tokens(ids), ids.shape[1]
+        if self.kind == "looked up":
+            x = x + self.places(torch.arange(length, device=ids.device))
+        elif self.kind == "looked up further on":
+            x = x + self.places.weight[torch.arange(2 * length)[None, length - 1 : -1]]
+        elif self.kind == "selected":
+            x = x + self.places.weight.index_select(0, torch.ones(length).long().cumsum(0) - 1)
+        elif self.kind == "the first of them":
+            x = x + self.places.weight[:length]
+        elif self.kind == "turned":
+            x = x * self.turns[:length].cos()
+        else:
+            x = (x @ x.mT * self.mask[:, :length, :length]) @ x
+        return cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [
+        ("looked up", 16),
+        ("looked up further on", 8),
+        ("selected", 16),
+        ("the first of them", 16),
+        ("turned", 16),
+        ("masked", 16),
+    ],
+)
+def test_a_sequence_beyond_the_places_that_a_model_knows_is_refused(kind, most) -> None:
+    plan = ap.plan(Placed(kind), (TOKENS,), cluster=machines(1), mesh=ap.Mesh(dp=2), mode="data")
+    assert plan.what_if(sequence=most).then.sizes.sequence == most
+    with pytest.raises(InvalidInput, match=f"a sequence of {most + 1}") as caught:
+        plan.what_if(sequence=most + 1)
+    assert "test_what_if.py" in caught.value.source
+    is_lookup = kind in ("looked up", "looked up further on", "selected")
+    if is_lookup:
+        assert "row 16 of 16" in str(caught.value)
+        assert "self.places" in str(caught.value)
+
+
 def test_uneven_growth_and_nodes_of_several_kinds_are_refused() -> None:
     plan = made("tensor")
     with pytest.raises(InvalidInput, match="in proportion"):

@@ -65,6 +65,7 @@ from autopar.capture.guards import refusals_kept
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
 from autopar.capture.listing import operator_name
+from autopar.capture.lookups import require_rows
 from autopar.capture.mapped import trained_anywhere
 from autopar.capture.maps import maps_are_operators
 from autopar.capture.module_casts import casts_change_nothing
@@ -129,6 +130,7 @@ def capture(
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
         builder = flatten(program, mode, _canonical(copy), held, input_spec, fakes)
         normalise(builder)
+        require_rows(builder)
         example = Example(copy, call[0], call[1], device, precision, autocasts)
         captured = _freeze(builder, example)
         decisions = by_placeholder(decided, captured.inputs)

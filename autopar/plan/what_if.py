@@ -177,6 +177,7 @@ def _of_sizes(planned: Captured, now: Sizes, wanted: Sizes) -> Captured:
             + f" and a sequence of {wanted.sequence}" * (wanted.sequence is not None),
             got=error.got,
             remedy="sizes that it takes, or plan(model, args) for a model that is built for these",
+            source=error.source,
         ) from error
 
 

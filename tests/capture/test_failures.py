@@ -77,6 +77,10 @@ def followed(self: Function, x: Tensor) -> Tensor:
     return self.linear(x)
 
 
+def beyond(self: Function, x: Tensor) -> Tensor:
+    return self.linear(x) + self.linear.weight[torch.arange(2, 5) - 7]  # the line
+
+
 class Straight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -114,6 +118,7 @@ WRITES = "forward changes only buffers and its own intermediate values"
 GRADIENTS = (
     "gradients are those of the operators of forward; one written by hand belongs to an operator"
 )
+ROWS = "rows that are looked up in a table are there"
 RUNS = "the model runs on the example inputs"
 FOLLOWS = "torch.export can follow forward on the example inputs"
 SHAPES = "torch can tell the shape of every result without its values"
@@ -136,6 +141,7 @@ SHAPES = "torch can tell the shape of every result without its values"
         (layer, RUNS, "RuntimeError in linear, a Linear: a and b must have same reduction dim"),
         (followed, FOLLOWS, "ValueError in Function: not while this is followed"),
         (around, AROUND, "a tensor that was made around"),
+        (beyond, ROWS, "row -5 of 4: index in the model"),
         (own_backward, GRADIENTS, "Straight, a torch.autograd.Function"),
         (written_input, WRITES, "an input (args_0) is changed in place by aten.mul_"),
         (written_parameter, WRITES, "a parameter (p_linear_weight) is changed in place"),
