@@ -34,7 +34,7 @@ from autopar.progress import Report
 from autopar.recompute import Again, Recompute
 from autopar.schema import FURTHEST, is_count
 from autopar.states import NAMED, States
-from autopar.units import counted, read_bytes
+from autopar.units import bytes_text, counted, read_bytes
 
 DEFAULT = "1f1b"
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -43,6 +43,7 @@ ScheduleLike = str | Mapping[str, Any] | Schedule | None
 DynamicShapesLike = Mapping[str, Any] | tuple[Any, ...] | list[Any] | None
 RecomputeLike = Literal["auto"] | Again | Mapping[str, Again]
 _AGAIN = ("selective", "full")
+_LEAST_MEMORY = 1000  # bytes: who says less has meant another unit
 _OF_A_SCHEDULE = ("schedule_options",)
 
 
@@ -133,8 +134,8 @@ KINDS: Mapping[str, Callable[[str, Any], None]] = {
     ),
     "mode": partial(require_one_of, known=MODES),
     "memory": Kind(
-        "a number of bytes above 0, or with its unit",
-        lambda given: given is None or 0 < read_bytes(given) <= FURTHEST,
+        "a number of bytes from 1000 on, or with its unit",
+        lambda given: given is None or _LEAST_MEMORY <= read_bytes(given) <= FURTHEST,
         '"40GB", "512MiB", 40e9, or None for what the devices have',
     ),
     "strict": FLAG,
@@ -237,7 +238,7 @@ def read_request(options: PlanOptions) -> Request:
         cluster = Cluster.local(_devices_here() if mesh is None else mesh.size, measure=False)
     if mesh is not None:
         cluster.require_room(mesh)
-    limit = cluster.device.memory if options.memory is None else read_bytes(options.memory)
+    limit = read_limit(options.memory, cluster)
     is_limited = options.mode == "auto" or options.memory is not None
     request = Request(cluster, options.mode, limit, is_limited, microbatches=count)
     if options.states != "auto":
@@ -291,6 +292,20 @@ def _refuse_words(
     said = {word: getattr(options, word) for word in words}
     if named := ", ".join(f"{name}={v!r}" for name, v in said.items() if v and v != "auto"):
         raise InvalidInput(rule, got=f"{named}{where}", remedy=remedy)
+
+
+def read_limit(memory: float | str | None, cluster: Cluster) -> float:
+    """The bytes of each device that a plan keeps to; refused where some have less."""
+    has = cluster.device.memory
+    if memory is None:
+        return has
+    if (limit := read_bytes(memory)) > has:
+        raise InvalidInput(
+            "memory is at most what each device has",
+            got=f"memory={memory!r} on {cluster.device.name}, which has {bytes_text(has)}",
+            remedy="less, or None for all that they have",
+        )
+    return limit
 
 
 def _devices_here() -> int:

@@ -59,7 +59,7 @@ def plan(
 
     `cluster`: the machines; this one if not given. `mesh`: its axes; all are tried if not given.
     `mode`: "auto" searches for the least predicted time, "propagate" spreads the annotations,
-    "data" cuts the batch. `memory`: of each device, as "40GB" or in bytes, if less than it has.
+    "data" cuts the batch. `memory`: of each device, as "40GB" or in bytes, at most what it has.
     `strict`: refuse operators without rules, in later programs too. `microbatches`: into how many
     equal parts a step cuts the batch, to run one after another ("auto" keeps it whole where batch
     norm would make parts another loss).

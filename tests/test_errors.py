@@ -417,11 +417,26 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "memory in another unit": (
         lambda: parallel(Two(), memory="40 gigs"),
-        ["memory is a number of bytes above 0, or with its unit", "'40 gigs'", 'memory="40GB"'],
+        [
+            "memory is a number of bytes from 1000 on, or with its unit",
+            "'40 gigs'",
+            'memory="40GB"',
+        ],
     ),
-    "no memory": (lambda: parallel(Two(), memory=0), ["a number of bytes above 0", "memory=0"]),
-    "less than no memory": (lambda: parallel(Two(), memory=-1.0), ["above 0", "memory=-1.0"]),
-    "memory that is a flag": (lambda: parallel(Two(), memory=True), ["above 0", "memory=True"]),
+    "no memory": (
+        lambda: parallel(Two(), memory=0),
+        ["a number of bytes from 1000 on", "memory=0"],
+    ),
+    "less than no memory": (lambda: parallel(Two(), memory=-1.0), ["from 1000 on", "memory=-1.0"]),
+    "memory that is a flag": (lambda: parallel(Two(), memory=True), ["from 1000", "memory=True"]),
+    "memory without its unit": (
+        lambda: parallel(Two(), memory="2"),
+        ["a number of bytes from 1000 on", "memory='2'", 'memory="40GB"'],
+    ),
+    "more memory than there is": (
+        lambda: parallel(Two(), memory="500GB", cluster=ap.Cluster.preset("dgx-h100")),
+        ["memory is at most what each device has", "'500GB' on H100", "has 80 GB", "or None"],
+    ),
     "strict as text": (
         lambda: parallel(Two(), strict="no"),
         ["strict is True or False", "strict='no', of type str", "strict=True"],

@@ -34,7 +34,17 @@ from tests import models
 from tests.models import Case
 
 LAYERS, STAGES, PARTS, MESH = 16, 4, 8, Mesh(x=2)
-CLUSTER, LINE = Cluster.local(8, measure=False), Line("pp", STAGES, 2)
+LINE = Line("pp", STAGES, 2)
+
+
+def roomy(devices: int) -> Cluster:
+    """Devices that have room for anything."""
+    here = Cluster.local(devices, measure=False)
+    nodes = (replace(node, device=replace(node.device, memory=1e18)) for node in here.nodes)
+    return replace(here, nodes=tuple(nodes))
+
+
+CLUSTER = roomy(8)
 MAKERS = {"gpt2": models.gpt2, "llama": models.llama}
 KINDS = {
     "": None,
@@ -55,7 +65,7 @@ class Program(NamedTuple):
     def whole(self) -> Whole:
         brief = shortened(self.captured, LEAST_BESIDE)
         assert brief is not None
-        return Whole(self.short, brief, read_request(PlanOptions(cluster=CLUSTER, memory=1e18)))
+        return Whole(self.short, brief, read_request(PlanOptions(cluster=CLUSTER)))
 
 
 @cache
@@ -163,7 +173,7 @@ def own_regions(captured: Captured) -> set[str]:
 @pytest.mark.parametrize("part", [None, 0.6])
 def test_the_choice_is_that_of_the_whole_program(part: float | None) -> None:
     own = program("gpt2")
-    options = PlanOptions(cluster=Cluster.local(4, measure=False), microbatches=4, memory=1e18)
+    options = PlanOptions(cluster=roomy(4), microbatches=4)
     free = Planner(own.case.model, own.captured, read_request(options), quiet).best()
     if part is not None:
         options = replace(options, memory=part * free.memory.peak)

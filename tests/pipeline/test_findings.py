@@ -60,8 +60,9 @@ def test_heads_change_hands_since_that_moves_less_than_a_whole_sequence(bandwidt
     """Ulysses: of a long sequence, a rank exchanges a part for a part of all heads, and weights are
     whole. Megatron's way gathers the sequence before each block, and cuts the weights."""
     case = long_llama(sequence=2**15, layers=1)
-    cluster = nodes(1, 8, 25e9, link=Link(3e-6, bandwidth))
-    plan = ap.plan(case.model, case.args, cluster=cluster, mesh=Mesh(sp=8), memory=1e12)
+    roomy = replace(H100.device, memory=1e12)
+    cluster = nodes(1, 8, 25e9, link=Link(3e-6, bandwidth), device=roomy)
+    plan = ap.plan(case.model, case.args, cluster=cluster, mesh=Mesh(sp=8))
     attention = str(plan.decisions.strategies["scaled_dot_product_attention"])
     assert attention == "b1@sp"
     blocks = [layout for name, layout in weights(plan).items() if name.startswith("layers")]

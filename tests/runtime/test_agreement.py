@@ -43,7 +43,7 @@ def _disagree(say):
     constant += _error(model=Model(16, shift=float(rank)), plan=given)
     own = ap.plan(Model(16), (X,), mesh=MESH, mode="data" if rank else "auto")
     other_plan = _error(plan=own)
-    no_plan = _error(mesh=MESH, mode="auto", memory=10)
+    no_plan = _error(mesh=MESH, mode="auto", memory=1000)
     return loss, layouts, other_model, constant, other_plan, no_plan
 
 
