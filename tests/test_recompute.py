@@ -445,6 +445,8 @@ def test_people_are_told_of_regions(tmp_path) -> None:
     for text in (str(plan), str(ap.Plan.load(tmp_path / "plan.json"))):
         assert "\n".join(lines) in text
     assert "host" in str(plan)
+    apart = "2 in full; 1 selectively, kept on the host"  # one way and the next
+    assert plan.alternative(1e9).recompute == apart
     region = str(plan.explain("layers.2.up"))
     assert "region: layers.2, selectively, kept on the host" in region
     fresh = models.gpt(layers=4, hidden=16, heads=2)

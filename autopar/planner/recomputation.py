@@ -142,9 +142,9 @@ def _refused(rule: str, one: MarkedRegion, beside: str) -> InvalidInput:
 
 
 def summary(decided: Mapping[str, Recompute]) -> str:
-    """How many regions run again, and how: "" if none does."""
+    """How many regions run again, and how, each way apart: "" if none does."""
     counts = Counter(decided.values())
-    return ", ".join(f"{counts[how]} {how.words}" for how in sorted(counts, key=str))
+    return "; ".join(f"{counts[how]} {how.words}" for how in sorted(counts, key=str))
 
 
 def _prefixes(path: str) -> list[str]:
