@@ -19,7 +19,7 @@ from autopar.lines import LONGEST, describe
 from autopar.strategies import registry
 
 D4 = Mesh(d=4)
-LOCAL = ap.Cluster.local(4, measure=False)
+LOCAL, D8 = (ap.Cluster.local(devices, measure=False) for devices in (4, 8))
 
 
 class Two(nn.Module):
@@ -364,7 +364,17 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "several reasons against all numbers of micro-batches": (
         lambda: ap.plan(nn.Linear(4, 2), (ones(),), cluster=LOCAL, pipeline=2),
-        ["in some number of stages", "2 stages, 8 micro-batches: a step needs", "8 in 16", "fewer"],
+        [
+            "in some number",
+            "2 stages, 8 micro-batches: a step needs",
+            "8 in 16",
+            "remedy: return the loss",
+            "or leave pipeline out",
+        ],
+    ),
+    "a mesh whose stages no batch fills": (
+        lambda: ap.plan(Two(), (torch.ones(12, 4),), cluster=D8, mesh=Mesh(pp=8)),
+        ["in some number of stages", "12 in 8 parts", "or leave mesh out, which is then chosen"],
     ),
     "inputs that are no tuple": (
         lambda: ap.parallelize(Two(), ones(), mesh=D4),  # type: ignore[arg-type]

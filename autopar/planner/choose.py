@@ -128,7 +128,7 @@ class Planner:
         if (best := self.ledger.kept.best) is None:
             if self._is_interrupted:
                 raise too_early()
-            raise self.ledger.refusal(self.regions, self.captured) or no_size(reasons)
+            raise self.ledger.refusal(self.regions, self.captured) or no_size(reasons, self.request)
         self._has_left = bool(left)
         return self._finished(best)
 

@@ -50,6 +50,18 @@ class Request:
         return self.limit if self.is_limited else math.inf
 
     @property
+    def given(self) -> list[str]:
+        """The options that were given, of those that say how a step is cut into stages and
+        micro-batches."""
+        given = {
+            "mesh": self.mesh is not None,
+            "pipeline": self.mesh is None and self.stages is not None,
+            "schedule": self.schedule is not None,
+            "microbatches": self.microbatches is not None,
+        }
+        return [name for name, is_given in given.items() if is_given]
+
+    @property
     def roomiest(self) -> float:
         """The bytes that a plan keeps to of the device that has most."""
         most = self.cluster.strongest(range(self.cluster.devices)).memory

@@ -4,7 +4,7 @@ require_rules(captured)         before its search, with strict=True
 refuse_random(captured, mesh, microbatches)
 tell(captured, best)            of what was chosen
 tell_of_statistics(captured, microbatches)
-no_size(reasons)                where each of the sizes was refused
+no_size(reasons, request)       where each of the sizes was refused
 nothing(found, request, regions, captured)    where all that was found is too large
 """
 
@@ -97,7 +97,7 @@ def refuse_random(captured: Captured, mesh: Mesh, microbatches: int) -> None:
         )
 
 
-def no_size(reasons: Mapping[str, InvalidInput]) -> InvalidInput:
+def no_size(reasons: Mapping[str, InvalidInput], request: Request) -> InvalidInput:
     """What is said where no number of stages and micro-batches can be: the one reason as it is, or
     that of each."""
     sizes: dict[tuple[str, str], list[str]] = {}
@@ -106,10 +106,11 @@ def no_size(reasons: Mapping[str, InvalidInput]) -> InvalidInput:
     if len(sizes) == 1:
         return [*reasons.values()][-1]
     often = sorted(sizes.items(), key=lambda one: -len(one[1]))  # what holds for most, first
+    first, left = reasons[often[0][1][0]].remedy, " or ".join(request.given)
     return InvalidInput(
         "a model can be run in some number of stages and micro-batches",
         got="\n".join(f"{'; '.join(of)}: {rule}: {got}" for (rule, got), of in often),
-        remedy="fix fewer of mesh, pipeline, microbatches and memory",
+        remedy=f"{first}{f'; or leave {left} out, which is then chosen' * bool(left)}",
     )
 
 
