@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.options import PlanOptions, read_request
 from autopar.planner.bounds import most_saved
+from autopar.report.memory import memory_courses
 from autopar.search.smallest_footprint import NothingFits
 from tests.held import kept_for_backward
 from tests.models import ZOO, Case, gpt, mlp
@@ -69,6 +71,38 @@ def test_parameters_gradients_and_states_are_exact() -> None:
     size = sum(p.numel() * p.itemsize for p in case.model.parameters())
     memory = module.plan.memory
     assert (memory.parameters, memory.gradients, memory.optimizer) == (size, size, 2 * size)
+
+
+FORMS = (
+    {"mesh": Mesh(dp=2, tp=2), "mode": "propagate"},
+    {"mesh": Mesh(dp=4), "mode": "data", "microbatches": 2},
+    {"mesh": Mesh(pp=2, dp=2), "mode": "data", "microbatches": 4, "schedule": "1f1b"},
+    {"mesh": Mesh(pp=2), "mode": "data", "microbatches": 4, "schedule": "chimera"},
+    {"mesh": Mesh(pp=2, dp=2), "mode": "data", "microbatches": 4, "schedule": "zb-v"},
+)
+PLACES = ("whole", "zero1", "zero2", "zero3", ap.States(optimizer_device="host"))
+HALF = ap.Precision(compute=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "bert", "mlp"])
+def test_the_kinds_at_the_peak_are_the_peak(name: str) -> None:
+    """As following a step tells them, action by action or call by call."""
+    case = ZOO[name](layers=4)
+    ways = [*product(PLACES, (None, "full", "selective"))]
+    for number, (states, recompute) in enumerate(ways, 3 * [*ZOO].index(name)):
+        asked = FORMS[number % len(FORMS)] | {"states": states, "recompute": recompute}
+        asked["precision"] = HALF if number % 3 == 0 else None
+        plan = ap.plan(case.model, case.args, case.kwargs, cluster=machines(4, *EVEN), **asked)
+        for course in memory_courses(plan):
+            memory = plan.memories[course.rank]
+            told = memory.to_json()
+            assert sum(told["at_peak"].values()) == told["peak"] == course.top, asked
+            assert told["at_peak"] == course.most, asked
+            assert min(told["at_peak"].values()) >= 0.0, asked
+            for kind in ("parameters", "optimizer", "buffers", "inputs"):
+                assert told["at_peak"][kind] == told[kind]
+            for kind in ("gradients", "gathered"):
+                assert told["at_peak"][kind] <= told[kind], (kind, asked)
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet"])

@@ -53,7 +53,9 @@ def test_a_step_is_planned_for_what_learns_alone(name: str, way: dict) -> None:
 def assert_planned_alike(plan: ap.Plan, like: ap.Plan) -> None:
     found, expected = (one.cost.to_json() for one in (plan, like))
     assert all(found[part] == pytest.approx(expected[part]) for part in ALIKE)
-    assert plan.memory.to_json() == pytest.approx(like.memory.to_json(), rel=1e-9)
+    first, second = (one.memory.to_json() for one in (plan, like))
+    assert first.pop("at_peak") == pytest.approx(second.pop("at_peak"), rel=1e-9)
+    assert first == pytest.approx(second, rel=1e-9)
     moved = [
         [(r.forward, r.backward, r.bytes) for r in one.movements() if r.forward != "identity"]
         for one in (plan, like)

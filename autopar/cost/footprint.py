@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from torch import fx
@@ -25,12 +26,30 @@ from autopar.strategies.node_info import info, times_of
 # What parameters and buffers take all through a step.
 HELD = ("parameters", "gradients", "optimizer", "buffers", "gathered")
 Held = tuple[int, int, int, int, int]  # bytes of these
+LASTING = ("parameters", "optimizer", "buffers", "inputs")  # of the same size at any time
 HOST = "host_"  # before the names of those kinds that are on the host
 
 
 @dataclass(frozen=True)
+class AtPeak:
+    """The bytes of one device when it holds most, by kind: together they are its peak."""
+
+    parameters: float = 0.0
+    optimizer: float = 0.0
+    buffers: float = 0.0
+    inputs: float = 0.0
+    gradients: float = 0.0  # of parameters, as far as they are there then
+    activations: float = 0.0  # kept for backward, or read by later calls
+    gathered: float = 0.0  # copies of parameters, those of a use as far as they are there then
+    messages: float = 0.0  # between stages, coming and going
+    # Gradients on their way, of values and to their sums, and what calls take while they run.
+    working: float = 0.0
+
+
+@dataclass(frozen=True)
 class Memory:
-    """Predicted bytes on the fullest device: of each kind when it takes most, and all at once.
+    """Predicted bytes on the fullest device: of each kind when that takes most, by itself, and of
+    all kinds at the peak, when all together do.
 
     Of a step that finds no gradients. One that adds to those of steps before holds these besides,
     where parameters are from step to step.
@@ -43,7 +62,7 @@ class Memory:
     gathered: float  # copies of parameters that live a step, or a use
     activations: float  # what forward keeps for backward
     inputs: float
-    peak: float  # the most that is held on the device at one time
+    at_peak: AtPeak
     # On the host, of one device's ranks.
     host_parameters: float = 0.0
     host_gradients: float = 0.0
@@ -53,9 +72,29 @@ class Memory:
     host_activations: float = 0.0
 
     @property
+    def peak(self) -> float:
+        """The most that is held on the device at one time."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What the peak is made of."""
+        return asdict(self.at_peak)
+
+    @property
+    def on_host(self) -> dict[str, float]:
+        """What is on the host, by the kinds' own names."""
+        return {kind: getattr(self, f"{HOST}{kind}") for kind in (*HELD, "activations")}
+
+    @property
+    def kinds(self) -> dict[str, float]:
+        """Both, as one."""
+        return self.parts | {f"{HOST}{kind}": size for kind, size in self.on_host.items()}
+
+    @property
     def host(self) -> float:
         """All bytes on the host."""
-        return sum(size for kind, size in asdict(self).items() if kind.startswith(HOST))
+        return sum(self.on_host.values())
 
     @classmethod
     def of(
@@ -65,6 +104,7 @@ class Memory:
         activations: float,
         inputs: float = 0.0,
         used: float = 0.0,
+        working: float = 0.0,
     ) -> Memory:
         """With all that the parameters and buffers among `nodes` take, so many of each, all at one
         time; `used` the copies that live a use."""
@@ -77,17 +117,18 @@ class Memory:
         kinds = kinds_of(False) | {"activations": activations, "inputs": inputs}
         kinds["gathered"] += used
         there = {f"{HOST}{kind}": size for kind, size in kinds_of(True).items()}
-        return cls(**kinds, peak=sum(kinds.values()), **there)
+        return cls(**kinds, at_peak=AtPeak(**kinds, working=working), **there)
 
-    def at_once(self, made: float, used: float) -> Memory:
-        """The same where a step makes at most so many bytes at one time, gradients among them, and
+    def at_once(self, made: Mapping[str, float], used: float) -> Memory:
+        """The same where a step makes at most these bytes at one time, gradients among them, and
         copies that live a use, of which `used` are counted here."""
-        parts = ("parameters", "optimizer", "buffers", "gathered", "inputs")
-        stays = sum(getattr(self, kind) for kind in parts) - used
-        return replace(self, peak=stays + max(made, self.gradients))
+        made = made if sum(made.values()) >= self.gradients else {"gradients": self.gradients}
+        stays = {kind: getattr(self, kind) for kind in LASTING}
+        copies = made.get("gathered", 0.0) + self.gathered - used
+        return replace(self, at_peak=AtPeak(**{**stays, **made, "gathered": copies}))
 
-    def to_json(self) -> dict[str, float]:
-        return asdict(self) | {"host": self.host}
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"peak": self.peak, "host": self.host}
 
 
 def program_memory(
@@ -107,10 +148,10 @@ def program_memory(
     nodes = list(graph.nodes)
     used = used_bytes(groups_in(nodes, mesh, buffer_bytes), mesh)
     kept = kept_once(nodes, known.through, times)
-    found = Memory.of({n: times_of(n, times) for n in nodes}, mesh, kept, inputs, used)
+    about = {n: times_of(n, times) for n in nodes}, mesh, kept, inputs, used
+    found = Memory.of(*about, working=most_remade(nodes, mesh, known))
     on_host = kept_once(nodes, known.on_host, times)
-    peak, host = found.peak + most_remade(nodes, mesh, known), found.host_activations + on_host
-    return replace(found, peak=peak, host_activations=host)
+    return replace(found, host_activations=found.host_activations + on_host)
 
 
 def kept_once(

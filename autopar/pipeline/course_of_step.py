@@ -5,7 +5,7 @@ The most of it at one time is what `most_in_step` says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +16,15 @@ from autopar.pipeline.schedule import Schedule, one_stage
 from autopar.pipeline.step_memory import (
     KINDS,
     READING,
+    Held,
     Part,
     StageMemory,
     counts_by_action,
-    shared_gradients,
+    kinds_of,
+    most_of,
     stages_of,
 )
 
-Held = Mapping[str, float]  # bytes by kind
 _AGAIN = (Part.B_AGAIN, Part.B_LAST)  # gradients of parameters are there from runs before
 _LAST = (Part.B_LAST, Part.B_ONLY)  # these are summed
 
@@ -31,15 +32,7 @@ _LAST = (Part.B_LAST, Part.B_ONLY)  # these are summed
 def course_of_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> list[Held]:
     """When each action of a rank takes most."""
     held = [stages[stage] for stage in stages_of(schedule, rank)]
-    sizes = np.array([stage.sizes for stage in held])
-    found = list[Held]()
-    for counts in counts_by_action(schedule, rank, stages):
-        shared = shared_gradients(counts, held)
-        bytes_ = (counts * sizes).sum(1)
-        at = (bytes_.sum(1) - shared).argmax()
-        kinds = _kinds(bytes_[at])
-        found.append({**kinds, "gradients": kinds["gradients"] - float(shared[at])})
-    return found
+    return [most_of(counts, held) for counts in counts_by_action(schedule, rank, stages)]
 
 
 def course_by_call(
@@ -51,14 +44,14 @@ def course_by_call(
         [
             (moment.call, held)
             for (counts,) in rows
-            for moment, held in _moments(program.sizes, counts, course)
+            for moment, held in _moments(program.made, counts, course)
         ]
         for rows in counts_by_action(one_stage(microbatches), 0, {0: program})
     ]
 
 
 def _moments(
-    sizes: NDArray[np.float64], counts: NDArray[np.int64], course: ProgramCourse
+    made: NDArray[np.float64], counts: NDArray[np.int64], course: ProgramCourse
 ) -> Iterator[tuple[Moment, Held]]:
     """Those of the run that is on its way, beside what else there is."""
     running = next((part for part in range(Part.F, len(Part)) if counts[part]), None)
@@ -66,23 +59,8 @@ def _moments(
         return
     reads = running >= Part.F_READING
     run = Part(running - READING * reads)
-    beside = _kinds((counts * sizes)[: Part.F])
+    beside = dict(zip(KINDS, counts[: Part.F] @ made[: Part.F]))
     for moment in course.forward if run == Part.F else course.backward:
-        if (moment.copies is not None) != reads:
-            continue
-        gradients = moment.flowing + moment.gradients * (run not in _AGAIN)
-        made = {
-            "activations": moment.kept,
-            "gradients": gradients + moment.last * (run in _LAST),
-            "copies": moment.copies or 0.0,
-            "working": moment.more,
-        }
-        yield moment, {kind: size + made.get(kind, 0.0) for kind, size in beside.items()}
-
-
-def _kinds(sizes: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
-    """Bytes of parts, or of the first ones, by kind."""
-    return {
-        kind: float(sum(sizes[part] for part in parts if part < len(sizes)))
-        for kind, parts in KINDS.items()
-    }
+        if (moment.copies is not None) == reads:
+            own = kinds_of(moment, run in _AGAIN, run in _LAST)
+            yield moment, {kind: float(size) + own[kind] for kind, size in beside.items()}

@@ -30,6 +30,7 @@ class Moment:
     more: float  # while it runs
     last: float = 0.0  # how much more it is in the last run of a step, which sums gradients
     copies: float | None = None  # of parameters, that live a use; None: what is left is here
+    passing: float = 0.0  # of `last`, what goes when these are summed
 
     @property
     def bytes(self) -> float:
@@ -37,10 +38,15 @@ class Moment:
         return self.kept + self.flowing + self.gradients + self.more + (self.copies or 0.0)
 
     def beside(
-        self, kept: float = 0.0, flowing: float = 0.0, gradients: float = 0.0, last: float = 0.0
+        self,
+        kept: float = 0.0,
+        flowing: float = 0.0,
+        gradients: float = 0.0,
+        last: float = 0.0,
+        passing: float = 0.0,
     ) -> Moment:
         """With so much besides."""
-        if not (kept or flowing or gradients or last):
+        if not (kept or flowing or gradients or last or passing):
             return self
         return Moment(
             self.call,
@@ -51,6 +57,7 @@ class Moment:
             self.more,
             self.last + last,
             self.copies,
+            self.passing + passing,
         )
 
 
@@ -165,9 +172,10 @@ def summed(events: Iterable[Event], sums: Sums) -> Iterator[Moment]:
             sums.arrive(event.parameter, event.copy)
         elif isinstance(event, Begin):
             for more, last in sums.begin(event.all_):
-                moment = _with(event.moment, sums)
-                yield replace(moment, more=more, last=moment.last + last)
+                moment = _with(event.moment, sums).beside(last=last, passing=last)
+                yield replace(moment, more=more)
 
 
 def _with(moment: Moment, sums: Sums) -> Moment:
-    return moment.beside(flowing=sums.waiting, gradients=sums.there, last=sums.last)
+    about = sums.waiting, sums.there, sums.last, sums.passing
+    return moment.beside(0.0, *about)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 
 import numpy as np
@@ -72,13 +72,15 @@ class Part(IntEnum):
 
 
 READING = Part.F_READING - Part.F
-KINDS = {  # of parts, for people
+# What these are, for people; a moment of what runs is some of each.
+KINDS = ("activations", "messages", "gradients", "gathered", "working")
+_KIND_OF = {
     "activations": [Part.KEPT, Part.HALVES, Part.STATISTICS],
     "messages": [Part.RECEIVED, Part.RETURNED, Part.SENT, Part.GIVEN],
     "gradients": [Part.EARLY, Part.LATE],
-    "copies": [*map(Part, range(Part.LEFT, Part.F))],
-    "working": [*map(Part, range(Part.F, len(Part)))],
+    "gathered": [*map(Part, range(Part.LEFT, Part.F))],
 }
+Held = Mapping[str, float]  # bytes by kind
 # The groups that F leaves here, and those that B or I leave, by number from `LEFT` on: two at most,
 # the one that was read last at the end.
 Groups = tuple[tuple[int, ...], tuple[int, ...]]
@@ -87,13 +89,18 @@ NO_GROUPS: Groups = (), ()
 
 @dataclass(frozen=True, eq=False)
 class StageMemory:
-    """The bytes of each part of a stage, and of the gradients of its parameters."""
+    """The bytes of each part of a stage, by kind, and of the gradients of its parameters."""
 
-    sizes: NDArray[np.float64]  # by Part
+    made: NDArray[np.float64]  # by Part and kind
     learned: Mapping[str, float]  # gradients by placeholder, of all it stands for
     at_once: frozenset[str]  # those of them that are there after I
     host: float  # kept for backward on the host
     groups: Groups = NO_GROUPS
+
+    @cached_property
+    def sizes(self) -> NDArray[np.float64]:
+        """The bytes of each Part."""
+        return self.made.sum(1)
 
     @classmethod
     def of(
@@ -127,20 +134,24 @@ class StageMemory:
         passing = course.passing
         left = list(dict.fromkeys((*passing.after_forward, *passing.after_backward)))
         sizes[Part.LEFT : Part.LEFT + len(left)] = [passing.size(group) for group in left]
+        made = np.zeros((len(Part), len(KINDS)))
+        for kind, parts in _KIND_OF.items():
+            made[parts, KINDS.index(kind)] = sizes[parts]
         for more in (0, READING):
             forward, backward = (
                 [one for one in moments if (one.copies is not None) == bool(more)]
                 for moments in (course.forward, course.backward)
             )
-            sizes[Part.F + more] = most(forward)
+            made[Part.F + more] = _most(forward)
             if is_split:
-                sizes[Part.I + more : Part.I_AGAIN + more + 1] = _running(backward)[:2]
+                made[Part.I + more : Part.I_AGAIN + more + 1] = _running(backward)[:2]
             else:
-                sizes[Part.B + more : Part.B_ONLY + more + 1] = _running(backward)
+                made[Part.B + more : Part.B_ONLY + more + 1] = _running(backward)
         if is_split:
-            sizes[Part.W : Part.W_ONLY + 1] = _running(course.weights, early)
+            made[Part.W : Part.W_ONLY + 1] = _running(course.weights)
+            made[[Part.W, Part.W_ONLY], KINDS.index("gradients")] -= early
         host = kept_once(graph.nodes, course.once.on_host, times)
-        about = sizes, course.learned, course.at_once, host
+        about = made, course.learned, course.at_once, host
         after = passing.after_forward, passing.after_backward
         of_forward, of_backward = (tuple(left.index(one) for one in groups) for groups in after)
         return cls(*about, (of_forward, of_backward))
@@ -165,27 +176,43 @@ class StageMemory:
         return cls.of(*about, results[:count], statistics, times)
 
 
-def most(moments: Sequence[Moment], again: bool = False, last: bool = False) -> float:
-    """The most bytes of some moments, besides gradients that are there from the first run."""
-    return max((m.bytes - m.gradients * again + m.last * last for m in moments), default=0.0)
+def kinds_of(moment: Moment, again: bool = False, last: bool = False) -> dict[str, float]:
+    """The bytes of a moment by kind, besides gradients that are there from the first run."""
+    return {
+        "activations": moment.kept,
+        "messages": 0.0,
+        "gradients": moment.gradients * (not again) + (moment.last - moment.passing) * last,
+        "gathered": moment.copies or 0.0,
+        "working": moment.flowing + moment.more + moment.passing * last,
+    }
 
 
-def _running(moments: Sequence[Moment], early: float = 0.0) -> list[float]:
-    """The most bytes of a run backward: of the first, the next ones, the last and the only one;
-    besides the bytes of gradients that came `early`."""
-    if not moments:
-        return [0.0] * 4
-    first, only = most(moments) - early, most(moments, last=True) - early
-    return [first, most(moments, again=True), most(moments, again=True, last=True), only]
+def _most(moments: Sequence[Moment], again: bool = False, last: bool = False) -> list[float]:
+    """The kinds of the moment at which that is most."""
+    kinds = ([*kinds_of(moment, again, last).values()] for moment in moments)
+    return max(kinds, key=sum, default=[0.0] * len(KINDS))
 
 
-def most_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> float:
+def _running(moments: Sequence[Moment]) -> list[list[float]]:
+    """The most of a run backward: of the first, the next ones, the last and the only one."""
+    runs = (False, False), (True, False), (True, True), (False, True)
+    return [_most(moments, again, last) for again, last in runs]
+
+
+def most_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> Held:
     """The most bytes that a rank makes at one time, gradients of parameters among them."""
     counts = _counts(schedule, rank, stages)
-    held = [stages[stage] for stage in stages_of(schedule, rank)]
-    bytes_ = np.einsum("msp,sp->m", counts, np.array([stage.sizes for stage in held]))
-    bytes_ -= shared_gradients(counts, held)
-    return float(bytes_.max(initial=0.0))
+    return most_of(counts, [stages[stage] for stage in stages_of(schedule, rank)])
+
+
+def most_of(counts: Counts, held: Sequence[StageMemory]) -> Held:
+    """The bytes of each kind at that of some moments at which a rank takes most."""
+    shared = shared_gradients(counts, held)
+    bytes_ = np.einsum("msp,sp->m", counts, np.array([stage.sizes for stage in held])) - shared
+    at = bytes_.argmax()
+    kinds = np.einsum("sp,spk->k", counts[at], np.array([stage.made for stage in held]))
+    kinds[KINDS.index("gradients")] -= shared[at]
+    return dict(zip(KINDS, kinds.tolist()))
 
 
 def shared_gradients(counts: Counts, held: Sequence[StageMemory]) -> NDArray[np.float64]:

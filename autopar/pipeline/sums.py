@@ -38,6 +38,7 @@ class Sums:
         self.there = 0.0  # those that are there
         # By how many bytes there is more in the last run, which sums what has added up.
         self.last = 0.0
+        self.passing = 0.0  # of these, what goes when they are summed
 
     @property
     def learned(self) -> dict[str, float]:
@@ -101,6 +102,7 @@ class Sums:
             self._held.take(one, one.goes_on)
         else:
             self.last += one.goes_on - one.whole
+            self.passing = one.goes_on - one.part
         self._going_on = one
 
     def _finish(self) -> None:
@@ -112,6 +114,7 @@ class Sums:
             self.there += self._first.pop(one, 0.0)
         else:
             self.last += one.part - one.goes_on
+            self.passing = 0.0
 
     def _stay(self, key: Key, size: float) -> None:
         if key not in self._learned:

@@ -39,7 +39,7 @@ class PlanDiff:
     parameters: Mapping[str, tuple[str | None, str | None]]  # name -> types
     values: Mapping[str, tuple[str | None, str | None]]  # node -> types
     cost: Mapping[str, tuple[float, float]]  # all parts, seconds
-    memory: Mapping[str, tuple[float, float]]  # all parts, bytes
+    memory: Mapping[str, tuple[float, float]]  # the peak and its parts, bytes
     movements: Mapping[str, tuple[int, int]]  # kind and axis -> how many
     places: Mapping[str, str]  # node -> its module and kind, of what stands in `values`
     without_model: bool  # cost, memory, movements and places were not to be had
@@ -63,7 +63,7 @@ class PlanDiff:
             )
         for what, parts, text in (
             ("time", self.cost, seconds_text),
-            ("memory", self.memory, bytes_text),
+            ("memory at the peak", self.memory, bytes_text),
         ):
             if parts:
                 lines += [what, *_columns(parts, text)]
@@ -94,8 +94,9 @@ def compare(first: PlanValue | SavedValue, second: PlanValue | SavedValue) -> Pl
     cost, memory, moved, places = {}, {}, {}, {}
     attached = [plan for plan in plans if isinstance(plan, PlanValue)]
     if len(attached) == 2:
+        held = [plan.memory for plan in attached]
         cost = _pairs(*(plan.cost.to_json() for plan in attached))
-        memory = _pairs(*(plan.memory.to_json() for plan in attached))
+        memory = _pairs(*({"peak": m.peak, **m.kinds, "host": m.host} for m in held))
         one, two = (Counter(f"{r.forward} over {r.axis}" for r in p.movements()) for p in attached)
         moved = {kind: (one[kind], two[kind]) for kind in sorted({**one, **two})}
         places = _places(attached[0])

@@ -128,9 +128,9 @@ class WhatIf:
             yield f"  {part}", *(seconds_text(one.way.cost.parts[part]) for one in shown)
         yield f"{self.now.unit}/s", *(scaled(one.rate, "", 3) for one in shown)
         held = (f"{bytes_text(one.way.memory)} of {bytes_text(one.limit)}" for one in shown)
-        yield "memory", *held
+        yield "memory at the peak", *held
         for kind in kinds_of(one.way for one in shown):
-            sizes = (bytes_text(getattr(one.way.held, kind)) for one in shown)
+            sizes = (bytes_text(one.way.held.kinds[kind]) for one in shown)
             yield f"  {kind.replace('_', ': ')}", *sizes
         yield "fits", *("yes" if one.way.fits else "no" for one in shown)
 

@@ -2,7 +2,7 @@
 
 plan on Mesh(dp=2, tp=4), dgx-h100: 8 devices in 1 node, mode auto
   step       18.6 ms: compute 17.2 ms, communication 4.1 ms, 1.4 ms of it exposed
-  memory     41.2 GB of 80 GB: activations 20.1 GB, optimizer 10.4 GB, ...
+  memory     41.2 GB of 80 GB at the peak: activations 20.1 GB, optimizer 10.4 GB, ...
   search     0.8 s, gap 0% to the bound 18.6 ms; 4,210 strategies of 612 nodes
 parameters
   layers.{0..47}.mlp.up.weight   bf16[6400@tp, 1600]   gradient summed over dp
@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from autopar.cost.footprint import HOST
 from autopar.layout import ParameterPlacement
 from autopar.plan.grouping import grouped
 from autopar.plan.saved import SavedValue
@@ -37,16 +36,12 @@ _BESIDE = 13  # characters before what stands beside its name
 def plan_text(plan: PlanValue) -> str:
     """The whole page."""
     memory, host = plan.memory, plan.cluster.device.host
-    kinds = {kind: size for kind, size in asdict(memory).items() if size and kind != "peak"}
-    sizes = dict(sorted(kinds.items(), key=lambda item: -item[1]))
-    parts = {kind: size for kind, size in sizes.items() if not kind.startswith(HOST)}
-    there = {kind.removeprefix(HOST): size for kind, size in sizes.items() if kind not in parts}
     limit = plan.fullest.memory if plan.limit is None else min(plan.limit, plan.fullest.memory)
     facts = [
         ("step", _step(plan)),
         *_no_loss(plan),
-        ("memory", _held(memory.peak, limit, parts)),
-        *([("host", _held(memory.host, host.memory, there))] if there else []),
+        ("memory", _held(memory.peak, limit, memory.parts, " at the peak")),
+        *([("host", _held(memory.host, host.memory, memory.on_host))] if memory.host else []),
         *_about(plan),
     ]
     lines = [*_title("plan", plan, f"mode {plan.mode}"), *_facts(facts)]
@@ -110,9 +105,11 @@ def _no_loss(plan: PlanValue) -> list[tuple[str, str]]:
     return [("loss", words)]
 
 
-def _held(most: float, limit: float, parts: Mapping[str, float]) -> str:
-    kinds = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items())
-    return f"{bytes_text(most)} of {bytes_text(limit)}: {kinds}"
+def _held(most: float, limit: float, parts: Mapping[str, float], when: str = "") -> str:
+    """Bytes of what there is, and what they are made of, the largest first."""
+    largest = sorted(parts.items(), key=lambda item: -item[1])
+    kinds = ", ".join(f"{name} {bytes_text(size)}" for name, size in largest if size)
+    return f"{bytes_text(most)} of {bytes_text(limit)}{when}: {kinds}"
 
 
 def saved_text(saved: SavedValue) -> str:

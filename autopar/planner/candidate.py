@@ -274,7 +274,8 @@ class Candidate:
 
     @cached_property
     def memory(self) -> Memory:
-        """The predicted bytes on the fullest device, and their parts."""
+        """The predicted bytes on the fullest device: `peak`, of which kinds `at_peak` makes it,
+        and each kind's own most."""
         return max(self.memories, key=lambda memory: memory.peak)
 
     @property

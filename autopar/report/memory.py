@@ -7,15 +7,15 @@ is the peak that the plan predicts of its rank.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import groupby
 
-from autopar.cost.footprint import Memory
+from autopar.cost.footprint import LASTING, AtPeak
 from autopar.drawing import Axis, Drawing
 from autopar.pipeline.course import ProgramCourse
-from autopar.pipeline.course_of_step import Held, course_by_call, course_of_step
-from autopar.pipeline.step_memory import KINDS
+from autopar.pipeline.course_of_step import course_by_call, course_of_step
+from autopar.pipeline.step_memory import Held
 from autopar.planner.candidate import Candidate
 from autopar.report.step import Share
 from autopar.units import bytes_text, seconds_text
@@ -23,7 +23,7 @@ from autopar.units import bytes_text, seconds_text
 _WIDTH, _LEFT, _HEIGHT, _BELOW = 960.0, 70.0, 170.0, 22.0
 _RANKS = 8  # that are drawn
 _CLASSES = {"activations": "kept"}  # the others are called as they are
-_ORDER = ("states", "inputs", *KINDS)
+_ORDER = tuple(one.name for one in fields(AtPeak))
 
 
 @dataclass(frozen=True)
@@ -78,38 +78,24 @@ def _whole(
 ) -> MemoryCourse:
     """With what stays through the step, and what the optimizer finds at its end."""
     held = candidate.memories[rank]
-    states = held.parameters + held.optimizer + held.buffers
     lasting = held.gathered - candidate.passing_copies(rank)
     span, end = candidate.seconds, max((end for _, end, _ in made), default=0.0)
     moments = [*made, (min(end, span), span, {"gradients": held.gradients})]
-    stays = {"states": states, "inputs": held.inputs}
+    stays = {kind: getattr(held, kind) for kind in LASTING}
     whole = [
-        (start, end, {**kinds, **stays, "copies": kinds.get("copies", 0.0) + lasting})
+        (start, end, {**kinds, **stays, "gathered": kinds.get("gathered", 0.0) + lasting})
         for start, end, kinds in moments
     ]
     return MemoryCourse(f"{who}: at most {bytes_text(held.peak)}", rank, span, whole)
 
 
-def held_at_peak(candidate: Candidate, courses: Sequence[MemoryCourse]) -> list[Share]:
-    """What the fullest device holds when it holds most, by the kinds of its course: its peak."""
-    held = courses[0].most if courses else _without_course(candidate.memory)
+def held_at_peak(candidate: Candidate) -> list[Share]:
+    """What the peak of the fullest device is made of."""
     return [
-        Share(kind, _CLASSES.get(kind, kind), held[kind], bytes_text(held[kind]))
-        for kind in _ORDER
-        if round(held.get(kind, 0.0)) > 0
+        Share(kind, _CLASSES.get(kind, kind), size, bytes_text(size))
+        for kind, size in candidate.memory.parts.items()
+        if round(size) > 0
     ]
-
-
-def _without_course(memory: Memory) -> Held:
-    """Of what is no step, where all kinds are there at one time."""
-    held = {
-        "states": memory.parameters + memory.optimizer + memory.buffers,
-        "inputs": memory.inputs,
-        "activations": memory.activations,
-        "gradients": memory.gradients,
-        "copies": memory.gathered,
-    }
-    return {**held, "working": memory.peak - sum(held.values())}
 
 
 def _by_call(candidate: Candidate) -> list[tuple[float, float, Held]]:

@@ -61,7 +61,7 @@ def page(title: str, candidate: Candidate, asked: Asked, run: Run | None = None)
     weighed = ways(asked.alternatives, chosen, asked.limit)
     costs = _costs(root, candidate.microbatches)
     courses = memory_courses(candidate)
-    spent, held = seconds(candidate), held_at_peak(candidate, courses)
+    spent, held = seconds(candidate), held_at_peak(candidate)
     environment = Environment(loader=PackageLoader("autopar.report", "."), autoescape=True)
     environment.filters |= {
         "seconds": seconds_text,

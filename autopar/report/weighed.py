@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from autopar.drawing import Axis, Drawing
 from autopar.mesh import Mesh
@@ -32,8 +32,8 @@ class Way:
 
     @property
     def kinds(self) -> Mapping[str, float]:
-        """The bytes of each kind."""
-        return asdict(self.figures.held)
+        """The bytes of each kind at the peak, which they add up to, and on the host."""
+        return self.figures.held.kinds
 
 
 def ways(alternatives: Sequence[Alternative], chosen: Alternative, limit: float) -> list[Way]:
@@ -131,9 +131,9 @@ def parts_of(some: Iterable[Alternative]) -> list[str]:
 
 
 def kinds_of(some: Iterable[Alternative]) -> list[str]:
-    """The kinds of bytes that any of them holds, in one order."""
-    held = [asdict(one.held) for one in some]
-    return [kind for kind in held[0] if kind != "peak" and any(one[kind] for one in held)]
+    """The kinds of bytes that any of them holds at the peak, or on the host, in one order."""
+    held = [one.held.kinds for one in some]
+    return [kind for kind in held[0] if any(one[kind] for one in held)]
 
 
 def rows_of(

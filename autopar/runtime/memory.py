@@ -8,6 +8,7 @@
     parameters    7 MB     7 MB
     ...
     peak          21.3 MB  21.3 MB
+    planned of each kind is its own most; plan.memory.at_peak adds up to the peak
 
 Tensors count by their storages, each once. A peak is what torch's allocator says: on a GPU always,
 on a CPU of what ran inside `watching_memory`. What nobody knows is None, and not guessed.
@@ -36,6 +37,10 @@ from autopar.tables import table
 from autopar.units import bytes_text
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activations", "inputs")
+_PLANNED = "planned of each kind is its own most; plan.memory.at_peak adds up to the peak"
+_WITHOUT_STATES = (
+    "the planned peak is without the optimizer's states: .memory(optimizer) counts them"
+)
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,12 @@ class RankMemory:
         return self.kinds[kind]
 
     @property
-    def note(self) -> str:
-        """What of it is to be read otherwise than it stands there."""
+    def notes(self) -> list[str]:
+        """How it is to be read."""
         kept = self["optimizer"]
         if kept.held is not None or not kept.planned or "reserved" in self.kinds:
-            return ""
-        return "the planned peak is without the optimizer's states: .memory(optimizer) counts them"
+            return [_PLANNED]
+        return [_PLANNED, _WITHOUT_STATES]
 
     def to_json(self) -> dict[str, dict[str, float | None]]:
         return {k: {"held": one.held, "planned": one.planned} for k, one in self.kinds.items()}
@@ -79,7 +84,7 @@ class RankMemory:
         return "\n".join(table([(f"rank {self.rank}", "held", "planned"), *rows]))
 
     def __str__(self) -> str:
-        return "\n".join(filter(None, (self.figures, self.note)))
+        return "\n".join([self.figures, *self.notes])
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ class MemoryUse:
 
     def __str__(self) -> str:
         tables = [one.figures for one in self.ranks.values()]
-        notes = dict.fromkeys(one.note for one in self.ranks.values() if one.note)
+        notes = dict.fromkeys(note for one in self.ranks.values() for note in one.notes)
         return "\n".join([*tables, *notes])
 
 

@@ -84,7 +84,7 @@ def test_its_numbers_are_those_of_the_plan(make: object, tmp_path: Path) -> None
     for movement in data["movements"]:
         assert any(f"{bytes_text(movement['bytes'])} over" in word for word in words)
     for kind in ("parameters", "gradients", "optimizer", "activations"):
-        assert bytes_text(data["memory"][kind]) in words
+        assert bytes_text(data["memory"]["at_peak"][kind]) in words
     for one in data["alternatives"]:
         assert seconds_text(one["seconds"]) in words
         assert bytes_text(one["memory"]) in words

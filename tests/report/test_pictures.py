@@ -109,7 +109,7 @@ def test_the_top_of_a_picture_of_memory_is_the_peak_of_its_rank(name: str) -> No
         assert math.isclose(max(ends), plan.seconds, rel_tol=1e-9)
         assert all(size >= 0 for *_, held in course.held for size in held.values())
         assert f"at most {bytes_text(peak)}" in str(memory_drawn(course, 1e12))
-    parts = held_at_peak(plan, found)
+    parts = held_at_peak(plan)
     assert math.isclose(sum(part.size for part in parts), plan.memory.peak, rel_tol=1e-9)
     picture = str(memory_drawn(found[0], 1e12))
     assert all(f'class="{part.kind}"' in picture for part in parts)
@@ -120,7 +120,7 @@ def test_the_parts_of_memory_are_the_peak_without_a_step(learns: bool) -> None:
     model = torch.nn.Linear(8, 8).requires_grad_(learns)
     plan = ap.plan(model, (torch.ones(4, 8),), mesh=ap.Mesh(dp=2), cluster=MACHINES)
     assert memory_courses(plan) == []
-    parts = held_at_peak(plan, [])
+    parts = held_at_peak(plan)
     assert math.isclose(sum(part.size for part in parts), plan.memory.peak, rel_tol=1e-9)
     assert all(part.size > 0 for part in parts)
     assert ("gradients" in [part.name for part in parts]) == learns
