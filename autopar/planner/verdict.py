@@ -106,11 +106,13 @@ def no_size(reasons: Mapping[str, InvalidInput], request: Request) -> InvalidInp
     if len(sizes) == 1:
         return [*reasons.values()][-1]
     often = sorted(sizes.items(), key=lambda one: -len(one[1]))  # what holds for most, first
-    first, left = reasons[often[0][1][0]].remedy, " or ".join(request.given)
+    remedies = [str(reasons[of[0]].remedy) for _, of in often[:1]]
+    if request.given:
+        remedies.append(f"leave {' or '.join(request.given)} out, which is then chosen")
     return InvalidInput(
         "a model can be run in some number of stages and micro-batches",
         got="\n".join(f"{'; '.join(of)}: {rule}: {got}" for (rule, got), of in often),
-        remedy=f"{first}{f'; or leave {left} out, which is then chosen' * bool(left)}",
+        remedy="; or ".join(remedies) or None,
     )
 
 
