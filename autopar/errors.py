@@ -7,13 +7,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from torch import fx
 
 from autopar.lines import caller
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class AutoparError(Exception):
@@ -115,6 +121,28 @@ def nearest(word: str, known: Sequence[str]) -> str | None:
     lowered = {one.lower(): one for one in known}
     close = difflib.get_close_matches(word, lowered, 1)
     return next(iter([*same, *map(lowered.__getitem__, close)]), None)
+
+
+def known_arguments(function: Callable[P, T]) -> Callable[P, T]:
+    """A method that refuses arguments that it does not take, with the names of those it does."""
+    taken = inspect.signature(function)
+    _, *names = taken.parameters
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            taken.bind(*args, **kwargs)
+        except TypeError as error:
+            unknown = {name: value for name, value in kwargs.items() if name not in names}
+            near = [nearest(name, names) or names[0] for name in unknown] or names[:1]
+            raise InvalidInput(
+                f"{function.__name__}() takes {', '.join(names)}",
+                got=", ".join(f"{name}={value!r}" for name, value in unknown.items()) or error,
+                remedy=", ".join(f"{name}=..." for name in dict.fromkeys(near)),
+            ) from None
+        return function(*args, **kwargs)
+
+    return call
 
 
 class ExecutionError(AutoparError, RuntimeError):

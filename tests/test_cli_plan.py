@@ -113,14 +113,21 @@ def test_plan_then_explain_then_diff(folder, capsys):
 def test_what_if_is_asked_of_a_plan_or_a_model(folder, capsys):
     run("plan builders.py:small --mesh dp=4 --mode data --out plan.json", capsys)
     for words in ("plan.json builders.py:small", "builders.py:small --mesh dp=4 --mode data"):
-        changes = "--what-if nodes=2,batch=2x,bandwidth=100GB/s --json"
+        changes = "--what-if nodes=2,batch=2x,bandwidth=100GB/s,memory=2KB --json"
         code, text, _ = run(f"explain {words} {changes}", capsys)
         assert code == 0
         found = json.loads(text)
         assert found["then"]["way"]["mesh"] == {"dp": 8}
         assert (found["then"]["sizes"]["batch"], found["then"]["bandwidth"]) == (16, 100e9)
+        assert (found["then"]["limit"], found["then"]["fits"], found["now"]["fits"]) == (2e3, 0, 1)
     code, text, _ = run("explain builders.py:small states --mesh dp=4 --mode data", capsys)
     assert text.startswith("states: whole")
+    about = "--mesh dp=4 --mode data"
+    for word, kind in (("none", "nothing"), ("full", "3 in full")):
+        code, text, _ = run(
+            f"explain builders.py:small recompute {about} --recompute {word}", capsys
+        )
+        assert text.startswith(f"recompute: {kind}")
 
 
 def test_plan_prints_json(folder, capsys):

@@ -181,6 +181,31 @@ def test_what_does_not_fit_is_said() -> None:
     assert str(what).splitlines()[-1].split() == ["fits", "yes", "no"]
 
 
+@pytest.mark.parametrize("is_own", [False, True])
+@pytest.mark.parametrize("memory", ["2x", "0.5x", "160GB", 20e9])
+def test_the_same_decisions_fit_into_other_memory_or_not(memory, is_own) -> None:
+    plan = replace(made("tensor"), limit=None if is_own else 40e9)
+    now = 80e9 if is_own else 40e9
+    what = plan.what_if(memory=memory)
+    times = {"2x": 2 * now, "0.5x": now / 2, "160GB": 160e9, 20e9: 20e9}
+    assert what.now.limit == now
+    assert what.then.limit == times[memory]
+    assert what.then.way == what.now.way
+    tight = plan.what_if(memory=what.now.way.memory - 1)
+    assert (tight.now.way.fits, tight.then.way.fits) == (True, False)
+
+
+def test_a_search_keeps_to_other_memory() -> None:
+    about = {"cluster": machines(1), "progress": False}
+    gpt = plain()
+    plan = ap.plan(gpt.model, gpt.args, mesh=ap.Mesh(dp=2), mode="data", **about)
+    limit = 0.9 * plan.memory.peak
+    what = plan.what_if(memory=limit, search=True)
+    assert not what.then.way.fits
+    assert what.searched.way.memory <= limit
+    assert_priced_as(what.searched, ap.plan(gpt.model, gpt.args, memory=limit, **about))
+
+
 class Wide(nn.Module):
     """All that it learns is cut, and no axis cuts its batch."""
 
@@ -266,12 +291,22 @@ def wide() -> Plan:
             {"sequence": 4},
             r"a sequence: the second dim.*\n.*for f32\[8, 16\], which",
         ),
+        (lambda: made("tensor"), {"memory": "lots"}, 'memory="100GB", or memory="2x"'),
+        (lambda: made("tensor"), {"memory": "40GB/s"}, "memory is a number above 0"),
+        (lambda: made("tensor"), {"node": 4}, r"takes nodes, .*memory, .*node=4\n.*nodes=\.\.\."),
         (lambda: SavedPlan.of(made("tensor")), {"nodes": 4}, "attach it"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(plan, changes, words) -> None:
-    with pytest.raises(InvalidInput, match=words.replace("(", r"\(")):
+    with pytest.raises(InvalidInput, match="(?s)" + words.replace("(", r"\(")):
         plan().what_if(**changes)
+
+
+def test_arguments_that_are_none_are_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"explain\(\) takes name\n.*names='head'"):
+        made("tensor").explain(names="head")
+    with pytest.raises(InvalidInput, match="missing a required argument: 'name'"):
+        made("tensor").explain()
 
 
 class Placed(nn.Module):

@@ -73,6 +73,8 @@ def add_decisions(parser: argparse.ArgumentParser, no_mesh: str) -> None:
     schedule = add("--schedule", default="auto", help="its name, or a .csv or .txt file (auto)")
     complete_with(schedule, SCHEDULES)
     add("--states", choices=("auto", *NAMED), default="auto", help="how they are cut (auto)")
+    again = ("auto", "selective", "full", "none")
+    add("--recompute", choices=again, default="auto", help="what runs again in backward (auto)")
 
 
 def read_decisions(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -81,11 +83,18 @@ def read_decisions(arguments: argparse.Namespace) -> dict[str, Any]:
         "mesh": read_mesh(arguments.mesh),
         "mode": arguments.mode,
         "microbatches": _number(arguments.microbatches),
-        "pipeline": None if arguments.pipeline == "none" else _number(arguments.pipeline),
+        "pipeline": _or_none(_number(arguments.pipeline)),
         "schedule": read_schedule(arguments.schedule),
         "states": arguments.states,
+        "recompute": _or_none(arguments.recompute),
     }
-    return {name: v for name, v in given.items() if v is not None or name == "pipeline"}
+    may_be_none = ("pipeline", "recompute")
+    return {name: v for name, v in given.items() if v is not None or name in may_be_none}
+
+
+def _or_none(given: int | str) -> int | str | None:
+    """What is said, of which none is the word for nothing."""
+    return None if given == "none" else given
 
 
 def complete_with(option: argparse.Action, words: Sequence[str]) -> None:

@@ -17,8 +17,7 @@ from autopar.commands.printing import show, show_json
 from autopar.errors import InvalidInput
 from autopar.plan.plan import Plan
 from autopar.plan.ways import QUESTIONS
-
-CHANGES = ("nodes", "bandwidth", "inside", "batch", "sequence")
+from autopar.plan.what_if import CHANGES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ from autopar.capture.origins import is_of_parameters
 from autopar.capture.regions import runs
 from autopar.cost.footprint import parameter_bytes
 from autopar.cost.reductions import reads_as_linear
-from autopar.errors import InvalidInput
+from autopar.errors import InvalidInput, known_arguments
 from autopar.layout import Layout, ParameterPlacement, Placement, TensorType
 from autopar.plan.explanation import Explanation, OperatorGroup, PricedCandidate
 from autopar.plan.formulas import Edge, edge, operator_formulas
@@ -41,6 +41,7 @@ from autopar.strategies.results import maker, place_of, tensors_of, values_of
 WHOLE = "plan:"  # before a question about the whole step; no module has such a name
 
 
+@known_arguments
 def explain(plan: PlanValue, name: str) -> Explanation | WayExplanation:
     """The explanation of a parameter, a module path or a node of the captured graph; or of
     "stages", "schedule", "microbatches", "mesh", "states" or "recompute" of the whole step, which

@@ -1,6 +1,6 @@
 """What if: a plan on other machines, or with inputs of other sizes, priced at once.
 
-    print(plan.what_if(nodes=4))                         # or bandwidth="2x", sequence=32768, ...
+    print(plan.what_if(nodes=4))         # or bandwidth="2x", sequence=32768, memory="40GB", ...
     print(plan.what_if(nodes=4, batch="2x", search=True))
 
 The decisions of the plan are taken over as they are and priced there; with a search, what would be
@@ -19,7 +19,7 @@ from autopar.capture.again import captured_again
 from autopar.capture.captured import Captured
 from autopar.capture.sizes import Sizes, resized, sizes_of
 from autopar.cluster import Cluster
-from autopar.errors import InvalidInput
+from autopar.errors import InvalidInput, known_arguments
 from autopar.layout import Layout, TensorType
 from autopar.passes.microbatches import batch_statistics
 from autopar.plan.situation import Situation, WhatIf
@@ -36,7 +36,7 @@ from autopar.strategies.node_info import info
 from autopar.units import counted, read_bytes, scaled
 
 Change = float | str  # what something becomes, or how many times as much, as "2x"
-_RATES = ("bandwidth", "inside")
+_BYTES = {"bandwidth": "B/s", "inside": "B/s", "memory": "B"}  # what is said with a unit
 _SEQUENCE = (
     "a sequence: the second dim of tokens that look up rows, or of (batch, sequence, features), "
     "where no weight is as long as it"
@@ -53,12 +53,17 @@ class _Changes:
     inside: Change | None
     batch: Change | None
     sequence: Change | None
+    memory: Change | None
 
     def __str__(self) -> str:
         said = {field.name: getattr(self, field.name) for field in fields(self)}
         return ", ".join(f"{n} {_said(n, v)}" for n, v in said.items() if v is not None)
 
 
+CHANGES = tuple(field.name for field in fields(_Changes))
+
+
+@known_arguments
 def what_if(
     plan: PlanValue,
     *,
@@ -67,38 +72,42 @@ def what_if(
     inside: Change | None = None,
     batch: Change | None = None,
     sequence: Change | None = None,
+    memory: Change | None = None,
     search: bool = False,
 ) -> WhatIf:
     """What a step of the same decisions would take with this many `nodes`, this `bandwidth` of each
     node's way out, and of links `inside` of nodes (bytes/s), with inputs of another `batch` or
-    `sequence`. Each is a number, of bytes also as "100GB/s", or how many times as much: "2x".
+    `sequence`, and whether they fit into this `memory` of each device. Each is a number, of bytes
+    also as "100GB/s" and "40GB", or how many times as much: "2x".
 
     With the nodes grows the axis of the mesh that cuts the batch (or else the sequence), and the
     global batch stays, if not told otherwise. `search`: decide anew there, too, all free."""
-    asked = _Changes(nodes, bandwidth, inside, batch, sequence)
+    asked = _Changes(nodes, bandwidth, inside, batch, sequence, memory)
     if not str(asked):
         raise InvalidInput(
             "what_if() is told what is different",
             got="nothing of it",
             remedy='plan.what_if(nodes=4), or bandwidth="2x", sequence=32768',
         )
-    cluster = _cluster(plan.cluster, asked)
+    cluster, limit = _cluster(plan.cluster, asked), _limit(plan)
+    if asked.memory is not None:
+        cluster = _with_memory(cluster, asked.memory, limit)
+        limit = cluster.device.memory
     now, whole = sizes_of(plan.original), plan.original
     wanted = Sizes(
         _size("batch", batch, now.batch, "a batch, the first dim of some input", whole),
         _size("sequence", sequence, now.sequence, _SEQUENCE, whole),
     )
     whole = whole if wanted == now else _of_sizes(whole, now, wanted)
-    about = _limit(plan), now, wanted
     found, why, note = _carried_over(plan, cluster, whole, search)
-    searched, failed = _searched(plan, cluster, whole) if search else (None, "")
+    searched, failed = _searched(plan, cluster, limit, whole) if search else (None, "")
     return WhatIf(
         asked=str(asked),
         note=note,
-        now=Situation.of(plan, about[0], now),
-        then=None if found is None else Situation.of(found, about[0], wanted),
+        now=Situation.of(plan, _limit(plan), now),
+        then=None if found is None else Situation.of(found, limit, wanted),
         refused=why,
-        searched=None if searched is None else Situation.of(searched, about[0], wanted),
+        searched=None if searched is None else Situation.of(searched, limit, wanted),
         not_found=failed,
     )
 
@@ -143,12 +152,14 @@ def _grown(plan: PlanValue, cluster: Cluster) -> tuple[dict[str, int], str]:
     return {axis: ranks}, words
 
 
-def _searched(plan: PlanValue, cluster: Cluster, whole: Captured) -> tuple[Candidate | None, str]:
+def _searched(
+    plan: PlanValue, cluster: Cluster, limit: float, whole: Captured
+) -> tuple[Candidate | None, str]:
     """The best there is there, or why there is none."""
     model, axis = whole.example.model, AXIS if plan.pipelining is None else plan.pipelining.axis
     parts = 1 if batch_statistics(whole) else None  # more would change the loss
     free = cluster if has_world() else replace(cluster, used=())
-    request = Request(free, "auto", _limit(plan), True, axis=axis, microbatches=parts)
+    request = Request(free, "auto", limit, True, axis=axis, microbatches=parts)
     try:
         if plan.strict:
             require_rules(whole)
@@ -213,6 +224,23 @@ def _cluster(now: Cluster, asked: _Changes) -> Cluster:
     return replace(made, nodes=nodes)
 
 
+def _with_memory(cluster: Cluster, memory: Change, limit: float) -> Cluster:
+    """The same machines, each device with other memory; now it has all of its own, or as much as a
+    plan was to keep to."""
+    is_own = limit == cluster.device.memory
+    nodes = tuple(
+        replace(
+            node,
+            device=replace(
+                node.device,
+                memory=_changed("memory", memory, node.device.memory if is_own else limit),
+            ),
+        )
+        for node in cluster.nodes
+    )
+    return replace(cluster, nodes=nodes)
+
+
 def _size(
     name: str, given: Change | None, now: int | None, what: str, captured: Captured
 ) -> int | None:
@@ -245,7 +273,7 @@ def _changed(name: str, given: Any, now: float) -> float:
     """What is given, or so many times what is now."""
     value = _read(name, given, now)
     if not 0 < value < math.inf:
-        other = '"100GB/s"' if name in _RATES else f"{2 * now:g}"
+        other = f'"100G{_BYTES[name]}"' if name in _BYTES else f"{2 * now:g}"
         raise InvalidInput(
             f"{name} is a number above 0, or how many times as much as now",
             got=repr(given),
@@ -259,8 +287,8 @@ def _read(name: str, given: Any, now: float) -> float:
         return read_bytes(given)
     if match := _TIMES.fullmatch(given):
         return float(match[1]) * now
-    if name in _RATES:
-        return read_bytes(given.removesuffix("/s"))
+    if name in _BYTES:
+        return read_bytes(given.removesuffix("/s") if _BYTES[name] == "B/s" else given)
     with suppress(ValueError):
         return float(given)
     return math.nan
@@ -270,4 +298,4 @@ def _said(name: str, given: Any) -> str:
     """What is given, as people write it."""
     if isinstance(given, str) or not math.isfinite(read_bytes(given)):
         return str(given)
-    return scaled(given, "B/s") if name in _RATES else f"{given:.15g}"
+    return scaled(given, _BYTES[name]) if name in _BYTES else f"{given:.15g}"
