@@ -10,6 +10,7 @@ the time of the whole step if this candidate were forced and everything else cho
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -38,6 +39,7 @@ from autopar.strategies import rule_of
 from autopar.strategies.node_info import info
 from autopar.strategies.results import maker, place_of, tensors_of, values_of
 
+_NEAR = 4  # names that are told where one is not known
 WHOLE = "plan:"  # before a question about the whole step; no module has such a name
 
 
@@ -110,14 +112,22 @@ class _Explainer:
         nodes = self.captured.graph.nodes
         calls = [n for n in nodes if n.op == "call_function" and n.target is not ANNOTATE]
         modules = {info(n).module for n in calls if info(n).module}
-        known = [*parameters, *sorted(modules), *(n.name for n in calls)]
-        close = difflib.get_close_matches(name, known, 4, 0.5) or known[:4]
+        kinds = {
+            "parameter": parameters,
+            "module": sorted(modules),
+            "node": [n.name for n in calls],
+        }
+        known = [*itertools.chain(*kinds.values()), *QUESTIONS]
+        near = [one for one in known if name in one.split(".")]
+        near += difflib.get_close_matches(name, known, _NEAR)
+        close = ", ".join([*dict.fromkeys(near)][:_NEAR])
+        others = ", ".join(f"a {kind}, as {of[0]}" for kind, of in kinds.items() if of)
         return InvalidInput(
             "explain() takes the name of a parameter, a module or a node of the graph, or a "
             "question about the whole step",
             got=repr(name),
-            remedy=f"close to it: {', '.join(dict.fromkeys(close))}; of the whole step: "
-            f"{', '.join(QUESTIONS)}",
+            remedy=f"{f'close to it: {close}' if close else others}; of the whole step: "
+            f"{', '.join(QUESTIONS)}; print(plan) says what it takes, in time and memory",
         )
 
     def _weight(self, node: fx.Node) -> tuple[float, float]:
