@@ -173,6 +173,30 @@ def test_every_candidate_is_explained(made):
     json.dumps(why.to_json(), allow_nan=False)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_forcing_another_costs_adds_up(parts):
+    """A table by the places of rows is read by nobody else: all else stays as it is."""
+    case = gpt(layers=1)
+    options = {"cluster": CLUSTER, "mesh": ap.Mesh(x=2), "mode": "auto", "microbatches": parts}
+    plan = ap.plan(case.model, case.args, **options)
+    why = plan.explain("positions.weight")
+    assert why.times == parts
+    (rows,) = (c for c in why.candidates if c.output.startswith("f64[8@x"))
+    assert why.rest(rows) == 0
+    assert {*why.symbols} == {"a", "B", "p", "V"}
+    assert why.penalty(rows) == pytest.approx(parts * (rows.total - why.chosen.total))
+    heaviest = plan.explain("layers.0.up")
+    others = [c for c in heaviest.candidates if heaviest.rest(c)]
+    assert others
+    for other in others:
+        own = parts * (other.total - heaviest.chosen.total)
+        assert heaviest.penalty(other) == pytest.approx(own + heaviest.rest(other))
+    text = " ".join(str(heaviest).split())
+    assert "all else, chosen anew, " in text
+    for words in ("where a = latency of a link, s", "p = ranks", "t0 = seconds to start"):
+        assert words in text
+
+
 def test_forcing_another_costs_what_planning_with_it_costs(made):
     """An annotation that asks for a candidate leads to the time that was said of it."""
     why = made.explain("0.weight")

@@ -26,8 +26,28 @@ p, V, B, a = (Symbol(name) for name in ("p", "V", "B", "a"))
 F, F_half, P = (Symbol(name) for name in ("F", "F_half", "P"))
 M, M_half, N, W, t0 = (Symbol(name) for name in ("M", "M_half", "N", "W", "t0"))
 
-# a: latency, B: bytes/s, p: ranks. Ring algorithms; all-reduce halves and doubles (Rabenseifner):
-# the volume of a ring with the latency of a tree.
+# What the symbols of all formulas here are.
+SYMBOLS = {
+    "a": "latency of a link, s",
+    "B": "bytes/s of a link",
+    "p": "ranks",
+    "V": "bytes, the larger of what a rank holds before and after",
+    "F": "FLOPs",
+    "P": "FLOP/s",
+    "F_half": "FLOPs of work that runs at half of that rate",
+    "M": "bytes that are read",
+    "N": "bytes that are written",
+    "S": "bytes of passes in between",
+    "W": "bytes/s of memory",
+    "M_half": "bytes of work that runs at half of that rate",
+    "t0": "seconds to start",
+    "C": "seconds of a collective by itself",
+    "o": "part of its speed that computing has beside it",
+    "K": "seconds of what is computed beside it",
+}
+
+# Ring algorithms; all-reduce halves and doubles (Rabenseifner): the volume of a ring with the
+# latency of a tree.
 COLLECTIVES = {
     "all_reduce": Formula("all_reduce", 2 * (p - 1) / p * V / B + 2 * log(p, 2) * a),
     "all_gather": Formula("all_gather", (p - 1) / p * V / B + (p - 1) * a),
@@ -37,17 +57,15 @@ COLLECTIVES = {
     "broadcast": Formula("broadcast", log(p, 2) * (V / B + a)),
 }
 
-# Roofline: limited by arithmetic or by memory, whichever takes longer. P and W are rates, F and M
-# the work; work of size F_half (M_half) runs at half of the rate. t0: time to start an operator.
-# What is read comes beside the arithmetic. N, what is written, goes after it: a tile of a product
-# is written when it has all its sums, and so a product of few sums for each result is a slow one.
+# Roofline: limited by arithmetic or by memory, whichever takes longer. What is read comes beside
+# the arithmetic. What is written goes after it: a tile of a product is written when it has all its
+# sums, and so a product of few sums for each result is a slow one.
 ROOFLINE = Formula("operator", Max((F + F_half) / P, (M + M_half) / W) + N / W + t0)
-S = Symbol("S")  # bytes of passes over intermediate results, which come one after another
+S = Symbol("S")  # of intermediate results, which come one after another
 PASSES = Formula("operator", Max((F + F_half) / P, (M + M_half) / W) + (N + S) / W + t0)
 MEMORY_BOUND = Formula("operator", (M + N + M_half) / W + t0)
 
-# What computing hides of a collective that takes C by itself: beside it computing goes at `o` of
-# its speed, and there is K to compute that does not wait for it.
+# What computing hides of a collective, of what there is to compute that does not wait for it.
 C, o, K = (Symbol(name) for name in ("C", "o", "K"))
 HIDDEN = Formula("hidden", Min(o * C, K))
 

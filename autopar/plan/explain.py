@@ -180,6 +180,7 @@ class _Explainer:
             candidates=tuple(candidates),
             others=tuple(others),
             step_is_lower_bound=self._multiplier > 0,
+            times=self._times,
             region=self._region(node),
         )
 
@@ -332,6 +333,7 @@ class _Explainer:
             candidates=tuple(candidates),
             others=tuple(dict.fromkeys(reader.name for reader in node.users)),
             step_is_lower_bound=self._multiplier > 0,
+            times=self._times,
         )
 
     def _places(self, node: fx.Node, layout: Layout) -> ParameterPlacement:
@@ -361,10 +363,15 @@ class _Explainer:
             return [None] * count
         built, limit = self.plan.cost_graph, self.plan.limit
         limit = None if limit is None else limit - built.fixed_bytes
-        pipelining = self.plan.pipelining  # its ranks do their parts of the work side by side
-        runs = self.plan.microbatches / (pipelining.schedule.ranks if pipelining else 1)
         least = forced(built.graph, variable, self._multiplier, limit)
-        return [float(seconds) for seconds in least * runs]
+        return [float(seconds) for seconds in least * self._times]
+
+    @property
+    def _times(self) -> float:
+        """How often a step has what a program takes: the ranks of a pipeline do their parts of it
+        side by side."""
+        pipelining = self.plan.pipelining
+        return self.plan.microbatches / (pipelining.schedule.ranks if pipelining else 1)
 
     def _steps_of_operator(self, node: fx.Node, offered: Candidates) -> list[float | None]:
         """The same for each candidate of an operator."""

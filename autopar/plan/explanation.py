@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autopar.cost.model import SYMBOLS
 from autopar.plan.formulas import Edge
 from autopar.tables import table, wrapped
 from autopar.units import counted, seconds_text
@@ -30,6 +33,12 @@ class PricedCandidate:
     inside: float = 0.0  # of movements that its kernel brings along
     excluded: str = ""  # why it was not offered; "" if it was
     formulas: tuple[str, ...] = ()  # of forward and backward
+
+    @property
+    def all_formulas(self) -> tuple[str, ...]:
+        """Of the operator and of its movements."""
+        of_edges = (formula for edge in self.edges for formula in edge.formulas)
+        return (*self.formulas, *of_edges)
 
     @property
     def own(self) -> float:
@@ -72,6 +81,7 @@ class Explanation:
     region: str = ""  # that runs again in backward, or keeps elsewhere, and it stands in
     blocks: tuple[OperatorGroup, ...] = ()  # of a module: all its operators, equal blocks together
     namesake: str = ""  # what the decision about the whole step is called, of the same name
+    times: float = 1.0  # how often a step has what a candidate takes: its micro-batches, by stages
 
     @property
     def chosen(self) -> PricedCandidate:
@@ -93,6 +103,20 @@ class Explanation:
             return None
         return candidate.step - self.chosen.step
 
+    def rest(self, candidate: PricedCandidate) -> float | None:
+        """Of these seconds, those that are not its own nor of its movements: by how many all else,
+        chosen anew, is longer, or shorter."""
+        penalty = self.penalty(candidate)
+        if penalty is None or candidate.chosen or not math.isfinite(penalty):
+            return None
+        left = penalty - self.times * (candidate.total - self.chosen.total)
+        return left if abs(left) > 1e-9 * (self.chosen.step or 0.0) else 0.0
+
+    @property
+    def symbols(self) -> Mapping[str, str]:
+        """What those in the formulas of all candidates are."""
+        return _symbols(self.candidates)
+
     @property
     def why(self) -> str:
         """Why the chosen one wins, in a sentence."""
@@ -113,23 +137,22 @@ class Explanation:
         least = "at least " if self.step_is_lower_bound else ""
         if penalty <= 1e-12 * (self.chosen.step or 1.0):
             return f"it is as good as the next, {second.strategy}"
-        if second.total > self.chosen.total:
-            own, moved = second.own - self.chosen.own, second.moved - self.chosen.moved
-            parts = f"itself {_change(own)}, its movements {_change(moved)}"
-            return (
-                f"the next, {second.strategy}, costs {least}{seconds_text(penalty)} more ({parts})"
-            )
-        return (
-            f"the next, {second.strategy}, costs {least}{seconds_text(penalty)} more in the whole "
-            "step, because its neighbours would have to change"
-        )
+        changes = {
+            "itself": self.times * (second.own - self.chosen.own),
+            "its movements": self.times * (second.moved - self.chosen.moved),
+            "all else, chosen anew,": self.rest(second) or 0.0,
+        }
+        parts = ", ".join(f"{what} {_change(seconds)}" for what, seconds in changes.items())
+        return f"the next, {second.strategy}, costs {least}{seconds_text(penalty)} more ({parts})"
 
     def to_json(self) -> dict[str, Any]:
         ranked = [
-            {**asdict(c), "own": c.own, "moved": c.moved, "total": c.total, "penalty": penalty}
-            for c, penalty in ((c, self.penalty(c)) for c in self.ranked)
+            {**asdict(c), "own": c.own, "moved": c.moved, "total": c.total}
+            | {"penalty": self.penalty(c), "rest": self.rest(c)}
+            for c in self.ranked
         ]
-        return _finite({**asdict(self), "why": self.why, "candidates": ranked})
+        told = {"why": self.why, "candidates": ranked, "symbols": self.symbols}
+        return _finite(asdict(self) | told)
 
     def __str__(self) -> str:
         at = f" in {self.module}" if self.module else ""
@@ -144,6 +167,9 @@ class Explanation:
         lines += ["", *self._table()]
         for candidate in self.ranked[:_IN_DETAIL]:
             lines += ["", *_details(candidate)]
+        if symbols := _symbols(self.ranked[:_IN_DETAIL]):
+            words = "; ".join(f"{symbol} = {words}" for symbol, words in symbols.items())
+            lines += ["", *wrapped(f"  where {words}", 4)]
         if len(self.candidates) > _IN_DETAIL:
             lines += ["", "  to_json() has the formulas of all candidates"]
         if self.namesake:
@@ -165,7 +191,7 @@ class Explanation:
     def _table(self) -> list[str]:
         is_operator = self.what != "parameter"  # whose output is not what it is kept as
         output = ["output"] * is_operator
-        rows = [("candidate", *output, "itself", "moves", "both", "step if forced")]
+        rows = [("candidate", *output, "itself", "moves", "all else", "step if forced")]
         for candidate in self.ranked:
             penalty = self.penalty(candidate)
             if candidate.excluded:
@@ -180,12 +206,19 @@ class Explanation:
                     ("* " if candidate.chosen else "  ") + candidate.strategy,
                     *[candidate.output] * is_operator,
                     seconds_text(candidate.own),
-                    seconds_text(candidate.moved),
-                    seconds_text(candidate.total),
+                    seconds_text(candidate.moved) if math.isfinite(candidate.moved) else "-",
+                    "" if (rest := self.rest(candidate)) is None else _change(rest),
                     forced,
                 )
             )
-        return table(rows, _LISTED)
+        lines = table(rows, _LISTED)
+        if any(self.rest(candidate) is not None for candidate in self.candidates):
+            often = "" if self.times == 1 else f", {self.times:g} times in a step"
+            lines += wrapped(
+                f"  forced, a step takes more by what itself and moves are more than of the chosen "
+                f"one{often}, and by all else, chosen anew"
+            )
+        return lines
 
 
 def _details(candidate: PricedCandidate) -> list[str]:
@@ -195,7 +228,7 @@ def _details(candidate: PricedCandidate) -> list[str]:
         lines += wrapped(f"    ({', '.join(candidate.inputs)}) -> {candidate.output}")
     lines += [line for formula in candidate.formulas for line in wrapped(f"    {formula}")]
     for edge in candidate.edges:
-        if edge.seconds and edge.formulas:
+        if edge.seconds:
             to = "" if edge.tensor == edge.neighbour else f" to {edge.neighbour}"
             where = f"{'output' if to else 'input'} {edge.tensor}{to}"
             lines += wrapped(
@@ -203,6 +236,13 @@ def _details(candidate: PricedCandidate) -> list[str]:
             )
             lines += [line for formula in edge.formulas for line in wrapped(f"      {formula}")]
     return lines
+
+
+def _symbols(candidates: Iterable[PricedCandidate]) -> dict[str, str]:
+    """Those in their formulas, and what they are."""
+    lines = [line for one in candidates for line in one.all_formulas]
+    used = {word for line in lines for word in re.findall(r"\w+", line.partition(" = ")[2])}
+    return {symbol: words for symbol, words in SYMBOLS.items() if symbol in used}
 
 
 def _change(seconds: float) -> str:

@@ -81,7 +81,7 @@ def edge(
         once = float(price.bucketed(added, size))
         seconds = once - HIDDEN(C=once, **beside)
         buckets = f"buckets of {price.buffer_bytes:,} bytes"
-        lines.append(f"summed in {buckets}, which share the latency")
+        lines.append(f"summed in {buckets}, which share the latency: {once:.6g} s")
         lines.append(f"less what backward hides: {HIDDEN.explain(C=once, **beside)} s")
     elif (
         added
