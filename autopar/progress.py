@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 Report = Callable[[str, str], None]  # phase, detail
 _PATIENCE = 0.5  # seconds before a terminal shows anything: short work stays silent
+_SPINNER = 2  # columns in front of a line on a terminal
 _EACH = 1.0  # seconds between lines elsewhere
 
 
@@ -47,6 +48,20 @@ def _in_lines() -> Report:
     return report
 
 
+def fitted(line: str, width: int) -> str:
+    """On one line, whose last part, as the best so far, is kept to the end: what stands in the
+    middle is left out first, then the end of the first."""
+    first, *middle = line.split("; ")
+    last = f"; {middle.pop()}" if middle else ""
+    while middle and len("; ".join([first, *middle])) + len(last) > width:
+        middle.pop()
+    left = "; ".join([first, *middle])
+    if len(left) + len(last) <= width:
+        return left + last
+    room = width - len(last) - 1
+    return f"{left[:room]}…{last}" if room > 0 else f"{line[: max(width - 1, 0)]}…"
+
+
 def _on_terminal() -> Iterator[Report]:
     """One line that changes and leaves nothing behind."""
     from rich.console import Console
@@ -57,6 +72,7 @@ def _on_terminal() -> Iterator[Report]:
 
         def report(phase: str, detail: str) -> None:
             if time.monotonic() - started > _PATIENCE:
-                status.update(Text(f"{phase}: {detail}"))  # names are no markup
+                line = fitted(f"{phase}: {detail}", console.width - _SPINNER)
+                status.update(Text(line, no_wrap=True))  # names are no markup
 
         yield report

@@ -15,6 +15,8 @@ from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.schema import read, write
+from autopar.tables import WIDTH
+from autopar.units import scaled
 
 NAMES = ("dgx-a100", "dgx-h100", "dgx-v100", "h200", "piz-daint")
 
@@ -26,6 +28,15 @@ def test_presets(name: str) -> None:
     assert cluster.device.peak("f32") > 1e12
     assert read(Cluster, write(cluster)) == cluster
     assert f"{cluster.devices} devices in 3 nodes" in str(cluster)
+
+
+@pytest.mark.parametrize("name", ["local", *NAMES])
+def test_a_printed_cluster_is_no_wider_than_a_page(name: str) -> None:
+    cluster = Cluster.local(4, measure=False) if name == "local" else Cluster.preset(name, nodes=3)
+    lines = str(cluster).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert f"      inside:  {scaled(cluster.nodes[0].link.bandwidth, 'B/s')}, " in str(cluster)
+    assert "of it reached" in " ".join(str(cluster).split())
 
 
 @pytest.mark.parametrize("name", NAMES)

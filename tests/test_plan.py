@@ -26,6 +26,7 @@ from autopar.plan.diff import compare
 from autopar.plan.plan import SavedPlan
 from autopar.plan.saved import deciding
 from autopar.planner.layouts import Layouts
+from autopar.progress import fitted
 from autopar.runtime.plan_broadcast import require_equal
 from autopar.search.auto import Known
 from autopar.search.decisions import TypedDecisions
@@ -651,6 +652,22 @@ def test_progress_says_what_is_looked_at_and_the_best_so_far():
     assert all(sized.search(line) for line in meshes)
     jargon = re.compile("fold|prune|eliminat|multiplier|CP-SAT|branch|gap|strateg|cost graph")
     assert not [line for line in told if jargon.search(line)]
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (80, "mesh: 1 of 3: Mesh(x=8); 2 stages, 4 micro-batches; best so far 7.45 ms"),
+        (60, "mesh: 1 of 3: Mesh(x=8); best so far 7.45 ms"),
+        (36, "mesh: 1 of 3: …; best so far 7.45 ms"),
+        (20, "mesh: 1 of 3: Mesh(…"),
+        (1, "…"),
+    ],
+)
+def test_progress_stays_on_one_line_of_a_terminal(width, line):
+    told = "mesh: 1 of 3: Mesh(x=8); 2 stages, 4 micro-batches; best so far 7.45 ms"
+    assert fitted(told, width) == line
+    assert fitted("capture: Model", max(width, 14)) == "capture: Model"
 
 
 class Sorted(nn.Module):

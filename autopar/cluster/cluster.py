@@ -36,6 +36,7 @@ from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput, written
 from autopar.mesh import Mesh
 from autopar.schema import MOST, Count, Index, is_count
+from autopar.tables import wrapped
 from autopar.units import counted, plural, scaled
 
 
@@ -291,7 +292,8 @@ class Cluster:
         for level in self.levels:
             link = _link_text(Link(level.alpha, level.bandwidth))
             lines.append(f"  {level.name}: {link} for each {counted(level.nodes, 'node')}")
-        return "\n".join([*lines, *(f"  not used: {idle}" for idle in self.idle)])
+        lines += [f"  not used: {idle}" for idle in self.idle]
+        return "\n".join(part for line in lines for part in wrapped(line))
 
     @property
     def idle(self) -> list[str]:
