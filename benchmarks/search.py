@@ -36,7 +36,7 @@ from autopar.capture import capture
 from autopar.cluster.cluster import Link, Node
 from autopar.passes.microbatches import cut_batch
 from autopar.search import auto
-from autopar.search.build import build
+from autopar.search.build import Builder
 from autopar.search.constraints import Constraints
 from autopar.solver.graph import CostGraph
 from autopar.solver.lagrangian import NoRoom
@@ -124,7 +124,8 @@ def measure_family(name: str, part: float, seconds: float) -> Iterator[dict[str,
     for mesh in MESHES:
         machine = Node(WEAK, mesh.size, Link(alpha=1e-7, bandwidth=1e9))
         clock = time.process_time()
-        built = build(captured, mesh, Cluster((machine,), Link(1e-7, 1e9), "weak"), Constraints())
+        machines = Cluster((machine,), Link(1e-7, 1e9), "weak")
+        built = Builder(captured, mesh, machines, Constraints()).run()
         about = {
             "case": name,
             "mesh": str(mesh),

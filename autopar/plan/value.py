@@ -26,7 +26,7 @@ from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.request import Mode
 from autopar.planner.trial import Trial
 from autopar.progress import Report
-from autopar.search.build import Built, build
+from autopar.search.build import Builder, Built
 from autopar.search.constraints import Constraints
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results
@@ -165,7 +165,7 @@ class PlanValue(Candidate):
         """All that the search had to choose from; built again when it is first asked for."""
         constraints = self.constraints or Constraints()
         about = self.captured, self.mesh, self.cluster, constraints, self.microbatches
-        return build(*about, self.states)
+        return Builder(*about, self.states).run()
 
     @property
     def graph(self) -> Listing:

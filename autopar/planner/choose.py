@@ -103,8 +103,8 @@ class Planner:
             self._is_short_of_memory = False
             try:
                 self.report.look_at(size)
-                if self._is_news(stages, parts):
-                    continue  # it may promise less now
+                if self._looks_ahead(stages, parts, [size for _, size in left]):
+                    continue  # others may promise more now
                 for candidate in ways(stages, parts):
                     self._weigh(candidate)
             except (KeyboardInterrupt, ExecutionError) as error:
@@ -184,17 +184,18 @@ class Planner:
         for way in in_each_number_of_stages(sizes, most, self._leanest):
             self._weigh(way.changed(way.search and way.search.lowered(0.0)))
 
-    def _is_news(self, stages: int, parts: int) -> bool:
-        """Whether the fastest layouts of a size were found only now, and others were to be weighed
-        first."""
+    def _looks_ahead(self, stages: int, parts: int, left: Sequence[tuple[int, int]]) -> bool:
+        """Look for the fastest layouts of a size, if they are not known. Those with as many stages
+        and fewer micro-batches come first: with more, nothing takes less. Whether there was one."""
         known = self._promises.known
         if (stages, parts) in known or self.request.mode != "auto":
             return False
-        known[stages, parts] = 0.0  # also where there are none
-        asked = replace(self._layout_request(stages, parts), cutoff=self._fastest * stages)
+        fewer = sorted({(n, m) for n, m in left if n == stages and m < parts} - {*known})
+        size = next((size for size in fewer if self._may_win(*size)), (stages, parts))
+        known[size] = self._fastest  # if there are none that take less
+        asked = replace(self._layout_request(*size), cutoff=self._fastest * stages)
         free, _ = self._layouts.find(asked)
-        if free.search is not None:
-            known[stages, parts] = free.search.bound / stages
+        known[size] = 0.0 if free.search is None else free.search.bound / stages
         return True
 
     def _is_crowded(self, size: tuple[int, int]) -> bool:

@@ -22,6 +22,7 @@ from autopar.planner.request import Request
 from autopar.strategies.node_info import info
 
 AGAIN = 1.15  # times what a step takes, where some of its forward runs again
+_MOVES = 1.15  # times what its operators take, as long as nothing is known of what moves
 
 
 class Promises:
@@ -39,6 +40,7 @@ class Promises:
         waits = 1 + (stages - 1) / parts / 2
         most_room = -parts if self.states > self._request.memory else 0
         seconds = max(run, self.least(stages, parts)) * waits
+        seconds *= 1.0 if (stages, parts) in self.known else _MOVES
         if stages == 1:  # as much runs again as has to
             pieces = parts * self._request.cluster.devices
             seconds += parts * self._ideal.room.least_again(parts, pieces, is_hosted)

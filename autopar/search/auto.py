@@ -18,7 +18,7 @@ from autopar.cluster import Cluster
 from autopar.errors import ExecutionError
 from autopar.mesh import Mesh
 from autopar.progress import Report
-from autopar.search.build import Built, build
+from autopar.search.build import Builder, Built
 from autopar.search.constraints import Constraints
 from autopar.search.decide import decide
 from autopar.search.decisions import Decisions
@@ -31,13 +31,18 @@ from autopar.strategies.node_info import info
 from autopar.units import bytes_text, seconds_text
 
 MOST_OF_A_KIND = 8  # meshes with the same number of axes that are all tried
-MOST_REFINED = 2  # meshes whose axes are split, where there are more
+MOST_SPLIT = 2  # meshes whose axes are split, where there are more; of a large program the best
 _TIGHTENED = 6  # times that a limit is lowered because the finished program needs more
 _WIDENED = 2  # and raised again, where what fits then is not known to be about as fast
 _CLOSE = 0.01
 _SMALL = 500  # calls of a program that is finished so often
 _SURE = 0.7  # a part of the limit: of larger programs, what needs less fits when it is finished
 _FAR = 1.25  # times what the best takes: graphs of meshes that take more are not kept
+# Of large programs:
+_SPARE = 0.0025  # relative: under a limit, a mesh that may save less is not looked at
+_GAIN = (
+    1e-3  # relative: where an axis more, or one split in two, saved less, the next saves nothing
+)
 _TIE = 1e-6  # relative: of meshes that are as good, the one with fewer axes is taken
 
 
@@ -190,10 +195,13 @@ class LayoutSearch:
 
     def _weigh_all(self, meshes: Sequence[Mesh]) -> tuple[bool, Sequence[Mesh]]:
         """Whether Ctrl-C came, and the meshes that it left. Those come first of which most is
-        known: what they take at least, the best of them first."""
+        known: what they take at least, the best of them first. Of many axes, the last, which is
+        inside of nodes, is best split up."""
         least = self.known.least
         known = sorted((mesh for mesh in meshes if mesh in least), key=least.__getitem__)
-        meshes = [*known, *(mesh for mesh in meshes if mesh not in known)]
+        others = [mesh for mesh in meshes if mesh not in least]
+        others.sort(key=lambda mesh: (len(mesh.names), mesh.shape[-1] * (len(mesh.names) > 2)))
+        meshes = [*known, *others]
         for number, mesh in enumerate(meshes):
             left = meshes[number + 1 :]
             try:
@@ -219,27 +227,38 @@ class LayoutSearch:
         if mesh in self.known.least:
             return True
         axes, is_small = len(mesh.names), self.captured.length <= _SMALL
-        most = MOST_OF_A_KIND if is_small or axes < 3 else MOST_REFINED
+        most = MOST_OF_A_KIND if is_small or axes < 3 else MOST_SPLIT
         if sum(len(other.names) == axes for other in meshes) <= most:
             return True
         tried = [c for c in self._considered if len(c.mesh.names) == axes - 1]
         # Of those that do not fit, the ones that nearly do.
         tried.sort(key=lambda c: (c.seconds is None, c.seconds or c.memory or math.inf))
-        return not tried or any(_splits(mesh, other.mesh) for other in tried[:MOST_REFINED])
+        if is_small or not tried or tried[0].seconds is None:
+            return not tried or any(_split_at(mesh, c.mesh) is not None for c in tried[:MOST_SPLIT])
+        return self._may_gain(mesh, tried[0], meshes)
+
+    def _may_gain(self, mesh: Mesh, coarse: Considered, meshes: Sequence[Mesh]) -> bool:
+        """Whether a large program may be faster with an axis of `coarse` split, the best there is:
+        not if the last axis brought nothing, nor another way to split the same."""
+        at, taken = _split_at(mesh, coarse.mesh), coarse.seconds or 0.0
+        if at is None or taken > self._fastest(len(coarse.mesh.names) - 1) * (1 - _GAIN):
+            return False
+        alike = [other for other in meshes if _split_at(other, coarse.mesh) == at]
+        found = [c.seconds for c in self._considered if c.mesh in alike and c.seconds is not None]
+        return not found or min(found) < taken * (1 - _GAIN)
+
+    def _fastest(self, axes: int) -> float:
+        """The seconds on the best mesh of so many axes."""
+        found = (c.seconds for c in self._considered if len(c.mesh.names) == axes)
+        return min((taken for taken in found if taken is not None), default=math.inf)
 
     def _weigh(self, mesh: Mesh) -> bool:
         """Solve one mesh, unless it cannot be the best; keep it if it is. Whether Ctrl-C came."""
         so_far = self._objective
-        if (least := self.known.least.get(mesh, 0.0)) >= so_far:
+        if (least := self.known.least.get(mesh, 0.0)) >= so_far * self._part:
             self._leave_out(mesh, least, "takes at least that", least)
             return False
-        built = self._built(mesh)
-        if (alone := built.graph.packed.alone) >= so_far:
-            self._leave_out(
-                mesh,
-                alone - built.slack,
-                f"its operators alone take {seconds_text(alone * self.microbatches)}",
-            )
+        if (built := self._built(mesh)) is None:
             return False
         try:
             solved = self._fitting(built)
@@ -272,13 +291,22 @@ class LayoutSearch:
         self._considered.append(Considered(mesh, taken, None, why))
         self._cannot_beat(bound)
 
-    def _built(self, mesh: Mesh) -> Built:
-        graphs = self.known.graphs
-        if mesh not in graphs:
+    def _built(self, mesh: Mesh) -> Built | None:
+        """The cost graph on a mesh, unless its operators alone take too long."""
+        graphs, so_far = self.known.graphs, self._objective
+        builder, built = None, graphs.get(mesh)
+        if built is None:
             self.report("mesh", f"{self._told}, pricing operators")
             about = self.captured, mesh, self.cluster, self.constraints(mesh), self.microbatches
-            graphs[mesh] = build(*about, self.states)
-        return graphs[mesh]
+            builder = Builder(*about, self.states)
+            built = builder.built
+        if built.alone >= so_far:
+            why = f"its operators alone take {seconds_text(built.alone * self.microbatches)}"
+            self._leave_out(mesh, built.alone - built.slack, why)
+            return None
+        if builder is not None:
+            graphs[mesh] = builder.run()
+        return built
 
     def _fitting(self, built: Built) -> _Solved:
         """The best solution whose finished program fits; an error if there is none."""
@@ -297,8 +325,10 @@ class LayoutSearch:
             return fitting
         return self._widened(built, fitting, (fits, over), bound)
 
-    def _solved(self, built: Built, limit: float | None) -> _Solved:
-        guess = 0.0 if self._best is None else self._best.solution.multiplier
+    def _solved(self, built: Built, limit: float | None, last: _Solved | None = None) -> _Solved:
+        """The best solution; `last`: that under a limit near this one, or on another mesh."""
+        last = last or self._best
+        guess = 0.0 if last is None else last.solution.multiplier
         how = {"cutoff": self._objective, "multiplier": guess}
         found = solve(built.graph, limit, self._tell, **how)
         if limit is None or limit == math.inf:
@@ -329,7 +359,7 @@ class LayoutSearch:
             over = min(over, limit, found.solution.memory)
             limit = over - (needed - self.memory)
             try:
-                found = self._solved(built, limit)
+                found = self._solved(built, limit, found)
             except NoRoom:
                 break
         raise NoRoom(
@@ -349,7 +379,7 @@ class LayoutSearch:
             if relative_gap(best.solution.objective, bound) <= _CLOSE:
                 break
             limit = (fits + over) / 2
-            found = self._solved(built, limit)
+            found = self._solved(built, limit, best)
             if self._needed(found) > self.memory:
                 over = min(limit, found.solution.memory)
                 continue
@@ -363,6 +393,12 @@ class LayoutSearch:
         """The seconds of a micro-batch that are to be beaten."""
         known = self.cutoff / self.microbatches
         return known if self._best is None else min(known, self._best.solution.objective)
+
+    @property
+    def _part(self) -> float:
+        """The part of that which has to be beaten."""
+        is_limited = self.memory is not None and self.memory < math.inf
+        return 1 - _SPARE if is_limited and self.captured.length > _SMALL else 1.0
 
     def _cannot_beat(self, bound: float) -> None:
         """No plan on some mesh is below `bound`: that of its graph, less what a cut prologue would
@@ -388,13 +424,13 @@ def too_early() -> ExecutionError:
     )
 
 
-def _splits(mesh: Mesh, coarse: Mesh) -> bool:
-    """Whether one axis of `coarse` split in two gives `mesh`."""
+def _split_at(mesh: Mesh, coarse: Mesh) -> int | None:
+    """Which axis of `coarse` split in two gives `mesh`, if one does."""
     sizes = mesh.shape
-    return any(
-        (*sizes[:at], sizes[at] * sizes[at + 1], *sizes[at + 2 :]) == coarse.shape
-        for at in range(len(sizes) - 1)
-    )
+    for at in range(len(sizes) - 1):
+        if (*sizes[:at], sizes[at] * sizes[at + 1], *sizes[at + 2 :]) == coarse.shape:
+            return at
+    return None
 
 
 def _states(built: Built, choice: Sequence[int]) -> float:

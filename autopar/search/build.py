@@ -83,33 +83,25 @@ class Built:
     groups: dict[str, list[Variable]] = field(default_factory=dict)
     prologue: Collection[str] = ()  # operators that are whole on every rank, and no question
     slack: float = 0.0  # seconds that a plan could save with a prologue that is cut, at most
+    alone: float = 0.0  # seconds that its operators take at least, if nothing moves
     fixed_bytes: float = 0.0  # of inputs and buffers
 
 
-@collected_later()
-def build(
-    captured: Captured,
-    mesh: Mesh,
-    cluster: Cluster,
-    constraints: Constraints,
-    microbatches: int = 1,
-    states: States = WHOLE,
-) -> Built:
-    """The cost graph of `captured` on `mesh`, with `constraints` kept and `states` cut.
-
-    `captured` is the program of one of the step's `microbatches`; the costs are those of one."""
-    return _Builder(captured, mesh, cluster, constraints, microbatches, states).run()
-
-
 @dataclass
-class _Builder:
+class Builder:
+    """Makes the cost graph of `captured` on `mesh`, with `constraints` kept and `states` cut.
+
+    `captured` is the program of one of the step's `microbatches`; the costs are those of one.
+    Operators are looked at first: what they take `alone` may be enough to know."""
+
     captured: Captured
     mesh: Mesh
     cluster: Cluster
     constraints: Constraints
-    microbatches: int
-    states: States
+    microbatches: int = 1
+    states: States = WHOLE
 
+    @collected_later()
     def __post_init__(self) -> None:
         price = ClusterPrice(self.cluster, self.mesh, self.states.buffer_bytes)
         self.classes = NodeClasses(
@@ -133,8 +125,6 @@ class _Builder:
         for number, (name, nodes) in enumerate(self.runs):
             region = Region(f"{number} {name}", decided[name])
             self.regions |= {node.name: region for node in nodes}
-
-    def run(self) -> Built:
         calls = self.captured.operators
         asked = {*self.constraints.values, *self.constraints.bound}
         self.prologue = find_prologue(self.captured, calls, self.classes, asked)
@@ -146,6 +136,12 @@ class _Builder:
         full = [nodes for _, nodes in self.runs if self.regions[nodes[0].name].is_full]
         self.remade = set[str]().union(*map(self.saved.remade, full))
         self._choose_moment()
+        for node in calls:
+            cost = self._cost(node.name)
+            self.built.alone += float(cost.min()) * info(node).times
+
+    @collected_later()
+    def run(self) -> Built:
         # Nodes stand in the order of the program, so that repeated blocks can be found.
         for node in self.captured.graph.nodes:
             if node.op == "placeholder" and node.name in self.captured.parameters:
@@ -199,11 +195,9 @@ class _Builder:
 
     def _stored_at(self, shape: tuple[int, ...], parts: tuple[int, int] | None) -> Placements:
         """The layouts of a parameter of which nothing was said."""
-        batch_axis, states = (
-            self.constraints.batch_axis,
-            storage_states(shape, self.mesh, (parts,) if parts else ()),
-        )
-        return Placements(state for state in states if batch_axis not in state.layout.axes)
+        states = storage_states(shape, self.mesh, (parts,) if parts else ())
+        left = self.constraints.batch_axis
+        return Placements(state for state in states if left not in state.layout.axes)
 
     def _held(self, node: fx.Node, places: ParameterPlacement) -> float:
         """The bytes of a parameter at the moment that is counted."""
@@ -247,12 +241,16 @@ class _Builder:
                 self.readings.setdefault(value.name, []).append(reading)
         self._offers[node.name] = candidates, cost
 
+    def _cost(self, name: str) -> Array:
+        """Of each candidate of an operator, with what runs again."""
+        candidates, cost = self._offers[name]
+        return cost + candidates.forward if name in self.remade else cost
+
     def _add_operator(self, node: fx.Node) -> None:
-        candidates, cost = self._offers[node.name]
+        candidates, cost = self._offers[node.name][0], self._cost(node.name)
         region = self.regions.get(node.name)
         is_full = region is not None and region.is_full
         memory = candidates.extra * (self.counts_activations and not is_full)
-        cost = cost + candidates.forward * (node.name in self.remade)
         if self.counts_activations and self.saved.keeps_output(node.name):
             for value in values_of(node):
                 states = candidates.results[place_of(value)]

@@ -37,6 +37,7 @@ _STEPS = 40  # multipliers that are tried at most
 _CLOSE = 20  # a gap this many times smaller than what is asked for ends the trying
 _MOST_ENTRIES = 400_000  # of what is given to CP-SAT
 _CLOSE_CORE = 2  # the same where elimination leaves a core
+_PART = 0.1  # of the seconds without a limit, for all bytes of one
 _FINER = 10  # the part of what is asked for that one multiplier may leave
 _SPLICES = 6  # rounds of putting stretches of other choices into the best
 _CUTS = 400  # places to cut that are looked at in pairs
@@ -99,6 +100,9 @@ class LagrangianSearch:
                     self.offer(free.choice)
                 self.bound = max(self.bound, free.bound)
                 return False  # what gap there is, elimination left
+        if small is None and large[0] > 0 and self.limit > 0:
+            point = self._guessed(large)
+            large, small = (large, point) if self.fits(point[1]) else (point, None)
         if small is None:
             small = self.smallest()
         self.ends = self._squeeze(large, small, cutoff)
@@ -109,6 +113,16 @@ class LagrangianSearch:
         if self.gap > self.tolerance:
             self._polish()
         return True
+
+    def _guessed(self, large: Point) -> Point:
+        """What is best where all memory there is costs a part of what `large` takes: what is best
+        where nothing else counts takes far longer, and says less of what is between."""
+        multiplier = 2.0 ** round(math.log2(_PART * large[0] / self.limit))  # of all limits near
+        lowest = self._lowest(multiplier)
+        bound = lowest.bound - multiplier * self.limit
+        if bound > self.bound:
+            self.bound, self.multiplier = bound, multiplier
+        return self.offer(lowest.choice)
 
     @property
     def _enough(self) -> float:

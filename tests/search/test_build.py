@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.mesh import Mesh
-from autopar.search.build import Built, build
+from autopar.search.build import Builder, Built
 from autopar.search.constraints import Constraints
 from autopar.solver.optimum import Optimiser
 from autopar.solver.residual import solve_residual
@@ -21,7 +21,7 @@ from tests.toy import EVEN, FAST, SLOW, machines
 
 def built(case: Case, mesh: Mesh, links: tuple[float, float] = EVEN) -> Built:
     captured = capture(case.model, case.args, case.kwargs)
-    return build(captured, mesh, machines(mesh.size, *links), Constraints())
+    return Builder(captured, mesh, machines(mesh.size, *links), Constraints()).run()
 
 
 @pytest.mark.parametrize(
