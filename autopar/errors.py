@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,8 @@ from torch import fx
 
 from autopar.lines import caller
 
+_INDENT = "\n          "  # of what was given, and what goes on with it
+WIDTH = 88  # characters of a line behind that
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -42,14 +45,22 @@ class AutoparError(Exception):
 
     def __str__(self) -> str:
         parts = [self.rule]
-        for label, value in (("given", self.got), ("remedy", self.remedy), ("at", self.source)):
+        for label, value in (("given", self.got), ("remedy", self.remedy)):
             if value is not None:
-                text = str(value).replace("\n", "\n          ")
-                parts.append(f"  {label + ':':<8}{text}")
-        return "\n".join(parts)
+                lines = (_filled(line) for line in str(value).split("\n"))
+                parts.append(f"  {label + ':':<8}{_INDENT.join(lines)}")
+        return "\n".join([*parts, *([f"  at:     {self.source}"] if self.source else [])])
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.rule, str(self.got), self.remedy, self.source)
+
+
+def _filled(line: str) -> str:
+    """On as many lines as it takes, parted between words; as it is where it fits."""
+    if len(line) <= WIDTH:
+        return line
+    words = textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return f"{_INDENT}  ".join(words)
 
 
 def _rebuild(kind: type[AutoparError], rule: str, got: str, remedy: str, source: str) -> object:

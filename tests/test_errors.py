@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar import Mesh, shard
+from autopar import Mesh, errors, shard
 from autopar.admission import tell_of_virtual_mesh
 from autopar.lines import LONGEST, describe
 from autopar.strategies import registry
@@ -577,6 +577,21 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["keeps the dtype", "torch.float32 on cpu to torch.float64", "convert the model first"],
     ),
 }
+
+
+def test_what_is_long_is_printed_on_several_lines(monkeypatch) -> None:
+    monkeypatch.setattr(errors, "WIDTH", 88)
+    path, words = "/a/" + 30 * "folder/", ", ".join(f"layer {n}" for n in range(20))
+    given = f"{path}file\n  as it is\n{words}"
+    error = ap.InvalidInput("a rule", got=given, remedy=words, source="here.py:1")
+    rule, *lines = str(error).splitlines()
+    long = [line for line in lines if len(line) > 100]
+    assert long == [f"  given:  {path}file"]  # which can be copied
+    assert "            as it is" in lines
+    assert lines[-1] == "  at:     here.py:1"
+    assert rule == "a rule"
+    assert " ".join(str(error).split()).count(words) == 2
+    assert (error.got, error.remedy) == (given, words)
 
 
 @pytest.mark.parametrize("name", BAD)
