@@ -25,8 +25,9 @@ _LOOKUPS = (aten.embedding.default, aten.index_select.default, aten.gather.defau
 
 def require_rows(builder: GraphBuilder) -> None:
     """Refuse a lookup of rows that a table does not have."""
-    evaluator = Evaluator(builder)
+    evaluator = None
     for node in builder.calls(*_LOOKUPS):
+        evaluator = evaluator or Evaluator(builder)
         for index, dim in _indices(node):
             values = evaluator.value(index) if evaluator.is_constant(index) else None
             if values is None or values.dtype not in _NUMBERS or not values.numel():
