@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import pytest
@@ -30,22 +31,26 @@ from autopar.recompute import Recompute
 from autopar.search.auto import LayoutSearch
 from autopar.search.constraints import Constraints
 from autopar.states import States
-from tests import models
+from tests import large_models, models
 from tests.models import Case
 
 LAYERS, STAGES, PARTS, MESH = 16, 4, 8, Mesh(x=2)
 LINE = Line("pp", STAGES, 2)
 
 
-def roomy(devices: int) -> Cluster:
+def roomy(cluster: Cluster) -> Cluster:
     """Devices that have room for anything."""
-    here = Cluster.local(devices, measure=False)
-    nodes = (replace(node, device=replace(node.device, memory=1e18)) for node in here.nodes)
-    return replace(here, nodes=tuple(nodes))
+    nodes = (replace(node, device=replace(node.device, memory=1e18)) for node in cluster.nodes)
+    return replace(cluster, nodes=tuple(nodes))
 
 
-CLUSTER = roomy(8)
-MAKERS = {"gpt2": models.gpt2, "llama": models.llama}
+CLUSTER = roomy(Cluster.preset("dgx-h100"))  # whose host is at the end of a link
+MAKERS = {
+    "gpt2": partial(models.gpt2, batch=16),
+    "llama": partial(models.llama, batch=16),
+    # Its sequence is cut, and with it what all blocks know of places.
+    "long": partial(large_models.llama3_70b, batch=PARTS),
+}
 KINDS = {
     "": None,
     "selective": Recompute("selective"),
@@ -70,7 +75,7 @@ class Program(NamedTuple):
 
 @cache
 def program(name: str, layers: int = LAYERS) -> Program:
-    case = MAKERS[name](layers=layers, batch=16)
+    case = MAKERS[name](layers=layers)
     captured = capture(case.model, case.args, case.kwargs)
     short = shortened(captured)
     assert short is not None
@@ -141,19 +146,24 @@ def test_a_step_takes_what_it_takes_of_the_whole_program(
         assert_same(one, own.whole.of(one))
 
 
+HOSTED = Recompute("selective", "host")
 MIXES = [
     [(9, PLAIN), (10, FULL), (9, SELECTIVE)],
     [(2, SELECTIVE), (17, Recompute("full", "cut")), (9, PLAIN)],
-    [(8, FULL), (1, PLAIN), (8, Recompute("selective", "host")), (11, FULL)],
+    [(8, FULL), (1, PLAIN), (8, HOSTED), (11, FULL)],
     [(5, FULL), (7, PLAIN), (5, SELECTIVE), (6, PLAIN), (5, FULL)],  # too few for any to stand
 ]
 
 
-@pytest.mark.parametrize("states", ["whole", "zero3"])
-@pytest.mark.parametrize("runs", MIXES, ids=lambda runs: "-".join(str(n) for n, _ in runs))
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "states", "runs"),
+    [
+        *itertools.product(("gpt2", "llama"), ("whole", "zero3"), MIXES),
+        ("long", "zero3", [(9, HOSTED), (10, PLAIN), (9, HOSTED)]),
+    ],
+)
 def test_blocks_that_are_treated_alike_stand_for_each_other(
-    name: str, runs: list[tuple[int, Recompute]], states: str
+    name: str, states: str, runs: list[tuple[int, Recompute]]
 ) -> None:
     own = program(name, 28).whole
     way = replace(laid(name, 28), line=None).placed(States.of(states))
@@ -174,7 +184,7 @@ def own_regions(captured: Captured) -> set[str]:
 @pytest.mark.parametrize("part", [None, 0.6])
 def test_the_choice_is_that_of_the_whole_program(part: float | None) -> None:
     own = program("gpt2")
-    options = PlanOptions(cluster=roomy(4), microbatches=4)
+    options = PlanOptions(cluster=roomy(Cluster.local(4, measure=False)), microbatches=4)
     free = Planner(own.case.model, own.captured, read_request(options), quiet).best()
     if part is not None:
         options = replace(options, memory=part * free.memory.peak)

@@ -158,9 +158,9 @@ class NodePrices:
             return {}
         size, away = float(info(node).type.local_bytes(self.mesh)), info(node).away
         found = {r: self.away(r.how.keep, axes, size) for r, axes in away.items()}
-        if info(node).region is None:  # it stands alone, beside regions that stand for several
-            return {region: cost.repeated(region.times) for region, cost in found.items()}
-        return found
+        if not _stands_alone(node):
+            return found
+        return {region: cost.repeated(region.times) for region, cost in found.items()}
 
     def away(self, keep: Keep, axes: tuple[str, ...], size: float) -> NodeCost:
         """What it takes to keep so many bytes cut over `axes`, or on the host."""
@@ -303,6 +303,19 @@ class NodePrices:
         learns = any(info(reader).learns for reader, _ in readers)
         forward, backward = (sum(getattr(c, way) for c in costs) for way in ("forward", "backward"))
         return Beside(forward, backward, learns)
+
+
+def _stands_alone(node: fx.Node) -> bool:
+    """Whether a value is beside regions that stand for several, all of which read it: not that of
+    a block, which the next one reads."""
+    own = info(node).region
+    if own is None or info(node).times > 1:
+        return own is None
+    same, regions = [node], set[Region | None]()
+    for value in same:
+        same += [user for user in value.users if storage(user) is node]
+        regions |= {info(user).region for user in value.users}
+    return len(regions - {own, None}) > 1
 
 
 def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
