@@ -233,3 +233,36 @@ def test_what_is_said_to_be_the_least_fits_and_is_the_least_at_every_limit() -> 
     assert not told[0].is_bound
     plan = ap.plan(case.model, case.args, case.kwargs, memory=told[0].memory, **options)
     assert plan.memory.peak <= told[0].memory
+
+
+TOLD = [
+    ("mlp", {}),
+    ("mlp", {"precision": HALF}),
+    ("mlp", {"states": "zero3", "precision": HALF}),
+    ("gpt", {"states": "zero2", "microbatches": 2}),
+    ("mlp", {"recompute": None, "pipeline": None}),
+    ("llama", {"pipeline": 2, "microbatches": 4}),
+    ("gpt", {"mode": "data", "microbatches": 2}),
+    ("resnet", {"states": "zero1", "microbatches": 1}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:batch norm")
+@pytest.mark.parametrize(("name", "asked"), TOLD, ids=str)
+def test_what_is_said_to_be_the_least_is_taken_and_nothing_below_it_is(
+    name: str, asked: dict
+) -> None:
+    case = case_of(name)
+    options = {"cluster": ap.Cluster.local(2, measure=False), **asked}
+
+    def told(limit: float) -> float:
+        with pytest.raises(NothingFits) as error:
+            ap.plan(case.model, case.args, case.kwargs, memory=limit, **options)
+        assert not error.value.smallest.is_bound
+        return error.value.smallest.memory
+
+    least = told(2_000.0)
+    assert told(least - 1) == least
+    plan = ap.plan(case.model, case.args, case.kwargs, memory=least, **options)
+    assert plan.memory.peak == least
+    assert plan.limit == least

@@ -20,7 +20,7 @@ from autopar.capture.captured import Captured
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.garbage import set_aside
 from autopar.mesh import Mesh
-from autopar.passes.microbatches import cut_batch
+from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.pipeline.schedule import Schedule
 from autopar.planner.bounds import CHEAPEST, lowered
 from autopar.planner.candidate import Candidate
@@ -62,20 +62,22 @@ class Planner:
         request: Request,
         report: Report,
         whole: Whole | None = None,
+        like: Planner | None = None,
     ) -> None:
-        """`whole`: of a program that stands for a longer one."""
-        self.captured, self.request = captured, request
+        """`whole`: of a program that stands for a longer one; `like`: of another limit."""
+        self.captured, self.request, self.memory = captured, request, request.memory
         self.regions = Regions(captured, request.recompute, marked_regions(model))
         self.ideal = Ideal(captured, request, Room(captured, request, self.regions))
-        self.memory = request.memory
         self._promises = Promises(captured, request, self.ideal)
         self._annotations, self._pins = parameter_annotations(model), stage_pins(model)
-        self._batches = cache(partial(cut_batch, captured))
-        self.ledger = Ledger(request)
+        self._batches: Callable[[int], Microbatches]
+        self._batches = like._batches if like else cache(partial(cut_batch, captured))
+        self.ledger, self._schedules = Ledger(request), cache(request.schedules)
         self.report = Telling(report, self.ledger)
-        self._schedules = cache(request.schedules)
         self._hosted = request.hosted if may_go(model, request.states) else ()
-        self._whole, self._layouts = whole, Layouts(request, self.constraints, self.report, whole)
+        layouts = Layouts(request, self.constraints, self.report, whole)
+        self._layouts: Layouts = like._layouts if like else layouts
+        self._like, self._whole, self._is_large = like, whole, captured.length > LARGE
         self._tried: dict[int, Tried] = {}  # by layouts
         self._is_bound = False  # memory kept the last layouts from what would be faster
         self._is_short_of_memory = False  # and all that would be with states on the device
@@ -123,7 +125,7 @@ class Planner:
                 reasons[size] = error.with_traceback(None)
             is_short = ways == self._candidates and self._is_short_of_memory
             left[:1] = [(self._on_host, (stages, parts))] if is_short and self._hosted else []
-        if self.ledger.kept.best is None and not self._is_interrupted:
+        if not (self.ledger.kept.best or self._is_interrupted or self._like):
             self._weigh_leanest(sizes)
         if (best := self.ledger.kept.best) is None:
             if self._is_interrupted:
@@ -174,13 +176,12 @@ class Planner:
             return best
         stages = 1 if best.pipelining is None else best.pipelining.schedule.ranks
         asked = replace(self._layout_request(stages, best.microbatches), states=CHEAPEST)
-        is_large = self.captured.length > LARGE
-        return best.changed(lowered(search, asked, self._layouts, stages, is_large))
+        return best.changed(lowered(search, asked, self._layouts, stages, self._is_large))
 
     def _weigh_leanest(self, sizes: Sequence[tuple[int, int]]) -> None:
         """What takes least is told of, or fits though nothing else does."""
         self.report("memory", "the least that is needed")
-        most = MOST_LEANEST if self.captured.length > LARGE else len(sizes)
+        most = MOST_LEANEST if self._is_large else len(sizes)
         for way in in_each_number_of_stages(sizes, most, self._leanest):
             self._weigh(way.changed(way.search and way.search.lowered(0.0)))
 
@@ -266,13 +267,13 @@ class Planner:
             if may_win and (way := self._mixed(source)) is not None:
                 yield way.changed(way.search and way.search.taken(way.cost.seconds))
         is_open = self.request.mode == "auto" and not self._is_crowded((stages, parts))
-        is_open &= self.captured.length <= LARGE or not self.ledger.fits_device
+        is_open &= not self._is_large or not self.ledger.fits_device
         for states in self._hosted if is_open else ():
             yield from self._with_states(replace(asked, states=states), stages, parts)
 
     def _leanest(self, stages: int, parts: int) -> Iterator[Candidate]:
         """The ways that take least with so many stages and micro-batches."""
-        kinds = (self.regions.kinds[-1], *self.regions.leaner(self.request.cluster.device.host))
+        kinds = (*self.regions.kinds[::-1], *self.regions.leaner(self.request.cluster.device.host))
         schedules = () if self._is_straight(stages) else self._schedules(stages, parts)
         states = [*self.request.settings(stages), *self._hosted][-1]
         asked = replace(self._layout_request(stages, parts), states=states)
@@ -391,13 +392,12 @@ class Planner:
         """A program with its layouts in so many stages, by every schedule; `is_leaner`: what its
         regions keep is kept elsewhere, where they are too large though all run again."""
         tried, program = self._tried_of(laid), self._staged(laid, stages)
-        is_large = self.captured.length > LARGE
         kinds = self.regions.kinds
         leaner = self.regions.leaner(self.request.cluster.device.host) if is_leaner else ()
-        note = tried.note if is_large or not is_leaner else lambda memory: None
+        note = tried.note if self._is_large or not is_leaner else lambda memory: None
         for number, made in enumerate(self._schedules(stages, parts)):
             # The order of a large schedule takes longer to look at than the stages of a program.
-            if self.ideal.is_slower(laid, made, self._fastest, has_order=not is_large):
+            if self.ideal.is_slower(laid, made, self._fastest, has_order=not self._is_large):
                 self.ledger.left_out["schedules"] += 1
                 continue
             if is_leaner:
@@ -422,7 +422,7 @@ class Planner:
                 is_cut = is_tight and not is_hopeless and self._is_worth_cutting(made)
                 if is_cut:
                     way = program.within(made, kind, self.memory) or way
-                if not is_large or (way.seconds < self._fastest and way.least <= self.memory):
+                if not self._is_large or (way.seconds < self._fastest and way.least <= self.memory):
                     note(way.candidate.needed(self.memory))
                     yield way.candidate
                 elif is_tight:
@@ -431,7 +431,7 @@ class Planner:
                 if is_hopeless:
                     note(way.spread)
                     return  # with every schedule, whatever is recomputed
-                if not is_tight or (is_large and not is_cut and way.barest > self.memory):
+                if not is_tight or (self._is_large and not is_cut and way.barest > self.memory):
                     break  # in these stages, whatever is recomputed
 
     def _tried_of(self, laid: Candidate) -> Tried:
@@ -445,6 +445,6 @@ class Planner:
     def _is_worth_cutting(self, made: Schedule) -> bool:
         """Whether to look for stages that fit: not for those of large programs that share their
         ranks, which takes seconds, where something fits and the schedule is one of many."""
-        if self.captured.length <= LARGE or self.request.schedule is not None:
+        if not self._is_large or self.request.schedule is not None:
             return True
         return not (made.pipes > 1 or made.chunks > 1) or self.ledger.kept.best is None

@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import Schedule
 from autopar.planner.candidate import Candidate
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.recomputation import Regions
-from autopar.planner.staged import StagedProgram
+from autopar.planner.staged import StagedProgram, StagedWay
 from autopar.recompute import Recompute
 from autopar.search.auto import NothingFaster
 from autopar.search.smallest_footprint import NothingFits
 
 _ROUNDED = 1 + 1e-9
+_NEAR = 4  # ways that keep least, of which the finished programs are looked at
 
 
 def in_each_number_of_stages(
@@ -45,16 +47,50 @@ def leanest(
     staged: Callable[[Candidate], StagedProgram],
 ) -> Iterator[Candidate]:
     """With the layouts that take least of those that are asked for, as far as the search adds that
-    up, and regions that are treated in one of these `kinds`. Without `schedules` devices hold one
-    program, with them it is in stages."""
-    lean = replace(asked, is_all=False, recompute=regions.all(kinds[0]))
+    up, and regions that are treated in one of these `kinds`; then with others, of which finished
+    programs take less. Without `schedules` devices hold one program, with them it is in stages."""
+    lean, bound = replace(asked, is_all=False, recompute=regions.all(kinds[0])), 0.0
     try:
         laid, _ = layouts.find(replace(lean, memory=1.0))
     except NothingFits as error:
-        laid, _ = layouts.find(replace(lean, memory=error.smallest.memory * _ROUNDED))
+        bound = error.smallest.memory
+        laid, _ = layouts.find(replace(lean, memory=bound * _ROUNDED))
     if not schedules:
-        yield from (laid.recomputed(regions.all(kind)) for kind in kinds)
+        alike = [laid.recomputed(regions.all(kind)) for kind in kinds]
+        yield from alike
+        yield from _below(min(alike, key=lambda way: way.memory.peak), asked, layouts, bound)
         return
-    program = staged(laid)
-    ways = [program.fastest(made, kind) for made in schedules for kind in kinds]
-    yield min(ways, key=lambda way: way.least).candidate
+    ways = sorted(_in_stages(staged(laid), schedules, kinds), key=lambda way: way.least)
+    # What stages keep adds up to less than all that they take.
+    yield min((way.candidate for way in ways[:_NEAR]), key=lambda way: way.memory.peak)
+
+
+def _below(
+    least: Candidate, asked: LayoutRequest, layouts: Layouts, bound: float
+) -> Iterator[Candidate]:
+    """What takes less than `least`, with the same regions treated alike, as long as there is some
+    half way to what the search adds up at least."""
+    asked, most = replace(asked, recompute=least.decisions.recompute), least.memory.peak
+    with suppress(NothingFits, NothingFaster):
+        while most > bound:
+            limit = (bound + most) / 2
+            way, _ = layouts.find(replace(asked, memory=limit))
+            if (most := way.memory.peak) > limit:
+                return  # layouts are not chosen
+            yield way
+
+
+def _in_stages(
+    program: StagedProgram, schedules: Sequence[Schedule], kinds: Sequence[Recompute]
+) -> list[StagedWay]:
+    """By each schedule for which there are stages; an error if there is none."""
+    found: list[StagedWay] = []
+    refused: list[InvalidInput] = []
+    for made, kind in product(schedules, kinds):
+        try:
+            found.append(program.fastest(made, kind))
+        except InvalidInput as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    return found

@@ -19,6 +19,10 @@ from autopar.planner.deep import DeepPlanner
 from autopar.planner.fastest import Fastest
 from autopar.planner.ledger import best_first
 from autopar.planner.request import Request
+from autopar.search.smallest_footprint import NothingFits
+
+# How often it is searched for less than what was too large.
+LEANER, LEANER_OF_LARGE = 64, 2
 
 
 def has_world() -> bool:
@@ -95,9 +99,28 @@ class Choice:
                 found = candidate, planner
             if candidate.search is not None and candidate.search.interrupted:
                 break
-        if found is None:
-            raise refused[0]
-        return found
+        return found or self._leaner(self._planners[0], refused[0])
+
+    def _leaner(self, first: DeepPlanner, refused: Exception) -> tuple[Candidate, DeepPlanner]:
+        """Where nothing fits, the search again for less than the least that was found, until there
+        is nothing: a search adds up less than finished programs take. What is found may fit."""
+        planner = first
+        for _ in range(LEANER_OF_LARGE if first.is_large else LEANER):
+            if not isinstance(refused, NothingFits) or refused.smallest.is_bound:
+                break
+            if not planner.alternatives:
+                break
+            planner = planner.under(refused.smallest.memory - 1)
+            try:
+                found = planner.best()
+            except InvalidInput:
+                break
+            first.add(found)
+            if first.kept.best is not None:
+                self.kept.add(*first.kept.found)
+                return found, first
+            refused = first.refusal() or refused
+        raise refused
 
     def _on(self, cluster: Cluster) -> Request:
         """The same request on these machines, whose memory is theirs."""
