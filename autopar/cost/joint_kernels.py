@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 from autopar.collectives.together import JointKernel, Traffic
@@ -94,7 +95,8 @@ def messages_inside(
     start = device.overhead + device.half(facts.dtype) / device.peak(facts.dtype)
     shown, hidden = [0.0, 0.0], 0.0
     for way, (moved, starts, beside) in enumerate(ways):
-        seconds = sum(float(price.seconds(kind, axes, size)) for kind, size in moved)
+        alike = Counter(moved)  # many steps of a ring move as much
+        seconds = sum(n * float(price.seconds(kind, axes, b)) for (kind, b), n in alike.items())
         behind = StatePrice(price, overlap).hidden(seconds, beside) if kernel.is_hidden else 0.0
         shown[way] = seconds - float(behind) + starts * start
         hidden += float(behind)
