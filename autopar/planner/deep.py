@@ -60,15 +60,12 @@ class DeepPlanner:
         return self._short is not None or self._captured.length > LARGE
 
     def under(self, limit: float) -> DeepPlanner:
-        """The same where devices have so many bytes: with the states of the way that takes least so
-        far, or those that are leanest, and of a large program in its stages and micro-batches."""
+        """The same where devices have so many bytes, with the states of the way that takes least so
+        far, or those that are leanest."""
         self._report("memory", f"ways that take less than {bytes_text(limit + 1, 4)}")
         least = min(self.alternatives, key=lambda one: one.memory)
         leanest = [*NAMED.values(), *self.request.hosted][-1]
         request = replace(self.request, limit=limit, among=(least.states, leanest))
-        if self.is_large:
-            stages = least.mesh[least.axis] if least.axis else 1
-            request = replace(request, stages=stages, microbatches=least.microbatches)
         return DeepPlanner(self._model, self._captured, request, self._report, self)
 
     def add(self, found: Candidate) -> None:

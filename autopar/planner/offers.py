@@ -21,8 +21,8 @@ from autopar.planner.ledger import best_first
 from autopar.planner.request import Request
 from autopar.search.smallest_footprint import NothingFits
 
-# How often it is searched for less than what was too large.
-LEANER, LEANER_OF_LARGE = 64, 2
+LEANER = 64  # times at most that it is searched for less than what was too large
+_FAR = 2  # times the limit: of what takes more, a little less would not fit either
 
 
 def has_world() -> bool:
@@ -103,14 +103,16 @@ class Choice:
 
     def _leaner(self, first: DeepPlanner, refused: Exception) -> tuple[Candidate, DeepPlanner]:
         """Where nothing fits, the search again for less than the least that was found, until there
-        is nothing: a search adds up less than finished programs take. What is found may fit."""
+        is nothing: a search adds up less than finished programs take. What is found may fit. Far
+        from the limit, and of large programs, that takes longer than it is worth."""
         planner = first
-        for _ in range(LEANER_OF_LARGE if first.is_large else LEANER):
+        for _ in range(0 if first.is_large else LEANER):
             if not isinstance(refused, NothingFits) or refused.smallest.is_bound:
                 break
-            if not planner.alternatives:
+            least = refused.smallest.memory
+            if not planner.alternatives or least > _FAR * self.request.limit:
                 break
-            planner = planner.under(refused.smallest.memory - 1)
+            planner = planner.under(least - 1)
             try:
                 found = planner.best()
             except InvalidInput:
