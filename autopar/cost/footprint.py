@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from autopar.capture.captured import Captured
 from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
 from autopar.cost.saved_tensors import Kept, KeptOnce, Storage, most_remade
@@ -188,6 +189,17 @@ def parameter_bytes(
     on the device, or on the host."""
     shape, learns = tuple(info(node).val.shape), info(node).learns
     return _parameter_bytes(shape, learns, places, mesh, kept or state_bytes(node), of_host)
+
+
+def whole_bytes(captured: Captured) -> dict[str, float]:
+    """Of all parameters that devices have, uncut, by kind."""
+    found = dict.fromkeys(HELD, 0.0)
+    for node in captured.graph.find_nodes(op="placeholder"):
+        if node.name in captured.parameters and not info(node).on_host:
+            whole = ParameterPlacement.tied(Layout.replicated(info(node).val.ndim))
+            for kind, size in zip(HELD, parameter_bytes(node, whole, Mesh(x=1))):
+                found[kind] += size * info(node).times
+    return found
 
 
 def summed_bytes(node: fx.Node, places: ParameterPlacement | None, mesh: Mesh) -> int:

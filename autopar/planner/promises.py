@@ -12,14 +12,11 @@ import math
 from functools import cached_property
 
 from autopar.capture.captured import Captured
-from autopar.cost.footprint import parameter_bytes
-from autopar.layout import Layout, ParameterPlacement
-from autopar.mesh import Mesh
+from autopar.cost.footprint import whole_bytes
 from autopar.planner.hosting import least_update
 from autopar.planner.ideal import Ideal
 from autopar.planner.recomputation import PLAIN
 from autopar.planner.request import Request
-from autopar.strategies.node_info import info
 
 AGAIN = 1.15  # times what a step takes, where some of its forward runs again
 _MOVES = 1.15  # times what its operators take, as long as nothing is known of what moves
@@ -70,12 +67,7 @@ class Promises:
     @cached_property
     def states(self) -> float:
         """The bytes of parameters, their gradients and what an optimizer keeps of them."""
-        found = 0
-        for node in self._captured.graph.find_nodes(op="placeholder"):
-            if node.name in self._captured.parameters:
-                whole = ParameterPlacement.tied(Layout.replicated(info(node).val.ndim))
-                found += sum(parameter_bytes(node, whole, Mesh(x=1))) * info(node).times
-        return float(found)
+        return sum(whole_bytes(self._captured).values())
 
     @cached_property
     def kept(self) -> float:

@@ -19,9 +19,10 @@ from functools import cache, cached_property, lru_cache, partial
 from torch import fx
 
 from autopar.capture.captured import Captured
-from autopar.capture.origins import is_of_parameters, state_bytes
+from autopar.capture.origins import is_of_parameters
 from autopar.capture.regions import runs
 from autopar.cluster import Device
+from autopar.cost.footprint import whole_bytes
 from autopar.cost.operators import facts_of
 from autopar.cost.saved_tensors import SavedTensors, kept_values, source
 from autopar.cost.whole_work import WholeWork, is_counted, spread_seconds, whole_work
@@ -30,7 +31,6 @@ from autopar.pipeline.schedule import Schedule
 from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request
 from autopar.recompute import Recompute
-from autopar.strategies.node_info import info
 from autopar.strategies.registry import tensor_inputs
 from autopar.strategies.rule import Facts
 
@@ -119,15 +119,11 @@ class Room:
     @cached_property
     def _states(self) -> float:
         """The bytes that all ranks keep together of parameters, from step to step."""
-        asked, found = self._request.states, 0
+        asked = self._request.states
         if asked is not None and asked.optimizer_device == "host":
             return 0.0
-        for node in self._captured.graph.find_nodes(op="placeholder"):
-            if node.name in self._captured.parameters and not info(node).on_host:
-                known = state_bytes(node)
-                size = known.master + known.optimizer * info(node).learns
-                found += info(node).val.numel() * size * info(node).times
-        return float(found)
+        found = whole_bytes(self._captured)
+        return sum(found.values()) - found["gradients"]  # which come when some of the rest has gone
 
     def _kept(self, kind: Recompute) -> float:
         """The bytes that all ranks keep together of a step, at least."""
