@@ -145,7 +145,7 @@ def known_arguments(function: Callable[P, T]) -> Callable[P, T]:
             taken.bind(*args, **kwargs)
         except TypeError as error:
             unknown = {name: value for name, value in kwargs.items() if name not in names}
-            near = [nearest(name, names) or names[0] for name in unknown] or names[:1]
+            near = [known for name in unknown if (known := nearest(name, names))] or names
             raise InvalidInput(
                 f"{function.__name__}() takes {', '.join(names)}",
                 got=", ".join(f"{name}={value!r}" for name, value in unknown.items()) or error,

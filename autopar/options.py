@@ -34,7 +34,7 @@ from autopar.progress import Report
 from autopar.recompute import Again, Recompute
 from autopar.schema import FURTHEST, is_count
 from autopar.states import NAMED, States
-from autopar.units import bytes_text, counted, read_bytes
+from autopar.units import LEAST_MEMORY, bytes_text, counted, read_bytes
 
 DEFAULT = "1f1b"
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -43,7 +43,6 @@ ScheduleLike = str | Mapping[str, Any] | Schedule | None
 DynamicShapesLike = Mapping[str, Any] | tuple[Any, ...] | list[Any] | None
 RecomputeLike = Literal["auto"] | Again | Mapping[str, Again]
 _AGAIN = ("selective", "full")
-_LEAST_MEMORY = 1000  # bytes: who says less has meant another unit
 _OF_A_SCHEDULE = ("schedule_options",)
 
 
@@ -135,7 +134,7 @@ KINDS: Mapping[str, Callable[[str, Any], None]] = {
     "mode": partial(require_one_of, known=MODES),
     "memory": Kind(
         "a number of bytes from 1000 on, or with its unit",
-        lambda given: given is None or _LEAST_MEMORY <= read_bytes(given) <= FURTHEST,
+        lambda given: given is None or LEAST_MEMORY <= read_bytes(given) <= FURTHEST,
         '"40GB", "512MiB", 40e9, or None for what the devices have',
     ),
     "strict": FLAG,

@@ -23,6 +23,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BYTES = {"": 1.0, "B": 1.0} | {f"{name.upper()}B": size for size, name in _PREFIXES}
 _BYTES |= {f"{name}IB": 2.0 ** (10 * power) for power, name in enumerate("KMGTP", 1)}
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+LEAST_MEMORY = 1000  # bytes: who says less has meant another unit
 
 
 def seconds_text(seconds: float) -> str:

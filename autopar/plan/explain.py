@@ -48,6 +48,12 @@ def explain(plan: PlanValue, name: str) -> Explanation | WayExplanation:
     """The explanation of a parameter, a module path or a node of the captured graph; or of
     "stages", "schedule", "microbatches", "mesh", "states" or "recompute" of the whole step, which
     are "plan:stages" and so on where a module has such a name."""
+    if not isinstance(name, str) or not name:
+        raise InvalidInput(
+            "explain() is asked by the name of a parameter, a module or a node, or of a choice",
+            got=repr(name),
+            remedy=f'plan.explain("{next(iter(QUESTIONS))}")',
+        )
     question = name.removeprefix(WHOLE)
     is_asked = question in QUESTIONS
     explainer = _Explainer(plan)

@@ -107,7 +107,7 @@ class Explanation:
         """Of these seconds, those that are not its own nor of its movements: by how many all else,
         chosen anew, is longer, or shorter."""
         penalty = self.penalty(candidate)
-        if penalty is None or candidate.chosen or not math.isfinite(penalty):
+        if penalty is None or candidate.chosen or not math.isfinite(penalty + candidate.total):
             return None
         left = penalty - self.times * (candidate.total - self.chosen.total)
         return left if abs(left) > 1e-9 * (self.chosen.step or 0.0) else 0.0

@@ -33,7 +33,7 @@ from autopar.planner.verdict import refuse_random, require_rules
 from autopar.progress import reporter
 from autopar.search.smallest_footprint import NothingFits
 from autopar.strategies.node_info import info
-from autopar.units import counted, read_bytes, scaled
+from autopar.units import LEAST_MEMORY, counted, read_bytes, scaled
 
 Change = float | str  # what something becomes, or how many times as much, as "2x"
 _BYTES = {"bandwidth": "B/s", "inside": "B/s", "memory": "B"}  # what is said with a unit
@@ -272,10 +272,11 @@ def _count(name: str, given: Change, now: int) -> int:
 def _changed(name: str, given: Any, now: float) -> float:
     """What is given, or so many times what is now."""
     value = _read(name, given, now)
-    if not 0 < value < math.inf:
+    least = LEAST_MEMORY if name == "memory" else 0  # who says less has meant another unit
+    if not least < value < math.inf:
         other = f'"100G{_BYTES[name]}"' if name in _BYTES else f"{2 * now:g}"
         raise InvalidInput(
-            f"{name} is a number above 0, or how many times as much as now",
+            f"{name} is a number above {least}, or how many times as much as now",
             got=repr(given),
             remedy=f'{name}={other}, or {name}="2x"',
         )

@@ -75,8 +75,8 @@ class Planner:
         self.ledger, self._schedules = Ledger(request), cache(request.schedules)
         self.report = Telling(report, self.ledger)
         self._hosted = request.hosted if may_go(model, request.states) else ()
-        layouts = Layouts(request, self.constraints, self.report, whole)
-        self._layouts: Layouts = like._layouts if like else layouts
+        about = request, self.constraints, self.report, whole
+        self._layouts: Layouts = Layouts(*about).knowing(like._layouts if like else None)
         self._like, self._whole, self._is_large = like, whole, captured.length > LARGE
         self._tried: dict[int, Tried] = {}  # by layouts
         self._is_bound = False  # memory kept the last layouts from what would be faster
@@ -96,6 +96,7 @@ class Planner:
         left = [(self._candidates, size) for size in sizes]
         while left and not self._is_interrupted:
             left.sort(key=self._promised)
+            left.insert(0, left.pop(self._promises.next([size for _, size in left])))
             ways, (stages, parts) = left[0]
             if not self._may_win(stages, parts, ways == self._on_host):
                 self.ledger.left_out["sizes"] += ways != self._on_host  # each once
@@ -105,7 +106,7 @@ class Planner:
             self._is_short_of_memory = False
             try:
                 self.report.look_at(size)
-                if self._looks_ahead(stages, parts, [size for _, size in left]):
+                if self._looks_ahead(stages, parts):
                     continue  # others may promise more now
                 for candidate in ways(stages, parts):
                     self._weigh(candidate)
@@ -185,18 +186,18 @@ class Planner:
         for way in in_each_number_of_stages(sizes, most, self._leanest):
             self._weigh(way.changed(way.search and way.search.lowered(0.0)))
 
-    def _looks_ahead(self, stages: int, parts: int, left: Sequence[tuple[int, int]]) -> bool:
-        """Look for the fastest layouts of a size, if they are not known. Those with as many stages
-        and fewer micro-batches come first: with more, nothing takes less. Whether there was one."""
+    def _looks_ahead(self, stages: int, parts: int) -> bool:
+        """Look for the fastest layouts of a size; whether they were not known."""
         known = self._promises.known
         if (stages, parts) in known or self.request.mode != "auto":
             return False
-        fewer = sorted({(n, m) for n, m in left if n == stages and m < parts} - {*known})
-        size = next((size for size in fewer if self._may_win(*size)), (stages, parts))
-        known[size] = self._fastest  # if there are none that take less
-        asked = replace(self._layout_request(*size), cutoff=self._fastest * stages)
-        free, _ = self._layouts.find(asked)
-        known[size] = 0.0 if free.search is None else free.search.bound / stages
+        asked = replace(self._layout_request(stages, parts), cutoff=self._fastest * stages)
+        try:
+            free, _ = self._layouts.find(asked)
+        except NothingFaster:
+            known[stages, parts] = self._fastest
+            raise
+        known[stages, parts] = 0.0 if free.search is None else free.search.bound / stages
         return True
 
     def _is_crowded(self, size: tuple[int, int]) -> bool:
@@ -318,10 +319,9 @@ class Planner:
         is_straight = self._is_straight(stages)
         batches = None if is_straight and parts == 1 else self._batches(parts)
         program = self.captured if batches is None else batches.captured
-        offered = self.request.meshes(stages, parts)
         plain = self.regions.all(self.regions.kinds[0])
         line = None if is_straight else self.request.line(stages)
-        about = program, batches, offered, math.inf, is_straight
+        about = program, batches, self.request.meshes(stages, parts), math.inf, is_straight
         return LayoutRequest(*about, recompute=plain, line=line)
 
     def _laid(

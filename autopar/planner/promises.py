@@ -9,6 +9,7 @@ promises.least(4, 16)           # then 0.1 at least: smaller micro-batches take 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 
 from autopar.capture.captured import Captured
@@ -52,6 +53,14 @@ class Promises:
         micro-batches are, the more it takes, whatever layouts it has."""
         known = self.known.items()
         return max((t for (n, m), t in known if n == stages and m <= parts), default=0.0)
+
+    def next(self, left: Sequence[tuple[int, int]]) -> int:
+        """Which of these sizes to look at: the first or, where layouts are to be looked for, the
+        one with as many stages and the fewest micro-batches. With more, no step takes less."""
+        if left[0] in self.known or self._request.mode != "auto":
+            return 0
+        alike = [size for size in left if size[0] == left[0][0] and size not in self.known]
+        return left.index(min(alike))
 
     def is_crowded(self, stages: int, parts: int) -> bool:
         """Whether what one micro-batch keeps for backward does not fit: each tensor is cut over all

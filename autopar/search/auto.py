@@ -38,12 +38,10 @@ _CLOSE = 0.01
 _SMALL = 500  # calls of a program that is finished so often
 _SURE = 0.7  # a part of the limit: of larger programs, what needs less fits when it is finished
 _FAR = 1.25  # times what the best takes: graphs of meshes that take more are not kept
-# Of large programs:
-_SPARE = 0.0025  # relative: under a limit, a mesh that may save less is not looked at
-_GAIN = (
-    1e-3  # relative: where an axis more, or one split in two, saved less, the next saves nothing
-)
 _TIE = 1e-6  # relative: of meshes that are as good, the one with fewer axes is taken
+# Of large programs, relative:
+_SPARE = 0.0025  # under a limit, a mesh that may save less is not looked at
+_GAIN = 1e-3  # where an axis more, or one that is split, saved less, the next is to save nothing
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,8 @@ class Considered:
     """One mesh that was weighed."""
 
     mesh: Mesh
-    seconds: float | None  # predicted for a step; None: not solved
+    # Predicted for a step or, where it says why it was not taken, that it takes at least.
+    seconds: float | None
     memory: float | None
     why: str = ""  # why it was not solved or not taken
 
@@ -207,8 +206,7 @@ class LayoutSearch:
             try:
                 self._told = f"{number + 1} of {len(meshes)}: {mesh}"
                 self.report("mesh", self._told)
-                if not self._is_worth(mesh, meshes):
-                    why = "splits no axis of the best meshes with fewer axes"
+                if why := self._why_not(mesh, meshes):
                     self._considered.append(Considered(mesh, None, None, why))
                     continue
                 is_interrupted = self._weigh(mesh)
@@ -222,30 +220,35 @@ class LayoutSearch:
                 return True, left
         return False, ()
 
-    def _is_worth(self, mesh: Mesh, meshes: Sequence[Mesh]) -> bool:
-        """Whether to try a mesh: all of a kind if they are few, else one that splits a good one."""
-        if mesh in self.known.least:
-            return True
+    def _why_not(self, mesh: Mesh, meshes: Sequence[Mesh]) -> str:
+        """Why a mesh is not tried, if it is not: all of a kind are if they are few, else those that
+        split good ones."""
         axes, is_small = len(mesh.names), self.captured.length <= _SMALL
         most = MOST_OF_A_KIND if is_small or axes < 3 else MOST_SPLIT
-        if sum(len(other.names) == axes for other in meshes) <= most:
-            return True
+        is_one_of_few = sum(len(other.names) == axes for other in meshes) <= most
         tried = [c for c in self._considered if len(c.mesh.names) == axes - 1]
+        if mesh in self.known.least or is_one_of_few or not tried:
+            return ""
         # Of those that do not fit, the ones that nearly do.
         tried.sort(key=lambda c: (c.seconds is None, c.seconds or c.memory or math.inf))
-        if is_small or not tried or tried[0].seconds is None:
-            return not tried or any(_split_at(mesh, c.mesh) is not None for c in tried[:MOST_SPLIT])
-        return self._may_gain(mesh, tried[0], meshes)
+        is_by_time = not is_small and tried[0].seconds is not None
+        split = [c for c in tried[: 1 if is_by_time else MOST_SPLIT] if _split_at(mesh, c.mesh)]
+        if not split:
+            return "splits no axis of the best meshes with fewer axes"
+        return self._gains_nothing(mesh, split[0], meshes) if is_by_time else ""
 
-    def _may_gain(self, mesh: Mesh, coarse: Considered, meshes: Sequence[Mesh]) -> bool:
-        """Whether a large program may be faster with an axis of `coarse` split, the best there is:
-        not if the last axis brought nothing, nor another way to split the same."""
-        at, taken = _split_at(mesh, coarse.mesh), coarse.seconds or 0.0
-        if at is None or taken > self._fastest(len(coarse.mesh.names) - 1) * (1 - _GAIN):
-            return False
+    def _gains_nothing(self, mesh: Mesh, coarse: Considered, meshes: Sequence[Mesh]) -> str:
+        """Why a large program is not likely to be faster with an axis of `coarse` split, the best
+        there is: the last axis brought nothing, or another way to split the same."""
+        enough = (coarse.seconds or 0.0) * (1 - _GAIN)
+        if (coarse.seconds or 0.0) > self._fastest(len(coarse.mesh.names) - 1) * (1 - _GAIN):
+            return f"an axis less takes {_GAIN:.1%} more at most"
+        at = _split_at(mesh, coarse.mesh)
         alike = [other for other in meshes if _split_at(other, coarse.mesh) == at]
-        found = [c.seconds for c in self._considered if c.mesh in alike and c.seconds is not None]
-        return not found or min(found) < taken * (1 - _GAIN)
+        found = [c for c in self._considered if c.mesh in alike and c.seconds is not None]
+        if found and min(c.seconds or 0.0 for c in found) >= enough:
+            return f"{found[0].mesh}, which splits the same axis, gains less than {_GAIN:.1%}"
+        return ""
 
     def _fastest(self, axes: int) -> float:
         """The seconds on the best mesh of so many axes."""
@@ -424,13 +427,13 @@ def too_early() -> ExecutionError:
     )
 
 
-def _split_at(mesh: Mesh, coarse: Mesh) -> int | None:
-    """Which axis of `coarse` split in two gives `mesh`, if one does."""
+def _split_at(mesh: Mesh, coarse: Mesh) -> int:
+    """Which axis of `coarse`, the first being 1, split in two gives `mesh`; 0: none."""
     sizes = mesh.shape
     for at in range(len(sizes) - 1):
         if (*sizes[:at], sizes[at] * sizes[at + 1], *sizes[at + 2 :]) == coarse.shape:
-            return at
-    return None
+            return at + 1
+    return 0
 
 
 def _states(built: Built, choice: Sequence[int]) -> float:
