@@ -56,7 +56,10 @@ def plural(word: str, number: int) -> str:
 def read_bytes(given: object) -> float:
     """The bytes that a number says, or a text with a unit; not a number where they say none."""
     if isinstance(given, Real) and not isinstance(given, bool):
-        return float(given)
+        try:
+            return float(given)
+        except OverflowError:
+            return math.inf
     match = _AMOUNT.fullmatch(given) if isinstance(given, str) else None
     unit = None if match is None else _BYTES.get(match[2].upper())
     return math.nan if match is None or unit is None else float(match[1]) * unit

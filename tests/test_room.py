@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 
 import autopar as ap
+from autopar.capture import capture
+from autopar.options import PlanOptions, read_request
 from autopar.pipeline.schedules import schedule
 from autopar.planner.ideal import Ideal
 from autopar.planner.ledger import Ledger
-from autopar.planner.room import most_held
+from autopar.planner.recomputation import Regions
+from autopar.planner.room import Room, most_held
+from tests import large_models
 from tests.models import gpt
 from tests.toy import EVEN, machines
 
@@ -55,3 +59,12 @@ def test_every_way_that_fits_was_said_to_have_room(share: float, least: int, mon
     monkeypatch.setattr(Ideal, "is_slower", lambda *_, **__: False)
     ap.plan(case.model, case.args, case.kwargs, cluster=cluster, memory=memory)
     assert len(checked) >= least
+
+
+def test_a_call_with_several_results_runs_again_once() -> None:
+    """As that which chooses experts."""
+    case = large_models.mixtral(batch=8, sequence=64, layers=2)
+    captured = capture(case.model, case.args, case.kwargs)
+    request = read_request(PlanOptions(cluster=machines(4, *EVEN), memory=1e6))
+    room = Room(captured, request, Regions(captured, request.recompute, []))
+    assert 0 < room.least_again(1, 4) <= room.again(4) < room.again(2)

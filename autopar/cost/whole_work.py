@@ -30,7 +30,8 @@ def whole_work(captured: Captured, counted: Iterable[fx.Node]) -> WholeWork:
     mesh, kinds = Mesh(x=1), dict[int, fx.Node]()
     counts = Counter[int]()
     for node in counted:
-        if captured.priced[node.name] is not None:
+        # Of several results it is the call that is priced.
+        if captured.priced.get(node.name) is not None:
             kinds.setdefault(captured.classes[node.name], node)
             counts[captured.classes[node.name]] += info(node).times
     found = []

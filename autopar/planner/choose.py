@@ -20,7 +20,7 @@ from autopar.capture.captured import Captured
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.garbage import set_aside
 from autopar.mesh import Mesh
-from autopar.passes.microbatches import Microbatches, cut_batch
+from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.schedule import Schedule
 from autopar.planner.bounds import CHEAPEST, lowered
 from autopar.planner.candidate import Candidate
@@ -62,22 +62,19 @@ class Planner:
         request: Request,
         report: Report,
         whole: Whole | None = None,
-        like: Planner | None = None,
     ) -> None:
-        """`whole`: of a program that stands for a longer one; `like`: of another limit."""
+        """`whole`: of a program that stands for a longer one."""
         self.captured, self.request, self.memory = captured, request, request.memory
         self.regions = Regions(captured, request.recompute, marked_regions(model))
         self.ideal = Ideal(captured, request, Room(captured, request, self.regions))
         self._promises = Promises(captured, request, self.ideal)
         self._annotations, self._pins = parameter_annotations(model), stage_pins(model)
-        self._batches: Callable[[int], Microbatches]
-        self._batches = like._batches if like else cache(partial(cut_batch, captured))
+        self._batches = cache(partial(cut_batch, captured))
         self.ledger, self._schedules = Ledger(request), cache(request.schedules)
         self.report = Telling(report, self.ledger)
         self._hosted = request.hosted if may_go(model, request.states) else ()
-        about = request, self.constraints, self.report, whole
-        self._layouts: Layouts = Layouts(*about).knowing(like._layouts if like else None)
-        self._like, self._whole, self._is_large = like, whole, captured.length > LARGE
+        self._layouts = Layouts(request, self.constraints, self.report, whole)
+        self._whole, self._is_large = whole, captured.length > LARGE
         self._tried: dict[int, Tried] = {}  # by layouts
         self._is_bound = False  # memory kept the last layouts from what would be faster
         self._is_short_of_memory = False  # and all that would be with states on the device
@@ -126,7 +123,7 @@ class Planner:
                 reasons[size] = error.with_traceback(None)
             is_short = ways == self._candidates and self._is_short_of_memory
             left[:1] = [(self._on_host, (stages, parts))] if is_short and self._hosted else []
-        if not (self.ledger.kept.best or self._is_interrupted or self._like):
+        if self.ledger.kept.best is None and not self._is_interrupted:
             self._weigh_leanest(sizes)
         if (best := self.ledger.kept.best) is None:
             if self._is_interrupted:

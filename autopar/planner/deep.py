@@ -8,74 +8,40 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 
 from torch import nn
 
 from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
 from autopar.capture.shortened import LEAST_BESIDE, Shortened, shortened
-from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.pipeline.stages.stretch import NotAlike
 from autopar.planner.candidate import Alternative, Candidate
-from autopar.planner.choose import LARGE, Planner
+from autopar.planner.choose import Planner
 from autopar.planner.fastest import Fastest
 from autopar.planner.request import Request
 from autopar.planner.whole import Whole
 from autopar.progress import Report
 from autopar.recompute import Recompute
 from autopar.search.constraints import Constraints
-from autopar.states import NAMED
-from autopar.units import bytes_text
 
 
 class DeepPlanner:
     """Makes and prices the candidates of a request."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        captured: Captured,
-        request: Request,
-        report: Report,
-        like: DeepPlanner | None = None,
+        self, model: nn.Module, captured: Captured, request: Request, report: Report
     ) -> None:
-        """`like`: of the same request with another limit."""
         self._model, self._captured, self._report = model, captured, report
-        self.request, self._like = request, like
-        self._short: Shortened | None = like._short if like else self._shortened()
+        self.request = request
+        self._short = self._shortened()
         self._planner = self._of(self._short)
 
     def _of(self, short: Shortened | None) -> Planner:
         program = self._captured if short is None else short.captured
         brief = short and shortened(self._captured, LEAST_BESIDE)
         whole = Whole(short, brief, self.request) if short and brief else None
-        like = self._like._planner if self._like and self._like._short is short else None
-        return Planner(self._model, program, self.request, self._report, whole, like)
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it takes long to look at all ways to run it."""
-        return self._short is not None or self._captured.length > LARGE
-
-    def under(self, limit: float) -> DeepPlanner:
-        """The same where devices have so many bytes, with the states of the way that takes least so
-        far, or those that are leanest."""
-        self._report("memory", f"ways that take less than {bytes_text(limit + 1, 4)}")
-        least = min(self.alternatives, key=lambda one: one.memory)
-        leanest = [*NAMED.values(), *self.request.hosted][-1]
-        request = replace(self.request, limit=limit, among=(least.states, leanest))
-        return DeepPlanner(self._model, self._captured, request, self._report, self)
-
-    def add(self, found: Candidate) -> None:
-        """A way that was found elsewhere."""
-        figures = found.alternative(self.request.memory)
-        self._planner.ledger.add(figures, found, lambda one: one)
-
-    def refusal(self) -> InvalidInput | None:
-        """Why nothing fits, if something was too large."""
-        return self._planner.ledger.refusal(self._planner.regions, self._planner.captured)
+        return Planner(self._model, program, self.request, self._report, whole)
 
     def _shortened(self) -> Shortened | None:
         """The short program, if nothing is said of single parts of the whole."""
@@ -111,5 +77,5 @@ class DeepPlanner:
         if self._short is not None:
             with suppress(NotAlike):
                 return self._planner.best()
-            self._short, self._planner = None, self._of(None)
+            self._planner = self._of(None)
         return self._planner.best()

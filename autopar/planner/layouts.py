@@ -74,10 +74,6 @@ class Layouts:
     _known: dict[tuple[object, ...], tuple[Candidate, float]] = field(default_factory=dict)
     _built: dict[tuple[object, ...], Known] = field(default_factory=dict)
 
-    def knowing(self, other: Layouts | None) -> Layouts:
-        """The same, with all that another knows."""
-        return self if other is None else replace(self, _known=other._known, _built=other._built)
-
     def find(self, asked: LayoutRequest) -> tuple[Candidate, float]:
         """The program with its layouts and states, and the bytes that the search found.
 

@@ -19,10 +19,6 @@ from autopar.planner.deep import DeepPlanner
 from autopar.planner.fastest import Fastest
 from autopar.planner.ledger import best_first
 from autopar.planner.request import Request
-from autopar.search.smallest_footprint import NothingFits
-
-LEANER = 64  # times at most that it is searched for less than what was too large
-_FAR = 2  # times the limit: of what takes more, a little less would not fit either
 
 
 def has_world() -> bool:
@@ -99,30 +95,9 @@ class Choice:
                 found = candidate, planner
             if candidate.search is not None and candidate.search.interrupted:
                 break
-        return found or self._leaner(self._planners[0], refused[0])
-
-    def _leaner(self, first: DeepPlanner, refused: Exception) -> tuple[Candidate, DeepPlanner]:
-        """Where nothing fits, the search again for less than the least that was found, until there
-        is nothing: a search adds up less than finished programs take. What is found may fit. Far
-        from the limit, and of large programs, that takes longer than it is worth."""
-        planner = first
-        for _ in range(0 if first.is_large else LEANER):
-            if not isinstance(refused, NothingFits) or refused.smallest.is_bound:
-                break
-            least = refused.smallest.memory
-            if not planner.alternatives or least > _FAR * self.request.limit:
-                break
-            planner = planner.under(least - 1)
-            try:
-                found = planner.best()
-            except InvalidInput:
-                break
-            first.add(found)
-            if first.kept.best is not None:
-                self.kept.add(*first.kept.found)
-                return found, first
-            refused = first.refusal() or refused
-        raise refused
+        if found is None:
+            raise refused[0]
+        return found
 
     def _on(self, cluster: Cluster) -> Request:
         """The same request on these machines, whose memory is theirs."""

@@ -43,7 +43,6 @@ class Request:
     states: States | None = None
     fastest: float = math.inf  # seconds: what takes as long is not wanted
     wanted: int = 1  # how many of the fastest ways
-    among: tuple[States, ...] = ()  # of the settings of states, these alone
 
     @property
     def memory(self) -> float:
@@ -108,14 +107,12 @@ class Request:
         """The settings of states to try, the fastest first: a rank alone has nothing to cut."""
         if self.states is not None:
             return [self.states]
-        found = [WHOLE] if self.meshes(stages)[0].size == 1 else list(NAMED.values())
-        return ([one for one in found if one in self.among] or found[-1:]) if self.among else found
+        return [WHOLE] if self.meshes(stages)[0].size == 1 else list(NAMED.values())
 
     @property
     def hosted(self) -> Sequence[States]:
         """The settings to try where nothing fits that is on the device alone."""
-        found = HOSTED if self.states is None else ()
-        return [one for one in found if one in self.among] if self.among else found
+        return HOSTED if self.states is None else ()
 
     def whole_mesh(self, inner: Mesh, stages: int) -> Mesh:
         """The mesh of all ranks, where that inside each of so many stages is `inner`."""
