@@ -218,10 +218,11 @@ def report(run: Run) -> dict[str, Any]:
     clock = time.process_time()
     plan = run.plan()
     cost, memory = plan.cost, plan.memory
-    kinds = memory.to_json()
+    kinds: dict[str, Any] = memory.to_json()
     states = sum(kinds[kind] for kind in ("parameters", "gradients", "optimizer", "gathered"))
     groups = groups_in(plan.rewritten.nodes, plan.mesh, plan.states.buffer_bytes)
     states -= used_bytes(groups, plan.mesh)  # copies come for a use, and are no states
+    kinds |= kinds.pop("at_peak")
     seconds = plan.seconds + optimizer_seconds(plan)
     line: dict[str, Any] = {"paper": run.paper, "model": run.name}
     if run.seconds is not None:

@@ -292,7 +292,7 @@ def wide() -> Plan:
             r"a sequence: the second dim.*\n.*for f32\[8, 16\], which",
         ),
         (lambda: made("tensor"), {"memory": "lots"}, 'memory="100GB", or memory="2x"'),
-        (lambda: made("tensor"), {"memory": "40GB/s"}, "memory is a number above 0"),
+        (lambda: made("tensor"), {"memory": "40GB/s"}, "memory is a number above 1000"),
         (lambda: made("tensor"), {"node": 4}, r"takes nodes, .*memory, .*node=4\n.*nodes=\.\.\."),
         (lambda: SavedPlan.of(made("tensor")), {"nodes": 4}, "attach it"),
     ],

@@ -80,10 +80,10 @@ def test_what_is_kept_follows_its_own_place():
     assert whole.optimizer == 2 * whole.gradients == 2 * whole.parameters
     assert cut < 0.51 * full
     kinds = {"parameters": cut, "optimizer": 2 * cut, "gathered": full}
-    assert zero1 == replace(whole, **kinds, peak=zero1.peak)
-    assert zero2 == replace(zero1, gradients=cut, peak=zero2.peak)
+    assert zero1 == replace(whole, **kinds, at_peak=zero1.at_peak)
+    assert zero2 == replace(zero1, gradients=cut, at_peak=zero2.at_peak)
     # Two groups at a time.
-    assert zero3 == replace(zero2, gathered=zero3.gathered, peak=zero3.peak)
+    assert zero3 == replace(zero2, gathered=zero3.gathered, at_peak=zero3.at_peak)
     assert zero3.gathered < full
     assert zero3.peak < zero2.peak <= zero1.peak < whole.peak
 
