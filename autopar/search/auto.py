@@ -240,13 +240,13 @@ class LayoutSearch:
     def _gains_nothing(self, mesh: Mesh, coarse: Considered, meshes: Sequence[Mesh]) -> str:
         """Why a large program is not likely to be faster with an axis of `coarse` split, the best
         there is: the last axis brought nothing, or another way to split the same."""
-        enough = (coarse.seconds or 0.0) * (1 - _GAIN)
-        if (coarse.seconds or 0.0) > self._fastest(len(coarse.mesh.names) - 1) * (1 - _GAIN):
+        taken, left = coarse.seconds or 0.0, 1 - _GAIN
+        if taken > self._fastest(len(coarse.mesh.names) - 1) * left:
             return f"an axis less takes {_GAIN:.1%} more at most"
         at = _split_at(mesh, coarse.mesh)
         alike = [other for other in meshes if _split_at(other, coarse.mesh) == at]
         found = [c for c in self._considered if c.mesh in alike and c.seconds is not None]
-        if found and min(c.seconds or 0.0 for c in found) >= enough:
+        if found and min(c.seconds or 0.0 for c in found) >= taken * left:
             return f"{found[0].mesh}, which splits the same axis, gains less than {_GAIN:.1%}"
         return ""
 

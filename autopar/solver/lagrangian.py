@@ -118,11 +118,15 @@ class LagrangianSearch:
         """What is best where all memory there is costs a part of what `large` takes: what is best
         where nothing else counts takes far longer, and says less of what is between."""
         multiplier = 2.0 ** round(math.log2(_PART * large[0] / self.limit))  # of all limits near
+        return self._tried(multiplier)[1]
+
+    def _tried(self, multiplier: float) -> tuple[Optimum, Point]:
+        """What is best under a multiplier; its bound and its choice are kept if they are better."""
         lowest = self._lowest(multiplier)
         bound = lowest.bound - multiplier * self.limit
         if bound > self.bound:
             self.bound, self.multiplier = bound, multiplier
-        return self.offer(lowest.choice)
+        return lowest, self.offer(lowest.choice)
 
     @property
     def _enough(self) -> float:
@@ -179,11 +183,7 @@ class LagrangianSearch:
                 break
             multiplier = (small[0] - large[0]) / (large[1] - small[1])
             line = large[0] + multiplier * large[1]
-            lowest = self._lowest(multiplier)
-            bound = lowest.bound - multiplier * self.limit
-            if bound > self.bound:
-                self.bound, self.multiplier = bound, multiplier
-            point = self.offer(lowest.choice)
+            lowest, point = self._tried(multiplier)
             self.report(f"within {share_text(self.gap)} of the best")
             is_known = any(point[1] == end[1] and point[0] >= end[0] for end in (large, small))
             if lowest.value >= line - _SLACK * abs(line) or is_known:
