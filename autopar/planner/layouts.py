@@ -73,6 +73,8 @@ class Layouts:
     whole: Whole | None = None  # if it is asked for layouts of a short program
     _known: dict[tuple[object, ...], tuple[Candidate, float]] = field(default_factory=dict)
     _built: dict[tuple[object, ...], Known] = field(default_factory=dict)
+    # What meshes take at least, by what was asked and the micro-batches.
+    _least: dict[tuple[object, ...], dict[int, dict[Mesh, float]]] = field(default_factory=dict)
 
     def find(self, asked: LayoutRequest) -> tuple[Candidate, float]:
         """The program with its layouts and states, and the bytes that the search found.
@@ -171,8 +173,20 @@ class Layouts:
         if key not in self._built:
             if len(self._built) == MOST_BUILT:
                 del self._built[min(self._built, key=lambda one: _strategies(self._built[one]))]
-            self._built[key] = Known()
+            self._built[key] = self._known_of(asked, *key[1:])
         return self._built[key]
+
+    def _known_of(self, asked: LayoutRequest, *about: object) -> Known:
+        """Of a program that was not looked at: what meshes take in as many micro-batches, or with
+        fewer, in a step."""
+        parts = 1 if asked.batches is None else asked.batches.count
+        is_short = asked.captured.times > 1
+        known = self._least.setdefault((is_short, *about), {})
+        fewer: dict[Mesh, float] = {}
+        for count in (count for count in known if count <= parts):
+            for mesh, seconds in known[count].items():
+                fewer[mesh] = max(fewer.get(mesh, 0.0), seconds * count)
+        return Known(least=known.setdefault(parts, {}), fewer=fewer)
 
     def _constraints(self, asked: LayoutRequest, mesh: Mesh) -> Constraints:
         found = self.constraints(asked.captured, asked.recompute, mesh)

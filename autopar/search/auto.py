@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -133,6 +133,8 @@ class Known:
 
     graphs: dict[Mesh, Built] = field(default_factory=dict)
     least: dict[Mesh, float] = field(default_factory=dict)  # seconds, whatever memory it takes
+    # The same of a step in fewer micro-batches, with which none takes longer.
+    fewer: Mapping[Mesh, float] = field(default_factory=dict)
 
     def keep(self, seconds: float) -> None:
         """Let go of the graphs on which everything takes far longer than that."""
@@ -196,9 +198,8 @@ class LayoutSearch:
         """Whether Ctrl-C came, and the meshes that it left. Those come first of which most is
         known: what they take at least, the best of them first. Of many axes, the last, which is
         inside of nodes, is best split up."""
-        least = self.known.least
-        known = sorted((mesh for mesh in meshes if mesh in least), key=least.__getitem__)
-        others = [mesh for mesh in meshes if mesh not in least]
+        known = sorted((mesh for mesh in meshes if self._is_known(mesh)), key=self._least)
+        others = [mesh for mesh in meshes if mesh not in known]
         others.sort(key=lambda mesh: (len(mesh.names), mesh.shape[-1] * (len(mesh.names) > 2)))
         meshes = [*known, *others]
         for number, mesh in enumerate(meshes):
@@ -227,7 +228,7 @@ class LayoutSearch:
         most = MOST_OF_A_KIND if is_small or axes < 3 else MOST_SPLIT
         is_one_of_few = sum(len(other.names) == axes for other in meshes) <= most
         tried = [c for c in self._considered if len(c.mesh.names) == axes - 1]
-        if mesh in self.known.least or is_one_of_few or not tried:
+        if self._is_known(mesh) or is_one_of_few or not tried:
             return ""
         # Of those that do not fit, the ones that nearly do.
         tried.sort(key=lambda c: (c.seconds is None, c.seconds or c.memory or math.inf))
@@ -258,7 +259,7 @@ class LayoutSearch:
     def _weigh(self, mesh: Mesh) -> bool:
         """Solve one mesh, unless it cannot be the best; keep it if it is. Whether Ctrl-C came."""
         so_far = self._objective
-        if (least := self.known.least.get(mesh, 0.0)) >= so_far * self._part:
+        if (least := self._least(mesh)) >= so_far * self._part:
             self._leave_out(mesh, least, "takes at least that", least)
             return False
         if (built := self._built(mesh)) is None:
@@ -287,6 +288,14 @@ class LayoutSearch:
         self._is_beaten = True
         return solution.interrupted
 
+    def _is_known(self, mesh: Mesh) -> bool:
+        return mesh in self.known.least or mesh in self.known.fewer
+
+    def _least(self, mesh: Mesh) -> float:
+        """The seconds of a micro-batch that are known to be the least on a mesh."""
+        fewer = self.known.fewer.get(mesh, 0.0) / self.microbatches
+        return max(self.known.least.get(mesh, 0.0), fewer)
+
     def _leave_out(self, mesh: Mesh, bound: float, why: str, seconds: float | None = None) -> None:
         """A mesh on which nothing is faster than the best so far, and nothing below `bound`."""
         self._is_beaten = True
@@ -305,7 +314,8 @@ class LayoutSearch:
             built = builder.built
         if built.alone >= so_far:
             why = f"its operators alone take {seconds_text(built.alone * self.microbatches)}"
-            self._leave_out(mesh, built.alone - built.slack, why)
+            least = self.known.least[mesh] = max(0.0, built.alone - built.slack)
+            self._leave_out(mesh, least, why)
             return None
         if builder is not None:
             graphs[mesh] = builder.run()
@@ -316,7 +326,7 @@ class LayoutSearch:
         limit = None if self.memory is None else self.memory - built.fixed_bytes
         found = self._solved(built, limit)
         bound = found.solution.bound
-        self._cannot_beat(max(bound - built.slack, self.known.least.get(built.mesh, 0.0)))
+        self._cannot_beat(max(bound - built.slack, self._least(built.mesh)))
         if limit is None or self.finished is None:
             return found
         is_large = self.captured.length > _SMALL
