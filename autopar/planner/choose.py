@@ -40,7 +40,7 @@ from autopar.planner.verdict import no_size
 from autopar.planner.whole import Whole
 from autopar.progress import Report
 from autopar.recompute import Recompute
-from autopar.search.auto import NothingFaster, too_early, was_interrupted
+from autopar.search.auto import NothingFaster, is_large, too_early, was_interrupted
 from autopar.search.constraints import Constraints, read_constraints
 from autopar.search.smallest_footprint import NothingFits
 from autopar.states import States
@@ -49,6 +49,7 @@ Ways = Callable[[int, int], Iterator[Candidate]]  # with so many stages and micr
 
 LARGE = 2000  # calls of a program that is not looked at where it cannot be the best
 MOST_LEANEST = 3  # numbers of stages in which the leanest way of a large program is looked for
+UNLIKELY = 1.1  # times what a step takes: what promises more is not the best
 LEANER = 0.9  # than their memory asks for: few layouts are in between
 
 
@@ -93,6 +94,7 @@ class Planner:
         left = [(self._candidates, size) for size in sizes]
         while left and not self._is_interrupted:
             left.sort(key=self._promised)
+            left = left[: self._likely(left)]
             left.insert(0, left.pop(self._promises.next([size for _, size in left])))
             ways, (stages, parts) = left[0]
             if not self._may_win(stages, parts, ways == self._on_host):
@@ -135,6 +137,16 @@ class Planner:
     def _promised(self, one: tuple[Ways, tuple[int, int]]) -> tuple[float, int]:
         ways, size = one
         return self._promises.of(*size, is_hosted=ways == self._on_host)
+
+    def _likely(self, left: Sequence[tuple[Ways, tuple[int, int]]]) -> int:
+        """How many of the sizes that are left, in the order of what they promise, are looked at: of
+        large programs not those that promise far more than what fits takes."""
+        if not is_large(self.captured):
+            return len(left)
+        most = UNLIKELY * self._fastest
+        count = sum(self._promised(one)[0] <= most for one in left) or 1
+        self.ledger.left_out["unlikely"] += sum(ways != self._on_host for ways, _ in left[count:])
+        return count
 
     def _may_win(self, stages: int, parts: int, is_hosted: bool = False) -> bool:
         """Whether some way with so many stages and micro-batches may be faster than what fits."""

@@ -14,6 +14,7 @@ from autopar.units import bytes_text, counted, seconds_text, share_text
 
 # What bounds rule out, as people call it.
 _LEFT_OUT = {"sizes": "numbers of stages and micro-batches", "schedules": "schedules"}
+_GUESSED = "unlikely"  # numbers of stages and micro-batches, not by a bound
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 960.0, 340.0, 76.0, 34.0
 
 
@@ -167,5 +168,9 @@ def rows_of_meshes(considered: Sequence[Considered], own: Mesh) -> list[tuple[st
 
 
 def left_out_words(left_out: Mapping[str, int]) -> str:
-    """How many bounds have ruled out, of each kind."""
-    return ", ".join(f"{count:,} {_LEFT_OUT.get(kind, kind)}" for kind, count in left_out.items())
+    """How many bounds have ruled out, of each kind, and how many a guess."""
+    bounds = {kind: count for kind, count in left_out.items() if count and kind != _GUESSED}
+    words = ", ".join(f"{count:,} {_LEFT_OUT.get(kind, kind)}" for kind, count in bounds.items())
+    if guessed := left_out.get(_GUESSED, 0):
+        words = f"{words or 'none'}; by a guess: {guessed:,} {_LEFT_OUT['sizes']}"
+    return words

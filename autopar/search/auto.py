@@ -224,7 +224,7 @@ class LayoutSearch:
     def _why_not(self, mesh: Mesh, meshes: Sequence[Mesh]) -> str:
         """Why a mesh is not tried, if it is not: all of a kind are if they are few, else those that
         split good ones."""
-        axes, is_small = len(mesh.names), self.captured.length <= _SMALL
+        axes, is_small = len(mesh.names), not is_large(self.captured)
         most = MOST_OF_A_KIND if is_small or axes < 3 else MOST_SPLIT
         is_one_of_few = sum(len(other.names) == axes for other in meshes) <= most
         tried = [c for c in self._considered if len(c.mesh.names) == axes - 1]
@@ -329,12 +329,12 @@ class LayoutSearch:
         self._cannot_beat(max(bound - built.slack, self._least(built.mesh)))
         if limit is None or self.finished is None:
             return found
-        is_large = self.captured.length > _SMALL
-        is_sure = is_large and found.solution.memory <= _SURE * limit
+        is_many = is_large(self.captured)
+        is_sure = is_many and found.solution.memory <= _SURE * limit
         if is_sure or found.solution.objective >= self._objective:
             return found
         fitting, fits, over = self._tightened(built, found, limit)
-        if fits == limit or is_large:
+        if fits == limit or is_many:
             return fitting
         return self._widened(built, fitting, (fits, over), bound)
 
@@ -411,12 +411,17 @@ class LayoutSearch:
     def _part(self) -> float:
         """The part of that which has to be beaten."""
         is_limited = self.memory is not None and self.memory < math.inf
-        return 1 - _SPARE if is_limited and self.captured.length > _SMALL else 1.0
+        return 1 - _SPARE if is_limited and is_large(self.captured) else 1.0
 
     def _cannot_beat(self, bound: float) -> None:
         """No plan on some mesh is below `bound`: that of its graph, less what a cut prologue would
         save."""
         self._bound = min(self._bound, max(0.0, bound))
+
+
+def is_large(captured: Captured) -> bool:
+    """Whether a program has so many calls that some of what is weighed is left out by a guess."""
+    return captured.length > _SMALL
 
 
 class NothingFaster(Exception):
