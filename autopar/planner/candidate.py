@@ -297,12 +297,16 @@ class Candidate:
             there = self.cut(cut)
             own = [dict.fromkeys(held_at(cut, there, n), 1) for n in range(cut.schedule.ranks)]
             return memory_by_place(cut, own, taken, size, there.readers)
-        about = self.mesh, self.states.buffer_bytes
-        held = program_memory(self.rewritten, *about, known=self._known_kept)
         if (program := self.program_memory) is None:
-            return [held]
+            return [self.held]
         made = most_in_step(one_stage(self.microbatches), 0, {0: program})
-        return [held.at_once(made, self.passing_copies(0))]
+        return [self.held.at_once(made, self.passing_copies(0))]
+
+    @cached_property
+    def held(self) -> Memory:
+        """What its program holds as it is, in no stages: the most of each kind."""
+        about = self.mesh, self.states.buffer_bytes
+        return program_memory(self.rewritten, *about, known=self._known_kept)
 
     @cached_property
     def program_memory(self) -> StageMemory | None:

@@ -94,8 +94,11 @@ class Planner:
         left = [(self._candidates, size) for size in sizes]
         while left and not self._is_interrupted:
             left.sort(key=self._promised)
-            left = left[: self._likely(left)]
-            left.insert(0, left.pop(self._promises.next([size for _, size in left])))
+            self._leave_unlikely(left)
+            if not left:
+                break
+            alike = 1 if self._fastest < math.inf else self._likely(left, self._promised(left[0])[0])
+            left.insert(0, left.pop(self._promises.next([size for _, size in left], alike)))
             ways, (stages, parts) = left[0]
             if not self._may_win(stages, parts, ways == self._on_host):
                 self.ledger.left_out["sizes"] += ways != self._on_host  # each once
@@ -138,15 +141,17 @@ class Planner:
         ways, size = one
         return self._promises.of(*size, is_hosted=ways == self._on_host)
 
-    def _likely(self, left: Sequence[tuple[Ways, tuple[int, int]]]) -> int:
-        """How many of the sizes that are left, in the order of what they promise, are looked at: of
-        large programs not those that promise far more than what fits takes."""
-        if not is_large(self.captured):
-            return len(left)
-        most = UNLIKELY * self._fastest
-        count = sum(self._promised(one)[0] <= most for one in left) or 1
-        self.ledger.left_out["unlikely"] += sum(ways != self._on_host for ways, _ in left[count:])
-        return count
+    def _likely(self, left: Sequence[tuple[Ways, tuple[int, int]]], seconds: float) -> int:
+        """How many of the sizes that are left, in the order of what they promise, may take about so
+        many seconds."""
+        return sum(self._promised(one)[0] <= UNLIKELY * seconds for one in left)
+
+    def _leave_unlikely(self, left: list[tuple[Ways, tuple[int, int]]]) -> None:
+        """Of large programs, let go of sizes that promise far more than what fits takes."""
+        if is_large(self.captured):
+            gone = left[self._likely(left, self._fastest) :]
+            self.ledger.left_out["unlikely"] += sum(ways != self._on_host for ways, _ in gone)
+            del left[len(left) - len(gone) :]
 
     def _may_win(self, stages: int, parts: int, is_hosted: bool = False) -> bool:
         """Whether some way with so many stages and micro-batches may be faster than what fits."""
@@ -269,8 +274,9 @@ class Planner:
         if free.seconds / stages + self._promises.update >= self._fastest:
             return
         self.report("memory", "states on the host")
-        yield from self._placed(free, stages, parts, self._hosted)
-        yield from self._placed(free, stages, parts, self._hosted, is_leaner=True)
+        if not asked.is_all or free.held.activations <= self.memory:
+            yield from self._placed(free, stages, parts, self._hosted)
+            yield from self._placed(free, stages, parts, self._hosted, is_leaner=True)
         for states in self._hosted if asked.is_all and len(self.regions.kinds) > 1 else ():
             source = free.placed(states)
             may_win = source.memory.peak > self.memory and source.seconds < self._fastest

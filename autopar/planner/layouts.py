@@ -81,13 +81,14 @@ class Layouts:
 
         Where the parts of states are fewer than the ranks of an axis that they are cut over, this
         is on the mesh with that axis split. Under a limit the layouts of equal blocks may have to
-        differ: then it is of the whole program.
+        differ: then it is of the whole program, but for that of a pipeline, whose stages share out
+        another limit.
         """
         found, memory = self._of_program(asked)
         search, whole = found.search, self.whole
         if whole is None or asked.captured.times == 1 or search is None:
             return found, memory
-        is_free = asked.memory == math.inf
+        is_free = asked.memory == math.inf or not asked.is_all
         if is_free or search.gap <= UNEQUAL or search.bound >= asked.cutoff:
             return found, memory
         program, batches = whole.program(asked.batches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from autopar.cost.footprint import LASTING
 from autopar.pipeline.stages.stretch import NotAlike
 from autopar.planner.candidate import Candidate
 from autopar.planner.mixed_problem import members_of, mixed_problem
@@ -26,10 +27,12 @@ def mixed(
     of what does not fit is `dropped`. `whole`: of the program that `laid` stands for, if it does.
     What is sure to take `fastest` is none."""
     plain = laid.recomputed(regions.all(PLAIN))
-    room = memory - (plain.memory.peak - plain.memory.activations)
-    if room < 0:  # whatever runs again
+    lasting = sum(getattr(plain.held, kind) for kind in LASTING)
+    if lasting > memory or plain.memory.peak - plain.memory.activations > memory:
+        # whatever runs again
         dropped.append(laid.recomputed(regions.all(KINDS[-1])))
         return None
+    room = memory - (plain.memory.peak - plain.memory.activations)
     ways = {kind: laid.recomputed(regions.all(kind)) for kind in KINDS}
     graphs = {kind: way.rewritten for kind, way in ways.items()}
     members = members_of(laid.captured, regions.free)

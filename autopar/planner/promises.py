@@ -54,11 +54,15 @@ class Promises:
         known = self.known.items()
         return max((t for (n, m), t in known if n == stages and m <= parts), default=0.0)
 
-    def next(self, left: Sequence[tuple[int, int]]) -> int:
+    def next(self, left: Sequence[tuple[int, int]], likely: int) -> int:
         """Which of these sizes to look at: the first or, where layouts are to be looked for, the
-        one with as many stages and the fewest micro-batches. With more, no step takes less."""
+        one with as many stages and the fewest micro-batches. With more, no step takes less.
+        Of the first, which are as `likely` to be the best, one whose layouts are known."""
         if left[0] in self.known or self._request.mode != "auto":
             return 0
+        for number, size in enumerate(left[:likely]):
+            if size in self.known:
+                return number
         alike = [size for size in left if size[0] == left[0][0] and size not in self.known]
         return left.index(min(alike))
 

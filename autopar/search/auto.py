@@ -236,19 +236,23 @@ class LayoutSearch:
         split = [c for c in tried[: 1 if is_by_time else MOST_SPLIT] if _split_at(mesh, c.mesh)]
         if not split:
             return "splits no axis of the best meshes with fewer axes"
-        return self._gains_nothing(mesh, split[0], meshes) if is_by_time else ""
+        return self._gains_nothing(mesh, split[0]) if is_by_time else ""
 
-    def _gains_nothing(self, mesh: Mesh, coarse: Considered, meshes: Sequence[Mesh]) -> str:
+    def _gains_nothing(self, mesh: Mesh, coarse: Considered) -> str:
         """Why a large program is not likely to be faster with an axis of `coarse` split, the best
-        there is: the last axis brought nothing, or another way to split the same."""
+        there is: the last axis brought nothing, or another way to split the same did not, or
+        another way to split any did."""
         taken, left = coarse.seconds or 0.0, 1 - _GAIN
         if taken > self._fastest(len(coarse.mesh.names) - 1) * left:
             return f"an axis less takes {_GAIN:.1%} more at most"
         at = _split_at(mesh, coarse.mesh)
-        alike = [other for other in meshes if _split_at(other, coarse.mesh) == at]
-        found = [c for c in self._considered if c.mesh in alike and c.seconds is not None]
-        if found and min(c.seconds or 0.0 for c in found) >= taken * left:
-            return f"{found[0].mesh}, which splits the same axis, gains less than {_GAIN:.1%}"
+        for found in self._considered:
+            if found.seconds is None or not (split := _split_at(found.mesh, coarse.mesh)):
+                continue
+            if found.seconds < taken * left:
+                return f"{found.mesh} is as good a split: it gains more than {_GAIN:.1%}"
+            if split == at:
+                return f"{found.mesh}, which splits the same axis, gains less than {_GAIN:.1%}"
         return ""
 
     def _fastest(self, axes: int) -> float:
