@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 import autopar as ap
@@ -29,10 +31,10 @@ def test_a_stage_in_turn_holds_what_its_depth_asks_for() -> None:
     assert most_held(deep, False, 4.0) == pytest.approx(8 / 4 + 4 / 4, rel=1e-5)
 
 
-@pytest.mark.parametrize(("share", "least"), [(0.25, 1), (0.5, 3), (0.8, 3)])
+@pytest.mark.parametrize(("share", "least"), [(0.4, 10), (0.8, 10)])
 def test_every_way_that_fits_was_said_to_have_room(share: float, least: int, monkeypatch) -> None:
     """And to take no less than it was said to: bounds are asked about each way that was found."""
-    case, cluster = gpt(layers=2, batch=8), machines(4, *EVEN)
+    case, cluster = gpt(layers=2, batch=4), machines(4, *EVEN)
     memory = share * ap.plan(case.model, case.args, case.kwargs, cluster=cluster).memory.peak
     ideals: list[Ideal] = []
     init, kept = Ideal.__init__, Ledger.add
@@ -52,6 +54,7 @@ def test_every_way_that_fits_was_said_to_have_room(share: float, least: int, mon
             assert ideals[-1].may_win(*size, made, limit, is_hosted=is_hosted), str(figures)
             checked.append(size)
         kept(self, figures, candidate, finished)
+        self.fastest = math.inf  # all ways are weighed
 
     monkeypatch.setattr(Ideal, "__init__", made)
     monkeypatch.setattr(Ledger, "add", add)
