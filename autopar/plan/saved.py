@@ -27,7 +27,7 @@ from autopar.planner.request import Mode
 from autopar.planner.trial import Trial
 from autopar.precision import Precision
 from autopar.schema import Count, Positive, write
-from autopar.search.auto import Search
+from autopar.search.account import Search
 from autopar.search.decisions import Decisions, TypedDecisions
 from autopar.states import States
 

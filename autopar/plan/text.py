@@ -24,7 +24,7 @@ from autopar.planner.trial import rows_of_trials
 from autopar.recompute import Recompute
 from autopar.report.weighed import left_out_words, rows_of, rows_of_meshes
 from autopar.schema import write
-from autopar.search.auto import Search
+from autopar.search.account import Search
 from autopar.strategies.node_info import info
 from autopar.tables import table, titled, wrapped
 from autopar.units import bytes_text, counted, seconds_text, share_text

@@ -17,7 +17,7 @@ from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Alternative
 from autopar.report.weighed import left_out_words, rows_of, rows_of_meshes
 from autopar.schema import write
-from autopar.search.auto import Considered
+from autopar.search.account import Considered
 from autopar.tables import table, titled, wrapped
 from autopar.units import bytes_text, change_text, counted, seconds_text
 

@@ -17,7 +17,8 @@ from autopar.cost.price import ClusterPrice
 from autopar.errors import ExecutionError
 from autopar.mesh import Mesh
 from autopar.planner.layouts import LayoutRequest, Layouts
-from autopar.search.auto import Search, was_interrupted
+from autopar.search.account import Search
+from autopar.search.auto import was_interrupted
 from autopar.states import States
 from autopar.strategies.node_info import info
 

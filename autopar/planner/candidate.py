@@ -48,7 +48,7 @@ from autopar.planner.state_places import state_places
 from autopar.precision import Precision
 from autopar.recompute import Recompute
 from autopar.schema import Count
-from autopar.search.auto import Search
+from autopar.search.account import Search
 from autopar.search.decisions import Decisions
 from autopar.search.smallest_footprint import SmallestFootprint
 from autopar.states import WHOLE, States

@@ -1,9 +1,8 @@
 """Choose: how many stages, which layouts inside them, how many micro-batches, which schedule.
 
 Every candidate has the layouts that the search finds for its own mesh and micro-batch, is cut into
-stages by predicted seconds, and priced by simulating its schedule. Where memory is short, so are
-programs that recompute some regions, and stages cut so that every rank keeps within it. The fastest
-that fits is taken; the figures of all are kept.
+stages by predicted seconds, and priced by simulating its schedule; where memory is short, with some
+regions recomputed, or cut so that every rank keeps within it. The fastest that fits is taken.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ from autopar.search.smallest_footprint import NothingFits
 from autopar.states import States
 
 Ways = Callable[[int, int], Iterator[Candidate]]  # with so many stages and micro-batches
+Size = tuple[Ways, tuple[int, int]]
 
 LARGE = 2000  # calls of a program that is not looked at where it cannot be the best
 MOST_LEANEST = 3  # numbers of stages in which the leanest way of a large program is looked for
-UNLIKELY = 1.1  # times what a step takes: what promises more is not the best
 LEANER = 0.9  # than their memory asks for: few layouts are in between
 
 
@@ -91,14 +90,13 @@ class Planner:
         """The fastest way to run a step, of those that are asked for and fit."""
         reasons: dict[str, InvalidInput] = {}  # by size
         sizes = list(self.request.sizes())
-        left = [(self._candidates, size) for size in sizes]
+        left: list[Size] = [(self._candidates, size) for size in sizes]
         while left and not self._is_interrupted:
             left.sort(key=self._promised)
-            self._leave_unlikely(left)
-            if not left:
+            if is_large(self.captured) and not (left := self._likely(left)):
                 break
-            alike = 1 if self._fastest < math.inf else self._likely(left, self._promised(left[0])[0])
-            left.insert(0, left.pop(self._promises.next([size for _, size in left], alike)))
+            next_ = self._promises.next([size for _, size in left], self._fastest < math.inf)
+            left.insert(0, left.pop(next_))
             ways, (stages, parts) = left[0]
             if not self._may_win(stages, parts, ways == self._on_host):
                 self.ledger.left_out["sizes"] += ways != self._on_host  # each once
@@ -137,21 +135,16 @@ class Planner:
         self._has_left = bool(left)
         return self._finished(best)
 
-    def _promised(self, one: tuple[Ways, tuple[int, int]]) -> tuple[float, int]:
-        ways, size = one
-        return self._promises.of(*size, is_hosted=ways == self._on_host)
+    def _promised(self, one: Size) -> tuple[float, int]:
+        return self._promises.of(*one[1], is_hosted=one[0] == self._on_host)
 
-    def _likely(self, left: Sequence[tuple[Ways, tuple[int, int]]], seconds: float) -> int:
-        """How many of the sizes that are left, in the order of what they promise, may take about so
-        many seconds."""
-        return sum(self._promised(one)[0] <= UNLIKELY * seconds for one in left)
-
-    def _leave_unlikely(self, left: list[tuple[Ways, tuple[int, int]]]) -> None:
-        """Of large programs, let go of sizes that promise far more than what fits takes."""
-        if is_large(self.captured):
-            gone = left[self._likely(left, self._fastest) :]
-            self.ledger.left_out["unlikely"] += sum(ways != self._on_host for ways, _ in gone)
-            del left[len(left) - len(gone) :]
+    def _likely(self, left: Sequence[Size]) -> list[Size]:
+        """Those of the sizes that are left which may well be faster than what fits already."""
+        likely = partial(self._promises.likely, seconds=self._fastest)
+        found = [one for one in left if likely(*one[1], is_hosted=one[0] == self._on_host)]
+        gone = [ways for ways, size in left if (ways, size) not in found]
+        self.ledger.left_out["unlikely"] += sum(ways != self._on_host for ways in gone)
+        return found
 
     def _may_win(self, stages: int, parts: int, is_hosted: bool = False) -> bool:
         """Whether some way with so many stages and micro-batches may be faster than what fits."""
@@ -214,19 +207,12 @@ class Planner:
         known[stages, parts] = 0.0 if free.search is None else free.search.bound / stages
         return True
 
-    def _is_crowded(self, size: tuple[int, int]) -> bool:
-        """Whether a micro-batch does not fit unless some of it is recomputed."""
-        has_kinds = len(self.regions.kinds) > 1 and not self.regions.fixed
-        return has_kinds and self._promises.is_crowded(*size)
-
     def _candidates(self, stages: int, parts: int) -> Iterator[Candidate]:
-        """Every way with this many stages and micro-batches.
-
-        The fastest layouts come first: no way takes less time than these without bubbles. Where
-        memory binds, the same with states that are cut, and with regions that are recomputed for
-        each schedule; then layouts that leave more room, as long as they may be faster than what
-        fits already. Without a pipeline, regions are recomputed then.
-        """
+        """Every way with this many stages and micro-batches. The fastest layouts come first: no way
+        takes less time than these without bubbles. Where memory binds, the same with states that
+        are cut, and with regions that are recomputed for each schedule; then layouts that leave
+        more room, as long as they may be faster than what fits already. Without a pipeline, regions
+        are recomputed then."""
         whole, *others = settings = self.request.settings(stages)
         asked = replace(self._layout_request(stages, parts), cutoff=self._fastest * stages)
         free, _ = self._layouts.find(replace(asked, states=whole))
@@ -243,7 +229,7 @@ class Planner:
             except NothingFaster:
                 pass
 
-        self._is_bound = is_crowded = self._is_crowded((stages, parts))
+        self._is_bound = is_crowded = self._promises.is_crowded(stages, parts)
         if not (is_crowded and asked.is_all):
             yield from weighed(self._laid(free, stages, parts))
             if not self._is_bound or self._is_interrupted:
@@ -282,7 +268,7 @@ class Planner:
             may_win = source.memory.peak > self.memory and source.seconds < self._fastest
             if may_win and (way := self._mixed(source)) is not None:
                 yield way.changed(way.search and way.search.taken(way.cost.seconds))
-        is_open = self.request.mode == "auto" and not self._is_crowded((stages, parts))
+        is_open = self.request.mode == "auto" and not self._promises.is_crowded(stages, parts)
         is_open &= not self._is_large or not self.ledger.fits_device
         for states in self._hosted if is_open else ():
             yield from self._with_states(replace(asked, states=states), stages, parts)
@@ -293,8 +279,8 @@ class Planner:
         schedules = () if self._is_straight(stages) else self._schedules(stages, parts)
         states = [*self.request.settings(stages), *self._hosted][-1]
         asked = replace(self._layout_request(stages, parts), states=states)
-        staged = partial(self._staged, stages=stages)
-        return leanest(asked, self._layouts, self.regions, kinds, schedules, staged)
+        about = schedules, partial(self._staged, stages=stages)
+        return leanest(asked, self._layouts, self.regions, kinds, *about)
 
     def _recomputing(
         self, free: Candidate, asked: LayoutRequest, settings: Sequence[States]
@@ -322,8 +308,8 @@ class Planner:
         return self.regions if not self._whole or laid.captured.times > 1 else self._whole.regions
 
     def _mixed(self, laid: Candidate) -> Candidate | None:
-        about = self.memory, self.ledger.dropped, self._whole, self._fastest
-        return mixed(laid, self._regions_of(laid), *about)
+        about = self._regions_of(laid), self.memory, self.ledger.dropped, self._whole, self._fastest
+        return mixed(laid, *about)
 
     def _is_straight(self, stages: int) -> bool:
         """Whether devices hold no more than one program."""
@@ -450,8 +436,8 @@ class Planner:
                     break  # in these stages, whatever is recomputed
 
     def _tried_of(self, laid: Candidate) -> Tried:
-        strategies = laid.decisions.strategies
-        return self._tried.setdefault(id(strategies), Tried(strategies))
+        own = laid.decisions.strategies
+        return self._tried.setdefault(id(own), Tried(own))
 
     def _staged(self, laid: Candidate, stages: int) -> StagedProgram:
         about = self.request, self._regions_of(laid), self._pins, self._tried_of(laid)
@@ -460,6 +446,5 @@ class Planner:
     def _is_worth_cutting(self, made: Schedule) -> bool:
         """Whether to look for stages that fit: not for those of large programs that share their
         ranks, which takes seconds, where something fits and the schedule is one of many."""
-        if not self._is_large or self.request.schedule is not None:
-            return True
-        return not (made.pipes > 1 or made.chunks > 1) or self.ledger.kept.best is None
+        is_one = not self._is_large or self.request.schedule is not None
+        return is_one or made.pipes == made.chunks == 1 or self.ledger.kept.best is None

@@ -19,7 +19,9 @@ from autopar.planner.ideal import Ideal
 from autopar.planner.recomputation import PLAIN
 from autopar.planner.request import Request
 
-AGAIN = 1.15  # times what a step takes, where some of its forward runs again
+AGAIN = 1.15  # times what a step takes with states on the host: others are looked at first
+_LIKELY = 1.1  # times what a step is to take: what promises more does not take that
+_CLOSE = 1.03  # the same where layouts are known
 _MOVES = 1.15  # times what its operators take, as long as nothing is known of what moves
 
 
@@ -34,18 +36,15 @@ class Promises:
         """What a step is likely to take, with stages that wait for one another and with what has to
         run again to fit. Where states have to be cut, many micro-batches leave most room.
         `is_hosted`: with states on the host, which takes longer than what else there is."""
-        run = parts / stages * self._ideal.run(parts * self._request.meshes(stages)[0].size)
-        waits = 1 + (stages - 1) / parts / 2
+        inner, live = self._request.meshes(stages)[0].size, min(stages, parts)
+        run = parts / stages * self._ideal.run(parts * inner)
+        waits = 1 + max(0, stages - 2) / parts / 2
         most_room = -parts if self.states > self._request.memory else 0
         seconds = max(run, self.least(stages, parts)) * waits
         seconds *= 1.0 if (stages, parts) in self.known else _MOVES
-        if stages == 1:  # as much runs again as has to
-            pieces = parts * self._request.cluster.devices
-            seconds += parts * self._ideal.room.least_again(parts, pieces, is_hosted)
-        else:
-            live = self.states + self.kept * min(stages, parts) / parts
-            is_over = live / self._request.cluster.devices > self._request.roomiest
-            seconds *= AGAIN if is_over else 1.0
+        # As much runs again as has to.
+        again = self._ideal.room.least_again(parts, parts * inner, is_hosted, live)
+        seconds += parts / stages * again
         return (seconds + self.update) * AGAIN if is_hosted else seconds, most_room
 
     def least(self, stages: int, parts: int) -> float:
@@ -54,23 +53,39 @@ class Promises:
         known = self.known.items()
         return max((t for (n, m), t in known if n == stages and m <= parts), default=0.0)
 
-    def next(self, left: Sequence[tuple[int, int]], likely: int) -> int:
+    def likely(self, stages: int, parts: int, seconds: float, is_hosted: bool = False) -> bool:
+        """Whether a step may well take about so many seconds: what is known of its layouts is the
+        least that they take."""
+        promised, _ = self.of(stages, parts, is_hosted)
+        promised /= AGAIN if is_hosted else 1.0  # which says only that it is looked at late
+        return promised <= (_CLOSE if (stages, parts) in self.known else _LIKELY) * seconds
+
+    def next(self, left: Sequence[tuple[int, int]], has_found: bool) -> int:
         """Which of these sizes to look at: the first or, where layouts are to be looked for, the
         one with as many stages and the fewest micro-batches. With more, no step takes less.
-        Of the first, which are as `likely` to be the best, one whose layouts are known."""
+        As long as nothing was found, of those that promise about as much one whose layouts are
+        known, or with the fewest stages."""
         if left[0] in self.known or self._request.mode != "auto":
             return 0
-        for number, size in enumerate(left[:likely]):
-            if size in self.known:
-                return number
-        alike = [size for size in left if size[0] == left[0][0] and size not in self.known]
-        return left.index(min(alike))
+        stages, best = left[0][0], self.of(*left[0])[0]
+        if not has_found:
+            alike = [size for size in left if self.likely(*size, best)]
+            if known := [size for size in alike if size in self.known]:
+                return left.index(known[0])
+            stages = min(alike)[0]
+        return left.index(
+            min(size for size in left if size[0] == stages and size not in self.known)
+        )
 
     def is_crowded(self, stages: int, parts: int) -> bool:
-        """Whether what one micro-batch keeps for backward does not fit: each tensor is cut over all
-        devices, at most."""
+        """Whether what one micro-batch keeps for backward does not fit, each tensor cut over all
+        devices, unless some of it is recomputed."""
         room = self._request.roomiest
-        return room < math.inf and self.kept / parts / self._request.cluster.devices > room
+        return (
+            self._ideal.room.is_free
+            and room < math.inf
+            and self.kept / parts / self._request.cluster.devices > room
+        )
 
     @cached_property
     def update(self) -> float:

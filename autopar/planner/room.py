@@ -52,7 +52,7 @@ class Room:
     def __init__(self, captured: Captured, request: Request, regions: Regions) -> None:
         self._captured, self._request, self._regions = captured, request, regions
         # Of what was asked for by name nothing is left to choose.
-        self._is_free = len(regions.kinds) > 1 and not regions.fixed
+        self.is_free = len(regions.kinds) > 1 and not regions.fixed
         self.again, self.least_again = cache(self._again), cache(self._least_again)
         self.kept = cache(self._kept)
 
@@ -60,13 +60,13 @@ class Room:
     def last(self) -> Recompute:
         """Of the ways to treat all regions alike the one that keeps least, but for that in which
         all of them run again."""
-        return self._regions.kinds[-2 if self._is_free else -1]
+        return self._regions.kinds[-2 if self.is_free else -1]
 
     def holds(self, kind: Recompute, made: Schedule, inner: int, is_hosted: bool = False) -> bool:
         """Whether a schedule may fit on `inner` ranks in each stage, all regions treated so;
         `is_hosted`: with the states of parameters on the host."""
         limit = self._request.roomiest
-        if not self._is_free or kind.kind == "full" or limit == math.inf:
+        if not self.is_free or kind.kind == "full" or limit == math.inf:
             return True
         kept = self.kept(kind) / made.all_parts / inner
         states = 0.0 if is_hosted else self._states / inner
@@ -74,21 +74,24 @@ class Room:
             return (kept + states) / made.stages <= limit
         return kept * most_held(made, not kind.is_plain, states / kept) <= limit
 
-    def _least_again(self, parts: int, pieces: int, is_hosted: bool = False) -> float:
-        """Seconds that one of so many micro-batches takes more without a pipeline, each operator on
-        one of so many pieces of its work, so that all fits: what runs again, or goes to the host.
-        """
+    def _least_again(
+        self, parts: int, pieces: int, is_hosted: bool = False, live: int = 1
+    ) -> float:
+        """Seconds that one of so many micro-batches takes more, each operator on one of so many
+        pieces of its work, so that all fits where so many are `live` at a time, one without a
+        pipeline: what runs again, or goes to the host."""
         limit, devices = self._request.roomiest, self._request.cluster.devices
-        if not self._is_free or limit == math.inf:
+        if not self.is_free or limit == math.inf:
             return 0.0
         states = 0.0 if is_hosted else self._states
-        left = self.kept(self.last) / parts + states - limit * devices
+        share = live / parts
+        left = self.kept(self.last) * share + states - limit * devices
         if left <= 0:
             return 0.0
         taken = 0.0
         for saved, seconds in sorted(self._offers(pieces), key=lambda one: one[1] / one[0]):
-            part = min(1.0, left * parts / saved)
-            taken, left = taken + part * seconds, left - part * saved / parts
+            part = min(1.0, left / (saved * share))
+            taken, left = taken + part * seconds, left - part * saved * share
         return taken
 
     def _offers(self, pieces: int) -> list[tuple[float, float]]:

@@ -24,7 +24,7 @@ from autopar.report.step import Share, bar, seconds
 from autopar.report.traffic import traffic
 from autopar.report.training import Run, measured, sections
 from autopar.report.weighed import kinds_of, left_out_words, parts_of, scatter, ways
-from autopar.search.auto import Search
+from autopar.search.account import Search
 from autopar.units import bytes_text, counted, scaled, seconds_text, share_text, visible
 
 _COSTS = 200  # that are shown

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopar.drawing import Axis, Drawing
 from autopar.mesh import Mesh
 from autopar.planner.candidate import Alternative
-from autopar.search.auto import Considered
+from autopar.search.account import Considered
 from autopar.units import bytes_text, counted, seconds_text, share_text
 
 # What bounds rule out, as people call it.

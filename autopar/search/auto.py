@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.capture.captured import Captured
@@ -18,6 +18,7 @@ from autopar.cluster import Cluster
 from autopar.errors import ExecutionError
 from autopar.mesh import Mesh
 from autopar.progress import Report
+from autopar.search.account import Considered, Search
 from autopar.search.build import Builder, Built
 from autopar.search.constraints import Constraints
 from autopar.search.decide import decide
@@ -25,7 +26,7 @@ from autopar.search.decisions import Decisions
 from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
 from autopar.solver.lagrangian import NoRoom
 from autopar.solver.residual import relative_gap
-from autopar.solver.solve import Sizes, Solution, least_memory, solve
+from autopar.solver.solve import Solution, least_memory, solve
 from autopar.states import WHOLE, States
 from autopar.strategies.node_info import info
 from autopar.units import bytes_text, seconds_text
@@ -42,63 +43,6 @@ _TIE = 1e-6  # relative: of meshes that are as good, the one with fewer axes is 
 # Of large programs, relative:
 _SPARE = 0.0025  # under a limit, a mesh that may save less is not looked at
 _GAIN = 1e-3  # where an axis more, or one that is split, saved less, the next is to save nothing
-
-
-@dataclass(frozen=True)
-class Considered:
-    """One mesh that was weighed."""
-
-    mesh: Mesh
-    # Predicted for a step or, where it says why it was not taken, that it takes at least.
-    seconds: float | None
-    memory: float | None
-    why: str = ""  # why it was not solved or not taken
-
-
-@dataclass(frozen=True)
-class Search:
-    """The account of a search: how long, how good, how large, what else was weighed."""
-
-    seconds: float
-    objective: float  # predicted seconds of a step, as the search adds them up
-    # No plan that fits takes less, on any mesh that was tried, with states that are whole, or cut
-    # in any way, as those of the plan are. 0: not known.
-    bound: float
-    gap: float
-    sizes: Sizes
-    considered: tuple[Considered, ...] = ()
-    interrupted: bool = False  # the best so far; what was not weighed may be better
-    multiplier: float = 0.0  # under a memory limit: seconds that one more byte would save
-
-    def cut_short(self) -> Search:
-        """The same, with something left that was not weighed: it might take no time at all."""
-        return replace(self, interrupted=True, bound=0.0, gap=relative_gap(self.objective, 0.0))
-
-    def taken(self, seconds: float) -> Search:
-        """The same of a plan that takes longer than what was found; or less, where movements share
-        steps that the search adds up for each of them. Those of other plans may do so, too."""
-        bound = max(0.0, self.bound - max(0.0, self.objective - seconds))
-        gap = relative_gap(seconds, bound)
-        return replace(self, objective=seconds, bound=bound, gap=gap)
-
-    def lowered(self, bound: float) -> Search:
-        """The same, where some plans may take as little as `bound`."""
-        return self.made(self.objective, max(0.0, min(self.bound, bound)))
-
-    def made(self, objective: float, bound: float) -> Search:
-        """The same of a program that takes other seconds, none of which takes less than `bound`."""
-        bound = min(bound, objective)
-        gap = relative_gap(objective, bound)
-        return replace(self, objective=objective, bound=bound, gap=gap)
-
-    def shared(self, ranks: int) -> Search:
-        """The same of a pipeline, on whose `ranks` the work of all stages is done side by side."""
-        considered = tuple(
-            replace(one, seconds=None if one.seconds is None else one.seconds / ranks)
-            for one in self.considered
-        )
-        objective, bound = self.objective / ranks, self.bound / ranks
-        return replace(self, objective=objective, bound=bound, considered=considered)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
-"""Of large programs some meshes are left out by a guess, which costs little."""
+"""Of large programs some meshes, and some sizes, are left out by a guess, which costs little."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -36,3 +38,21 @@ def test_with_fewer_meshes_a_step_is_about_as_fast(
     assert fewer.search is not None
     tried = [sum(not one.why for one in plan.search.considered) for plan in (fewer, every)]
     assert tried[0] <= tried[1]
+
+
+@pytest.mark.parametrize(("name", "part"), [("gpt", 0.6), ("resnet", 0.5)])
+def test_with_fewer_sizes_a_step_is_about_as_fast(
+    name: str, part: float | None, monkeypatch
+) -> None:
+    case, cluster = CASES[name](), ap.Cluster.preset("piz-daint", 4)
+    asked: dict[str, Any] = {"cluster": cluster}
+    if part is not None:
+        free = ap.plan(case.model, case.args, case.kwargs, **asked)
+        asked["memory"] = part * free.memory.peak
+    every = ap.plan(case.model, case.args, case.kwargs, **asked)
+    assert "unlikely" not in every.left_out
+    monkeypatch.setattr(auto, "_SMALL", 0)
+    fewer = ap.plan(case.model, case.args, case.kwargs, **asked)
+    assert fewer.cost.seconds <= every.cost.seconds * (1 + COSTS)
+    assert fewer.left_out["unlikely"] > 0
+    assert "by a guess: " in str(fewer)
