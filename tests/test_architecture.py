@@ -55,7 +55,7 @@ FLOORS = (
     {"runtime"},
     {
         *("annotate", "region", "options", "admission", "planning", "api", "verifying", "examples"),
-        *("commands", "cli", "__init__"),
+        *("commands", "cli", "__init__", "__main__"),
     },
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

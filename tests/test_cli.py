@@ -227,3 +227,11 @@ def _is_alive(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "autopar", "--version"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith(ap.__version__)
