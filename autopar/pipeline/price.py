@@ -23,6 +23,8 @@ from autopar.pipeline.step_memory import StageMemory, host_in_step, kept_in_step
 from autopar.pipeline.timeline import Timeline
 from autopar.strategies.node_info import Readers
 
+_ROUNDED = 1e-12  # relative: what is left by rounding is no waiting
+
 
 def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
     """The simulated step, latency and sums of gradients included."""
@@ -102,6 +104,7 @@ def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cos
     moved, hidden = busy * (1 - share), once.hidden * parts / pipelining.schedule.ranks
     times = busy / work if work else 0.0  # how often the busiest rank runs as much as that
     sums = sum(sync.end - sync.start for sync in timeline.synchronizations)
+    waits = timeline.makespan - busy
     return Cost(
         compute=busy * share,
         communication=moved + hidden + sums,
@@ -110,7 +113,7 @@ def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cos
         backward=once.backward * parts / pipelining.schedule.ranks,
         gradient_sync=sums,
         hidden=hidden,
-        bubble=timeline.makespan - busy,
+        bubble=waits if waits > _ROUNDED * timeline.makespan else 0.0,
         again=once.again * times,
         between=once.between * times,
         copied=once.copied * times,
