@@ -54,7 +54,7 @@ class SavedValue:
     states: States  # what the places of parameters follow from
     # Ways to run a step that were weighed.
     alternatives: tuple[Alternative, ...] = field(metadata=_ACCOUNT)
-    left_out: Mapping[str, Count] = field(metadata=_ACCOUNT)  # how many bounds ruled out
+    left_out: Mapping[str, Count] = field(metadata=_ACCOUNT)  # how many were not built
     trials: tuple[Trial, ...] = field(metadata=_ACCOUNT)  # of plans that were run to choose
     annotated: Mapping[str, str] = field(metadata=_ACCOUNT)  # parameter -> the user's line
     # Of parameters and buffers by name, of all values but placeholders by node.

@@ -78,7 +78,7 @@ class WayExplanation:
     way: Alternative  # that was taken
     others: tuple[WeighedValue, ...]  # those that fit before others, the fastest first
     limit: float  # bytes of each device
-    left_out: Mapping[str, int]  # how many bounds ruled out, of each kind
+    left_out: Mapping[str, int]  # how many bounds ruled out, of each kind, or a guess
     searched: bool  # not asked for by name
     meshes: tuple[Considered, ...] = ()  # that the search for layouts looked at
 
@@ -107,7 +107,8 @@ class WayExplanation:
         if not self.searched:
             return "it was asked for: nothing was searched"
         if self.left_out:
-            return "nothing else was weighed: it was asked for, or by a bound cannot be faster"
+            why = "cannot be faster by a bound, or is not likely to be"
+            return f"nothing else was weighed: it was asked for, or all else {why}"
         return "nothing else was weighed: it was asked for, or there is no other"
 
     def against(self, other: Alternative) -> str:

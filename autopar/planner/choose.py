@@ -95,8 +95,8 @@ class Planner:
             left.sort(key=self._promised)
             if is_large(self.captured) and not (left := self._likely(left)):
                 break
-            next_ = self._promises.next([size for _, size in left], self._fastest < math.inf)
-            left.insert(0, left.pop(next_))
+            asked = [(*size, ways == self._on_host) for ways, size in left]
+            left.insert(0, left.pop(self._promises.next(asked, self._fastest < math.inf)))
             ways, (stages, parts) = left[0]
             if not self._may_win(stages, parts, ways == self._on_host):
                 self.ledger.left_out["sizes"] += ways != self._on_host  # each once
@@ -142,8 +142,9 @@ class Planner:
         """Those of the sizes that are left which may well be faster than what fits already."""
         likely = partial(self._promises.likely, seconds=self._fastest)
         found = [one for one in left if likely(*one[1], is_hosted=one[0] == self._on_host)]
-        gone = [ways for ways, size in left if (ways, size) not in found]
-        self.ledger.left_out["unlikely"] += sum(ways != self._on_host for ways in gone)
+        for _, size in (one for one in left if one not in found and one[0] != self._on_host):
+            is_sure = self._promises.least(*size) >= self._fastest
+            self.ledger.left_out["sizes" if is_sure else "unlikely"] += 1
         return found
 
     def _may_win(self, stages: int, parts: int, is_hosted: bool = False) -> bool:
@@ -288,9 +289,8 @@ class Planner:
         """Ways in which some regions are recomputed, so that they fit: with the layouts that are
         best without a limit or, where none of these fits, if all regions are recomputed."""
         self.report("memory", "recomputing regions")
-        sources = [free, *(free.placed(states) for states in settings[1:])]
-        # What runs again takes time: the rest is slower than what fits already.
-        sources = [source for source in sources if source.seconds < self._fastest]
+        every = (free, *(free.placed(states) for states in settings[1:]))
+        sources = [way for way in every if way.seconds < self._fastest]  # the rest is slower yet
         tried = len(self.ledger.dropped) + len(sources)
         ways = [way for way in map(self._mixed, sources) if way is not None]
         if sources and len(self.ledger.dropped) == tried and free.search is not None:

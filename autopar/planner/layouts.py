@@ -178,13 +178,13 @@ class Layouts:
         return self._built[key]
 
     def _known_of(self, asked: LayoutRequest, *about: object) -> Known:
-        """Of a program that was not looked at: what meshes take in as many micro-batches, or with
-        fewer, in a step."""
+        """Of a program that was not looked at: what meshes take in a step with as many
+        micro-batches, or with larger ones of which its own are parts."""
         parts = 1 if asked.batches is None else asked.batches.count
         is_short = asked.captured.times > 1
         known = self._least.setdefault((is_short, *about), {})
         fewer: dict[Mesh, float] = {}
-        for count in (count for count in known if count <= parts):
+        for count in (count for count in known if parts % count == 0):
             for mesh, seconds in known[count].items():
                 fewer[mesh] = max(fewer.get(mesh, 0.0), seconds * count)
         return Known(least=known.setdefault(parts, {}), fewer=fewer)

@@ -48,10 +48,10 @@ class Promises:
         return (seconds + self.update) * AGAIN if is_hosted else seconds, most_room
 
     def least(self, stages: int, parts: int) -> float:
-        """What a step takes at least in so many stages, as far as it is known: the smaller its
-        micro-batches are, the more it takes, whatever layouts it has."""
+        """What a step takes at least in so many stages, as far as it is known: of parts of its
+        micro-batches it takes no less, whatever layouts it has."""
         known = self.known.items()
-        return max((t for (n, m), t in known if n == stages and m <= parts), default=0.0)
+        return max((t for (n, m), t in known if n == stages and parts % m == 0), default=0.0)
 
     def likely(self, stages: int, parts: int, seconds: float, is_hosted: bool = False) -> bool:
         """Whether a step may well take about so many seconds: what is known of its layouts is the
@@ -60,22 +60,21 @@ class Promises:
         promised /= AGAIN if is_hosted else 1.0  # which says only that it is looked at late
         return promised <= (_CLOSE if (stages, parts) in self.known else _LIKELY) * seconds
 
-    def next(self, left: Sequence[tuple[int, int]], has_found: bool) -> int:
-        """Which of these sizes to look at: the first or, where layouts are to be looked for, the
-        one with as many stages and the fewest micro-batches. With more, no step takes less.
-        As long as nothing was found, of those that promise about as much one whose layouts are
-        known, or with the fewest stages."""
-        if left[0] in self.known or self._request.mode != "auto":
+    def next(self, left: Sequence[tuple[int, int, bool]], has_found: bool) -> int:
+        """Which of these sizes, each with whether states are on the host, to look at: the first or,
+        where layouts are to be looked for, the one with as many stages and the fewest
+        micro-batches: with more, no step takes less. As long as nothing was found, of those that
+        promise about as much one whose layouts are known, or with the fewest stages."""
+        if left[0][:2] in self.known or self._request.mode != "auto":
             return 0
         stages, best = left[0][0], self.of(*left[0])[0]
         if not has_found:
-            alike = [size for size in left if self.likely(*size, best)]
+            alike = [(n, m) for n, m, on_host in left if not on_host and self.likely(n, m, best)]
             if known := [size for size in alike if size in self.known]:
-                return left.index(known[0])
+                return left.index((*known[0], False))
             stages = min(alike)[0]
-        return left.index(
-            min(size for size in left if size[0] == stages and size not in self.known)
-        )
+        unknown = [one for one in left if one[0] == stages and one[:2] not in self.known]
+        return left.index(min(unknown))
 
     def is_crowded(self, stages: int, parts: int) -> bool:
         """Whether what one micro-batch keeps for backward does not fit, each tensor cut over all

@@ -37,7 +37,7 @@ class Asked:
     mode: str
     limit: float  # bytes of each device
     alternatives: tuple[Alternative, ...] = ()
-    left_out: Mapping[str, int] = field(default_factory=dict)  # by bounds, of each kind
+    left_out: Mapping[str, int] = field(default_factory=dict)  # by bounds or a guess
     trials: tuple[Trial, ...] = ()  # of ways that were run
 
 

@@ -172,5 +172,5 @@ def left_out_words(left_out: Mapping[str, int]) -> str:
     bounds = {kind: count for kind, count in left_out.items() if count and kind != _GUESSED}
     words = ", ".join(f"{count:,} {_LEFT_OUT.get(kind, kind)}" for kind, count in bounds.items())
     if guessed := left_out.get(_GUESSED, 0):
-        words = f"{words or 'none'}; by a guess: {guessed:,} {_LEFT_OUT['sizes']}"
+        words = f"{words or 'none'}; left out by a guess: {guessed:,} {_LEFT_OUT['sizes']}"
     return words

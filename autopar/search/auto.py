@@ -77,8 +77,12 @@ class Known:
 
     graphs: dict[Mesh, Built] = field(default_factory=dict)
     least: dict[Mesh, float] = field(default_factory=dict)  # seconds, whatever memory it takes
-    # The same of a step in fewer micro-batches, with which none takes longer.
+    # The same of a step in larger micro-batches, with which none takes longer.
     fewer: Mapping[Mesh, float] = field(default_factory=dict)
+
+    def learn(self, mesh: Mesh, least: float) -> None:
+        """No layouts on a mesh take less than that."""
+        self.least[mesh] = max(0.0, least, self.least.get(mesh, 0.0))
 
     def keep(self, seconds: float) -> None:
         """Let go of the graphs on which everything takes far longer than that."""
@@ -262,8 +266,8 @@ class LayoutSearch:
             built = builder.built
         if built.alone >= so_far:
             why = f"its operators alone take {seconds_text(built.alone * self.microbatches)}"
-            least = self.known.least[mesh] = max(0.0, built.alone - built.slack)
-            self._leave_out(mesh, least, why)
+            self.known.learn(mesh, built.alone - built.slack)
+            self._leave_out(mesh, built.alone - built.slack, why)
             return None
         if builder is not None:
             graphs[mesh] = builder.run()
@@ -293,7 +297,7 @@ class LayoutSearch:
         how = {"cutoff": self._objective, "multiplier": guess}
         found = solve(built.graph, limit, self._tell, **how)
         if limit is None or limit == math.inf:
-            self.known.least[built.mesh] = max(0.0, found.bound - built.slack)
+            self.known.learn(built.mesh, found.bound - built.slack)
         return _Solved(built, found)
 
     def _tell(self, phase: str, detail: str) -> None:

@@ -166,8 +166,8 @@ def test_in_whatever_order_sizes_are_weighed_the_choice_takes_as_long(
 
         def promise(
             promises: Promises, *size: int, is_hosted: bool = False, sign: int = sign
-        ) -> tuple[int, int]:
-            return sign * size[0], sign * size[1]
+        ) -> tuple[float, int]:
+            return float(size[0]) ** sign, sign * size[1]
 
         monkeypatch.setattr(Promises, "of", promise)
         other = plan(case, cluster, memory=memory)
