@@ -35,6 +35,8 @@ from autopar.strategies import Strategy, tensor_inputs
 from autopar.strategies.node_info import Region, info
 from autopar.strategies.rule import Facts
 
+ROUNDED = 1e-12  # relative: what is left by rounding is nothing
+
 
 @dataclass(frozen=True)
 class Run:
@@ -84,7 +86,7 @@ class Cost:
 
     def _real(self, difference: float) -> float:
         """What is left by rounding is nothing."""
-        return difference if difference > 1e-12 * (self.seconds + self.communication) else 0.0
+        return difference if difference > ROUNDED * (self.seconds + self.communication) else 0.0
 
     @property
     def shown(self) -> float:

@@ -12,7 +12,7 @@ from autopar.cluster.part import Line
 from autopar.cost.collective import Collective
 from autopar.cost.footprint import Memory
 from autopar.cost.model import collective_seconds
-from autopar.cost.program import Cost
+from autopar.cost.program import ROUNDED, Cost
 from autopar.cost.state_price import SUMS
 from autopar.cost.ways import groups_in, used_bytes
 from autopar.passes.stages import Cut
@@ -22,8 +22,6 @@ from autopar.pipeline.simulator import simulate
 from autopar.pipeline.step_memory import StageMemory, host_in_step, kept_in_step, most_in_step
 from autopar.pipeline.timeline import Timeline
 from autopar.strategies.node_info import Readers
-
-_ROUNDED = 1e-12  # relative: what is left by rounding is no waiting
 
 
 def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
@@ -113,7 +111,7 @@ def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cos
         backward=once.backward * parts / pipelining.schedule.ranks,
         gradient_sync=sums,
         hidden=hidden,
-        bubble=waits if waits > _ROUNDED * timeline.makespan else 0.0,
+        bubble=waits if waits > ROUNDED * timeline.makespan else 0.0,
         again=once.again * times,
         between=once.between * times,
         copied=once.copied * times,

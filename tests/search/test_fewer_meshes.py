@@ -41,14 +41,11 @@ def test_with_fewer_meshes_a_step_is_about_as_fast(
 
 
 @pytest.mark.parametrize(("name", "part"), [("gpt", 0.6), ("resnet", 0.5)])
-def test_with_fewer_sizes_a_step_is_about_as_fast(
-    name: str, part: float | None, monkeypatch
-) -> None:
+def test_with_fewer_sizes_a_step_is_about_as_fast(name: str, part: float, monkeypatch) -> None:
     case, cluster = CASES[name](), ap.Cluster.preset("piz-daint", 4)
     asked: dict[str, Any] = {"cluster": cluster}
-    if part is not None:
-        free = ap.plan(case.model, case.args, case.kwargs, **asked)
-        asked["memory"] = part * free.memory.peak
+    free = ap.plan(case.model, case.args, case.kwargs, **asked)
+    asked["memory"] = part * free.memory.peak
     every = ap.plan(case.model, case.args, case.kwargs, **asked)
     assert "unlikely" not in every.left_out
     monkeypatch.setattr(auto, "_SMALL", 0)
