@@ -203,6 +203,9 @@ class Candidate:
     def changed(self, search: Search | None, pipelining: Pipelining | None = None) -> Self:
         """The same program, found so and in these stages; it is not rewritten again."""
         made = replace(self, search=search, pipelining=pipelining or self.pipelining)
+        if pipelining is None:
+            vars(made).update({name: known for name, known in vars(self).items() if name != "search"})
+            return made
         vars(made).update(self._shared_prices, rewritten=self.rewritten, flow=self.flow)
         vars(made).update(_forms=self._forms, _taken=self._taken, _look_at=self._look_at)
         vars(made).update(run=self.run)

@@ -7,7 +7,7 @@ import math
 from autopar.cost.footprint import LASTING
 from autopar.pipeline.stages.stretch import NotAlike
 from autopar.planner.candidate import Candidate
-from autopar.planner.mixed_problem import members_of, mixed_problem
+from autopar.planner.mixed_problem import Mix, members_of, mixed_problem
 from autopar.planner.recomputation import KINDS, PLAIN, Regions
 from autopar.planner.whole import Whole
 
@@ -27,23 +27,29 @@ def mixed(
     of what does not fit is `dropped`. `whole`: of the program that `laid` stands for, if it does.
     What is sure to take `fastest` is none."""
     plain = laid.recomputed(regions.all(PLAIN))
-    lasting = sum(getattr(plain.held, kind) for kind in LASTING)
-    if lasting > memory or plain.memory.peak - plain.memory.activations > memory:
+    held = plain.held
+    there = sum(getattr(held, kind) for kind in (*LASTING, "gradients", "gathered"))
+    if there - plain.passing_copies(0) > memory or _beside(plain) > memory:
         # whatever runs again
         dropped.append(laid.recomputed(regions.all(KINDS[-1])))
         return None
-    room = memory - (plain.memory.peak - plain.memory.activations)
     ways = {kind: laid.recomputed(regions.all(kind)) for kind in KINDS}
     graphs = {kind: way.rewritten for kind, way in ways.items()}
     members = members_of(laid.captured, regions.free)
     if members is None:
         raise NotAlike  # a region is in part in the block that stands for others
     problem = mixed_problem(graphs, members, laid.prices, plain.repeats)
+    room = memory - _beside(plain)
     mix = problem.solve(room)
+    if whole is not None and mix is not None and mix.own is None and _may_win(laid, mix, fastest):
+        # Before a program is made of it: there is more beside what is kept where some runs again.
+        again = {kind for kind, way in ways.items() if any(kind.kind == k.kind for k in mix.kinds)}
+        room = min(room, memory - min(_beside(ways[kind]) for kind in again))
+        mix = problem.solve(room)
     for _ in range(ATTEMPTS):
         if mix is None:
             break
-        if laid.seconds + laid.microbatches * mix.seconds >= fastest * (1 + _SLACK):
+        if not _may_win(laid, mix, fastest):
             return None
         if mix.own is not None:
             mixed = laid.recomputed(regions.fixed | mix.own)
@@ -61,3 +67,12 @@ def mixed(
     if not alike:
         dropped.append(ways[KINDS[-1]])
     return min(alike, key=lambda way: way.seconds, default=None)
+
+
+def _beside(way: Candidate) -> float:
+    """The bytes that there are at the peak besides what is kept for backward."""
+    return way.memory.peak - way.memory.activations
+
+
+def _may_win(laid: Candidate, mix: Mix, fastest: float) -> bool:
+    return laid.seconds + laid.microbatches * mix.seconds < fastest * (1 + _SLACK)

@@ -28,7 +28,7 @@ from autopar.cost.saved_tensors import SavedTensors, kept_values, source
 from autopar.cost.whole_work import WholeWork, is_counted, spread_seconds, whole_work
 from autopar.pipeline.activation_counts import peaks
 from autopar.pipeline.schedule import Schedule
-from autopar.planner.recomputation import Regions
+from autopar.planner.recomputation import PLAIN, Regions
 from autopar.planner.request import Request
 from autopar.recompute import Recompute
 from autopar.strategies.registry import tensor_inputs
@@ -42,8 +42,10 @@ _SLACK = 1e-6  # relative, of a solver that rounds
 class _Region:
     """What runs again together, if it does."""
 
-    kept: float  # bytes, of what is dear to make: all ranks together
-    work: WholeWork  # of what then runs again
+    dear: float  # bytes that it keeps of what is dear to make: all ranks together
+    cheap: float  # of what is cheap
+    work: WholeWork  # of all that then runs again
+    some: WholeWork  # of what is cheap alone
 
 
 class Room:
@@ -85,34 +87,34 @@ class Room:
             return 0.0
         states = 0.0 if is_hosted else self._states
         share = live / parts
-        left = self.kept(self.last) * share + states - limit * devices
+        left = self.kept(PLAIN) * share + states - limit * devices
         if left <= 0:
             return 0.0
-        taken = 0.0
-        for saved, seconds in sorted(self._offers(pieces), key=lambda one: one[1] / one[0]):
-            part = min(1.0, left / (saved * share))
-            taken, left = taken + part * seconds, left - part * saved * share
-        return taken
+        host = 0.0 if self._device.host.is_device else self._device.host.memory * devices
+        return least_seconds(tuple(self._offers(pieces)), left / share, host / share)
 
-    def _offers(self, pieces: int) -> list[tuple[float, float]]:
-        """Of each region, the bytes that it spares if it runs again or keeps them on the host, and
-        the seconds that this takes in a run on one of so many pieces."""
+    def _offers(self, pieces: int) -> list[Offer]:
+        """Of regions that are alike, what they spare and what that takes in a run on one of so many
+        pieces."""
         host, shown = self._device.host, 2 * (1 - self._device.overlap)
-        found = []
-        for region in self._parts:
-            seconds = self._seconds(region, pieces)
-            if not host.is_device:
-                seconds = min(seconds, shown * host.copied(region.kept / pieces, 0))
-            found += [(region.kept, seconds)] if region.kept else []
-        return found
+
+        def copied(size: float) -> float:
+            return math.inf if host.is_device else shown * host.copied(size / pieces, 0)
+
+        found = Counter[tuple[float, ...]]()
+        for one in self._parts:
+            some, every = self._seconds(one.some, pieces), self._seconds(one.work, pieces)
+            more = max(0.0, every - some)
+            found[one.cheap, one.dear, some, more, copied(one.cheap), copied(one.dear)] += 1
+        return [Offer(count, *about) for about, count in found.items()]
 
     def _again(self, pieces: int) -> float:
         """Seconds of all that runs again if every region does, each operator on one of so many
         pieces of its work."""
-        return sum(self._seconds(region, pieces) for region in self._parts)
+        return sum(self._seconds(region.work, pieces) for region in self._parts)
 
-    def _seconds(self, region: _Region, pieces: int) -> float:
-        return spread_seconds(region.work, pieces, self._device)[0]
+    def _seconds(self, work: WholeWork, pieces: int) -> float:
+        return spread_seconds(work, pieces, self._device)[0]
 
     @cached_property
     def _device(self) -> Device:
@@ -165,14 +167,60 @@ class Room:
         """The regions in which something runs again."""
         kept, saved = Counter[fx.Node](), SavedTensors(self._facts, {}, {})
         for (node, _), size in self._values.items():
-            kept[node] += size * (node not in self._cheap)
+            kept[node] += size
         found = []
         for nodes in self._runs:
             names = saved.remade(nodes)
             again = [n for n in nodes if n.name in names and is_counted(n)]
             if work := whole_work(self._captured, again):
-                found.append(_Region(float(sum(kept[n] for n in nodes)), work))
+                sizes = (sum(kept[n] for n in nodes if (n in self._cheap) == it) for it in (0, 1))
+                some = [n for n in again if n in self._cheap and kept[n]]
+                found.append(_Region(*map(float, sizes), work, whole_work(self._captured, some)))
         return found
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Regions that are alike: the bytes that each spares of what is cheap and what is dear to make,
+    and the seconds for that, if it runs again (with what is cheap), or goes to the host."""
+
+    count: int
+    cheap: float
+    dear: float
+    some: float
+    more: float
+    cheap_copied: float
+    dear_copied: float
+
+
+@lru_cache(1 << 9)
+def least_seconds(offers: tuple[Offer, ...], bytes_: float, host: float) -> float:
+    """It takes so many seconds at least to spare so many bytes, with so many on the host at most;
+    if all together spare less, what it takes if everything runs again."""
+    from ortools.linear_solver import pywraplp  # as slow to load as all of autopar
+
+    program = pywraplp.Solver.CreateSolver("GLOP")
+    spared, taken, there = [], [], []
+    scale = max(bytes_, 1.0)
+    for one in offers:
+        some, all_, cheap, dear = (program.NumVar(0, one.count, "") for _ in range(4))
+        program.Add(all_ <= some)
+        program.Add(some + cheap <= one.count)
+        program.Add(all_ + dear <= one.count)
+        if host:
+            there += [cheap * (one.cheap / scale), dear * (one.dear / scale)]
+            taken += [cheap * one.cheap_copied, dear * one.dear_copied]
+        else:
+            program.Add(cheap + dear <= 0)
+        spared += [(some + cheap) * (one.cheap / scale), (all_ + dear) * (one.dear / scale)]
+        taken += [some * one.some, all_ * one.more]
+    program.Add(sum(spared) >= bytes_ / scale)
+    if host:
+        program.Add(sum(there) <= host / scale)
+    program.Minimize(sum(taken))
+    if program.Solve() == pywraplp.Solver.OPTIMAL:
+        return max(0.0, float(program.Objective().Value()) * (1 - _SLACK))
+    return sum(one.count * (one.some + one.more) for one in offers)
 
 
 @lru_cache(1 << 9)
