@@ -203,12 +203,9 @@ class Candidate:
     def changed(self, search: Search | None, pipelining: Pipelining | None = None) -> Self:
         """The same program, found so and in these stages; it is not rewritten again."""
         made = replace(self, search=search, pipelining=pipelining or self.pipelining)
-        if pipelining is None:
-            vars(made).update({name: known for name, known in vars(self).items() if name != "search"})
-            return made
-        vars(made).update(self._shared_prices, rewritten=self.rewritten, flow=self.flow)
-        vars(made).update(_forms=self._forms, _taken=self._taken, _look_at=self._look_at)
-        vars(made).update(run=self.run)
+        names = "rewritten", "flow", "run", "_forms", "_taken", "_look_at"
+        known = vars(self) if pipelining is None else {n: getattr(self, n) for n in names}
+        vars(made).update({**self._shared_prices, **known, "search": search})
         return made
 
     def placed(self, states: States) -> Self:
@@ -449,5 +446,4 @@ class Candidate:
         how += "" if self.states.is_whole else f", states {self.states}"
         memory = self.memory
         states = memory.parameters + memory.gradients + memory.optimizer
-        size = figures.mesh.size
-        return SmallestFootprint(how, size, memory.peak, states, figures.microbatches)
+        return SmallestFootprint(how, figures.mesh.size, memory.peak, states, figures.microbatches)

@@ -173,9 +173,10 @@ class Room:
             names = saved.remade(nodes)
             again = [n for n in nodes if n.name in names and is_counted(n)]
             if work := whole_work(self._captured, again):
-                sizes = (sum(kept[n] for n in nodes if (n in self._cheap) == it) for it in (0, 1))
+                dear = float(sum(kept[n] for n in nodes if n not in self._cheap))
+                cheap = float(sum(kept[n] for n in nodes if n in self._cheap))
                 some = [n for n in again if n in self._cheap and kept[n]]
-                found.append(_Region(*map(float, sizes), work, whole_work(self._captured, some)))
+                found.append(_Region(dear, cheap, work, whole_work(self._captured, some)))
         return found
 
 
