@@ -43,8 +43,9 @@ def mixed(
     mix = problem.solve(room)
     if whole is not None and mix is not None and mix.own is None and _may_win(laid, mix, fastest):
         # Before a program is made of it: there is more beside what is kept where some runs again.
-        again = {kind for kind, way in ways.items() if any(kind.kind == k.kind for k in mix.kinds)}
-        room = min(room, memory - min(_beside(ways[kind]) for kind in again))
+        used = {kind.kind for kind in mix.kinds}
+        least = min(_beside(way) for kind, way in ways.items() if kind.kind in used)
+        room = min(room, memory - least)
         mix = problem.solve(room)
     for _ in range(ATTEMPTS):
         if mix is None:

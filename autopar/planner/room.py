@@ -99,7 +99,7 @@ class Room:
         host, shown = self._device.host, 2 * (1 - self._device.overlap)
 
         def copied(size: float) -> float:
-            return math.inf if host.is_device else shown * host.copied(size / pieces, 0)
+            return shown * host.copied(size / pieces, 0)
 
         found = Counter[tuple[float, ...]]()
         for one in self._parts:
@@ -164,7 +164,7 @@ class Room:
 
     @cached_property
     def _parts(self) -> list[_Region]:
-        """The regions in which something runs again."""
+        """The regions. Of one in which nothing has to run again what it keeps goes for nothing."""
         kept, saved = Counter[fx.Node](), SavedTensors(self._facts, {}, {})
         for (node, _), size in self._values.items():
             kept[node] += size
@@ -172,11 +172,11 @@ class Room:
         for nodes in self._runs:
             names = saved.remade(nodes)
             again = [n for n in nodes if n.name in names and is_counted(n)]
-            if work := whole_work(self._captured, again):
-                dear = float(sum(kept[n] for n in nodes if n not in self._cheap))
-                cheap = float(sum(kept[n] for n in nodes if n in self._cheap))
-                some = [n for n in again if n in self._cheap and kept[n]]
-                found.append(_Region(dear, cheap, work, whole_work(self._captured, some)))
+            some = [n for n in again if n in self._cheap and kept[n]]
+            dear = float(sum(kept[n] for n in nodes if n not in self._cheap))
+            cheap = float(sum(kept[n] for n in nodes if n in self._cheap))
+            work = [whole_work(self._captured, counted) for counted in (again, some)]
+            found.append(_Region(dear, cheap, *work))
         return found
 
 
@@ -200,6 +200,8 @@ def least_seconds(offers: tuple[Offer, ...], bytes_: float, host: float) -> floa
     if all together spare less, what it takes if everything runs again."""
     from ortools.linear_solver import pywraplp  # as slow to load as all of autopar
 
+    if sum(one.count * (one.cheap + one.dear) for one in offers) < bytes_:
+        return sum(one.count * (one.some + one.more) for one in offers)
     program = pywraplp.Solver.CreateSolver("GLOP")
     spared, taken, there = [], [], []
     scale = max(bytes_, 1.0)
@@ -219,9 +221,8 @@ def least_seconds(offers: tuple[Offer, ...], bytes_: float, host: float) -> floa
     if host:
         program.Add(sum(there) <= host / scale)
     program.Minimize(sum(taken))
-    if program.Solve() == pywraplp.Solver.OPTIMAL:
-        return max(0.0, float(program.Objective().Value()) * (1 - _SLACK))
-    return sum(one.count * (one.some + one.more) for one in offers)
+    is_solved = program.Solve() == pywraplp.Solver.OPTIMAL
+    return max(0.0, float(program.Objective().Value()) * (1 - _SLACK)) if is_solved else 0.0
 
 
 @lru_cache(1 << 9)
