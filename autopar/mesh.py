@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from autopar.errors import InvalidInput
@@ -157,7 +157,8 @@ class Mesh:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
 
 
-def meshes(devices: int, most_axes: int, per_node: int) -> list[Mesh]:
+@lru_cache(1 << 9)
+def meshes(devices: int, most_axes: int, per_node: int) -> tuple[Mesh, ...]:
     """All meshes of `devices` ranks with at most `most_axes` axes, fewest axes first.
 
     The last axis joins nearest neighbours, so the order of the sizes is also their placement on the
@@ -167,7 +168,7 @@ def meshes(devices: int, most_axes: int, per_node: int) -> list[Mesh]:
     every = [sizes for sizes in _factorisations(devices) if len(sizes) <= most_axes]
     even = [sizes for sizes in every if _respects_nodes(sizes, per_node)]
     found = [Mesh(**dict(zip(AXIS_NAMES, sizes))) for sizes in even or every]
-    return sorted(found, key=lambda mesh: len(mesh.names))
+    return tuple(sorted(found, key=lambda mesh: len(mesh.names)))
 
 
 def _factorisations(number: int) -> Iterator[tuple[int, ...]]:

@@ -16,11 +16,12 @@ from torch import nn
 
 from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
+from autopar.capture.regions import blocks
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.garbage import set_aside
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
-from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.stages.stretch import NotAlike
 from autopar.planner.bounds import CHEAPEST, lowered
 from autopar.planner.candidate import Candidate
 from autopar.planner.hosting import may_go
@@ -29,11 +30,11 @@ from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.leanest import in_each_number_of_stages, leanest
 from autopar.planner.ledger import Ledger
 from autopar.planner.mixed import ATTEMPTS, mixed
+from autopar.planner.pipelines import Pipelines
 from autopar.planner.promises import Promises
 from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request
 from autopar.planner.room import Room
-from autopar.planner.staged import StagedProgram, Tried
 from autopar.planner.telling import Telling, size_words
 from autopar.planner.verdict import no_size
 from autopar.planner.whole import Whole
@@ -67,16 +68,19 @@ class Planner:
         self.captured, self.request, self.memory = captured, request, request.memory
         self.regions = Regions(captured, request.recompute, marked_regions(model))
         self.ideal = Ideal(captured, request, Room(captured, request, self.regions))
-        self._promises = Promises(captured, request, self.ideal)
-        self._annotations, self._pins = parameter_annotations(model), stage_pins(model)
+        count = len(blocks(captured if whole is None else whole.short.whole))
+        self._promises = Promises(captured, request, self.ideal, count)
+        self._annotations = parameter_annotations(model)
         self._batches = cache(partial(cut_batch, captured))
-        self.ledger, self._schedules = Ledger(request), cache(request.schedules)
+        self.ledger = Ledger(request)
         self.report = Telling(report, self.ledger)
         self._hosted = request.hosted if may_go(model, request.states) else ()
         self._layouts = Layouts(request, self.constraints, self.report, whole)
         self._whole, self._is_large = whole, captured.length > LARGE
-        self._tried: dict[int, Tried] = {}  # by layouts
-        self._is_bound = False  # memory kept the last layouts from what would be faster
+        about = self.ledger, self._promises, self.ideal
+        self._pipelines = Pipelines(
+            request, count, self._regions_of, stage_pins(model), about, self._is_large
+        )
         self._is_short_of_memory = False  # and all that would be with states on the device
         self._is_interrupted = self._has_left = False  # the best so far is taken, with some left
 
@@ -153,7 +157,7 @@ class Planner:
         least = self._promises.least(stages, parts)
         if fastest == math.inf or least >= fastest:
             return fastest == math.inf
-        made = None if self._is_straight(stages) else self._schedules(stages, parts)
+        made = None if self._is_straight(stages) else self._pipelines.schedules(stages, parts)
         return self.ideal.may_win(stages, parts, made, fastest, least, is_hosted)
 
     def constraints(
@@ -229,11 +233,13 @@ class Planner:
                 refused.append(error)
             except NothingFaster:
                 pass
+            except NotAlike:
+                self.ledger.left_out["unlike"] += 1
 
-        self._is_bound = is_crowded = self._promises.is_crowded(stages, parts)
+        self.ledger.is_bound = is_crowded = self._promises.is_crowded(stages, parts)
         if not (is_crowded and asked.is_all):
             yield from weighed(self._laid(free, stages, parts))
-            if not self._is_bound or self._is_interrupted:
+            if not self.ledger.is_bound or self._is_interrupted:
                 return
             yield from weighed(self._placed(free, stages, parts, others))
             yield from weighed(self._placed(free, stages, parts, settings, is_leaner=True))
@@ -277,10 +283,10 @@ class Planner:
     def _leanest(self, stages: int, parts: int) -> Iterator[Candidate]:
         """The ways that take least with so many stages and micro-batches."""
         kinds = (*self.regions.kinds[::-1], *self.regions.leaner(self.request.cluster.device.host))
-        schedules = () if self._is_straight(stages) else self._schedules(stages, parts)
+        schedules = () if self._is_straight(stages) else self._pipelines.schedules(stages, parts)
         states = [*self.request.settings(stages), *self._hosted][-1]
         asked = replace(self._layout_request(stages, parts), states=states)
-        about = schedules, partial(self._staged, stages=stages)
+        about = schedules, partial(self._pipelines.staged, stages=stages)
         return leanest(asked, self._layouts, self.regions, kinds, *about)
 
     def _recomputing(
@@ -330,10 +336,10 @@ class Planner:
     ) -> Iterator[Candidate]:
         """Every way with these layouts and states."""
         if self._is_straight(stages):
-            self._is_bound |= laid.memory.peak > self.memory
+            self.ledger.is_bound |= laid.memory.peak > self.memory
             yield laid
         else:
-            yield from self._pipelined(laid, stages, parts, is_leaner)
+            yield from self._pipelines.ways(laid, stages, parts, is_leaner)
 
     def _placed(
         self,
@@ -376,75 +382,13 @@ class Planner:
             # A pipeline without bubbles gives every stage its part of the work.
             if search is not None and search.objective / stages >= self._fastest:
                 return
-            if id(laid.decisions.strategies) not in self._tried:
-                yield from self._pipelined(laid, stages, parts)
-                yield from self._pipelined(laid, stages, parts, is_leaner=True)
-            taken = self._tried[id(laid.decisions.strategies)].memory
+            if not self._pipelines.has_tried(laid):
+                yield from self._pipelines.ways(laid, stages, parts)
+                yield from self._pipelines.ways(laid, stages, parts, is_leaner=True)
+            taken = self._pipelines.tried(laid).memory
             if taken <= self.memory or taken == math.inf or search is None:
                 return
             # Stages are uneven, and keep several micro-batches: leaner layouts may leave room.
             asked = replace(asked, offered=[laid.mesh])
             least = min(limit, needed)
             limit = max(LEANER * least * self.memory / taken, (impossible + least) / 2)
-
-    def _pipelined(
-        self, laid: Candidate, stages: int, parts: int, is_leaner: bool = False
-    ) -> Iterator[Candidate]:
-        """A program with its layouts in so many stages, by every schedule; `is_leaner`: what its
-        regions keep is kept elsewhere, where they are too large though all run again."""
-        tried, program = self._tried_of(laid), self._staged(laid, stages)
-        kinds = self.regions.kinds
-        leaner = self.regions.leaner(self.request.cluster.device.host) if is_leaner else ()
-        note = tried.note if self._is_large or not is_leaner else lambda memory: None
-        for number, made in enumerate(self._schedules(stages, parts)):
-            # The order of a large schedule takes longer to look at than the stages of a program.
-            if self.ideal.is_slower(laid, made, self._fastest, has_order=not self._is_large):
-                self.ledger.left_out["schedules"] += 1
-                continue
-            if is_leaner:
-                last = tried.seconds.get((number, kinds[-1]), math.inf)
-                if last >= self._fastest or not program.lacks_room(made, kinds[-1], self.memory):
-                    continue
-            for kind in leaner if is_leaner else kinds:
-                if tried.seconds.get((number, kind), 0.0) >= self._fastest:
-                    break  # cutting the states of the same layouts makes no way faster
-                try:
-                    way = program.fastest(made, kind)
-                except InvalidInput:
-                    # Schedules with several chunks want more stages than others: only they fail.
-                    if made.stages == stages or made is self.request.schedule:
-                        raise
-                    break
-                tried.seconds.setdefault((number, kind), way.seconds)
-                is_faster = way.seconds < self._fastest
-                is_hopeless = is_faster and way.spread > self.memory
-                is_tight = is_hopeless or (is_faster and not way.fits(self.memory))
-                self._is_bound |= is_tight
-                is_cut = is_tight and not is_hopeless and self._is_worth_cutting(made)
-                if is_cut:
-                    way = program.within(made, kind, self.memory) or way
-                if not self._is_large or (way.seconds < self._fastest and way.least <= self.memory):
-                    note(way.candidate.needed(self.memory))
-                    yield way.candidate
-                elif is_tight:
-                    note(way.least)
-                    self.ledger.pass_over(way)
-                if is_hopeless:
-                    note(way.spread)
-                    return  # with every schedule, whatever is recomputed
-                if not is_tight or (self._is_large and not is_cut and way.barest > self.memory):
-                    break  # in these stages, whatever is recomputed
-
-    def _tried_of(self, laid: Candidate) -> Tried:
-        own = laid.decisions.strategies
-        return self._tried.setdefault(id(own), Tried(own))
-
-    def _staged(self, laid: Candidate, stages: int) -> StagedProgram:
-        about = self.request, self._regions_of(laid), self._pins, self._tried_of(laid)
-        return StagedProgram(laid, stages, *about)
-
-    def _is_worth_cutting(self, made: Schedule) -> bool:
-        """Whether to look for stages that fit: not for those of large programs that share their
-        ranks, which takes seconds, where something fits and the schedule is one of many."""
-        is_one = not self._is_large or self.request.schedule is not None
-        return is_one or made.pipes == made.chunks == 1 or self.ledger.kept.best is None

@@ -46,7 +46,7 @@ class Ideal:
         """Whether a step of so many stages and micro-batches may take less than `fastest`; `least`:
         what it takes if nothing runs again, as far as that is known; `is_hosted`: with states on
         the host."""
-        inner, times = self._request.meshes(stages)[0].size, parts / stages
+        inner, times = self._request.inner(stages), parts / stages
         run = self.run(parts * inner, stages > 1)
         least = max(least, times * run)
         if schedules is None:

@@ -40,6 +40,7 @@ class Ledger:
     weighed: list[Alternative] = field(default_factory=list)
     refused: list[SmallestFootprint] = field(default_factory=list)  # too large
     dropped: list[Candidate] = field(default_factory=list)  # too large though all runs again
+    is_bound: bool = False  # memory kept the last layouts from what would be faster
     fits_device: bool = False  # some way does, with no states on the host
     leanest: StagedWay | None = None  # of those of which it was clear that they are too large
     _too_large_for_host: list[Candidate] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """Promises: in which order sizes are weighed, and what a step in so many stages takes at least.
 
-promises = Promises(captured, request, ideal)
+promises = Promises(captured, request, ideal, 96)
 promises.of(4, 16)              # the least comes first: seconds, as far as one can tell
 promises.known[4, 8] = 0.1      # with the fastest layouts, if there were all memory
 promises.least(4, 16)           # then 0.1 at least: smaller micro-batches take no less in all
@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 from autopar.capture.captured import Captured
 from autopar.cost.footprint import whole_bytes
+from autopar.pipeline.schedules import most_chunks
 from autopar.planner.hosting import least_update
 from autopar.planner.ideal import Ideal
 from autopar.planner.recomputation import PLAIN
 from autopar.planner.request import Request
+from autopar.recompute import Recompute
 
 AGAIN = 1.15  # times what a step takes with states on the host: others are looked at first
 _LIKELY = 1.1  # times what a step is to take: what promises more does not take that
@@ -28,24 +30,45 @@ _MOVES = 1.15  # times what its operators take, as long as nothing is known of w
 class Promises:
     """What sizes promise, the better the more is known of their layouts."""
 
-    def __init__(self, captured: Captured, request: Request, ideal: Ideal) -> None:
+    def __init__(self, captured: Captured, request: Request, ideal: Ideal, blocks: int) -> None:
+        """`blocks`: the equal blocks of the program."""
         self._captured, self._request, self._ideal = captured, request, ideal
+        self._blocks = blocks
         self.known: dict[tuple[int, int], float] = {}  # seconds by stages and micro-batches
+        # By kind, and the part of the micro-batches that is live: bytes on the fullest rank.
+        self._seen: dict[Recompute, dict[float, float]] = {}
 
     def of(self, stages: int, parts: int, is_hosted: bool = False) -> tuple[float, int]:
         """What a step is likely to take, with stages that wait for one another and with what has to
         run again to fit. Where states have to be cut, many micro-batches leave most room.
         `is_hosted`: with states on the host, which takes longer than what else there is."""
-        inner, live = self._request.meshes(stages)[0].size, min(stages, parts)
+        inner, live = self._request.inner(stages), min(stages, parts)
         run = parts / stages * self._ideal.run(parts * inner)
-        waits = 1 + max(0, stages - 2) / parts / 2
+        waits = 1 + max(0, stages - 2) / parts / most_chunks(stages, parts, self._blocks)
         most_room = -parts if self.states > self._request.memory else 0
         seconds = max(run, self.least(stages, parts)) * waits
         seconds *= 1.0 if (stages, parts) in self.known else _MOVES
         # As much runs again as has to.
-        again = self._ideal.room.least_again(parts, parts * inner, is_hosted, live)
-        seconds += parts / stages * again
+        room, pieces = self._ideal.room, parts * inner
+        if stages > 1:
+            again = room.alike_again(pieces, partial(self._likely_kept, live / parts), is_hosted)
+        else:
+            again = room.least_again(parts, pieces, is_hosted)
+        seconds += parts / stages * again * waits
         return (seconds + self.update) * AGAIN if is_hosted else seconds, most_room
+
+    def note(self, kind: Recompute, stages: int, parts: int, needed: float) -> None:
+        """In so many stages some rank needs so many bytes, all regions treated so."""
+        seen, share = self._seen.setdefault(kind, {}), min(stages, parts) / parts
+        seen[share] = min(needed, seen.get(share, math.inf))
+
+    def _likely_kept(self, share: float, kind: Recompute) -> float:
+        """The bytes that all ranks are likely to keep of that part of the micro-batches: as much as
+        if each tensor is cut over all of them, and as it was seen of others, of fewer of which they
+        need less, but seldom in proportion."""
+        seen = self._seen.get(kind, {}).items()
+        most = max((needed * min(1.0, share / other) for other, needed in seen), default=0.0)
+        return max(self._ideal.room.kept(kind) * share, most * self._request.cluster.devices)
 
     def least(self, stages: int, parts: int) -> float:
         """What a step takes at least in so many stages, as far as it is known: of parts of its

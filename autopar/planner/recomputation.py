@@ -24,6 +24,8 @@ from autopar.strategies.node_info import info
 PLAIN, SELECTIVE, FULL = Recompute(None), Recompute("selective"), Recompute("full")
 KINDS = (PLAIN, SELECTIVE, FULL)
 LEANER = (Recompute("full", "cut"), Recompute("full", "host"))  # where no others fit
+# In the stages of a pipeline, whose regions are all treated alike.
+STAGED = (PLAIN, Recompute(None, "cut"), SELECTIVE, Recompute("selective", "cut"), FULL)
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,11 @@ class Regions:
         left = found(captured, (*self.fixed, *free)) if self.fixed else free
         self.free = tuple(name for name in free if name in left)
         self.kinds = KINDS if asked.blocks == "auto" and self.free else (self._plain(asked),)
+
+    @property
+    def staged(self) -> tuple[Recompute, ...]:
+        """The ways to treat all of them in a pipeline: what takes longer keeps less."""
+        return STAGED if len(self.kinds) > 1 else self.kinds
 
     def leaner(self, host: Host) -> tuple[Recompute, ...]:
         """Further ways, which are weighed where none of `kinds` fits."""

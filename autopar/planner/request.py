@@ -89,6 +89,10 @@ class Request:
         most = MOST_AXES if (stages, microbatches) == (1, 1) else MOST_INNER_AXES
         return meshes(self.cluster.devices // stages, most, self.cluster.devices_per_node)
 
+    def inner(self, stages: int) -> int:
+        """The ranks inside each of so many stages."""
+        return self.meshes(stages)[0].size
+
     def line(self, stages: int) -> Line | None:
         """The places of a pipeline of so many stages."""
         if self.axis is None:
@@ -107,7 +111,7 @@ class Request:
         """The settings of states to try, the fastest first: a rank alone has nothing to cut."""
         if self.states is not None:
             return [self.states]
-        return [WHOLE] if self.meshes(stages)[0].size == 1 else list(NAMED.values())
+        return [WHOLE] if self.inner(stages) == 1 else list(NAMED.values())
 
     @property
     def hosted(self) -> Sequence[States]:
@@ -121,8 +125,9 @@ class Request:
         parts = [part for axis in self.mesh for part in inner.parts(axis) or (axis,)]
         return Mesh(**{part: (inner if part in inner else self.mesh)[part] for part in parts})
 
-    def schedules(self, stages: int, microbatches: int) -> Sequence[Schedule]:
-        """The schedules to try, those that exist for these numbers."""
+    def schedules(self, stages: int, microbatches: int, blocks: int = 0) -> Sequence[Schedule]:
+        """The schedules to try, those that exist for these numbers, of a program of so many equal
+        blocks."""
         if self.schedule is not None:
             return [self.schedule]
-        return weighed_schedules(stages, microbatches)
+        return weighed_schedules(stages, microbatches, blocks)

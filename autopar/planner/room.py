@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
 
@@ -56,7 +57,7 @@ class Room:
         # Of what was asked for by name nothing is left to choose.
         self.is_free = len(regions.kinds) > 1 and not regions.fixed
         self.again, self.least_again = cache(self._again), cache(self._least_again)
-        self.kept = cache(self._kept)
+        self.kept, self._made_again = cache(self._kept), cache(self._again_of)
 
     @property
     def last(self) -> Recompute:
@@ -75,6 +76,20 @@ class Room:
         if not kept or made.stages * made.all_parts > MOST_ACTIONS:
             return (kept + states) / made.stages <= limit
         return kept * most_held(made, not kind.is_plain, states / kept) <= limit
+
+    def alike_again(
+        self, pieces: int, kept: Callable[[Recompute], float], is_hosted: bool = False
+    ) -> float:
+        """The same where all regions are treated alike, as those of a pipeline are, and all ranks
+        keep so many bytes together of what is live: no bound, but as likely as these."""
+        limit = self._request.roomiest * self._request.cluster.devices
+        if not self.is_free or limit == math.inf:
+            return 0.0
+        left = limit - (0.0 if is_hosted else self._states)
+        for kind in self._regions.staged[:-1]:
+            if kept(kind) <= left:
+                return self._made_again(pieces) if kind.kind else 0.0
+        return self.again(pieces)
 
     def _least_again(
         self, parts: int, pieces: int, is_hosted: bool = False, live: int = 1
@@ -113,6 +128,10 @@ class Room:
         pieces of its work."""
         return sum(self._seconds(region.work, pieces) for region in self._parts)
 
+    def _again_of(self, pieces: int) -> float:
+        """The same of what is cheap alone."""
+        return sum(self._seconds(region.some, pieces) for region in self._parts)
+
     def _seconds(self, work: WholeWork, pieces: int) -> float:
         return spread_seconds(work, pieces, self._device)[0]
 
@@ -132,7 +151,7 @@ class Room:
 
     def _kept(self, kind: Recompute) -> float:
         """The bytes that all ranks keep together of a step, at least."""
-        dropped = set[fx.Node]() if kind.is_plain else self._cheap
+        dropped = self._cheap if kind.kind else set[fx.Node]()
         return float(sum(size for (node, _), size in self._values.items() if node not in dropped))
 
     @cached_property

@@ -78,12 +78,16 @@ class StagedWay:
     def candidate(self) -> Candidate:
         """The same with the program that it runs."""
         found = self.made(self.pipelining)
-        vars(found).update(timeline=self.timeline, stage_line=self.line)
+        vars(found).update(timeline=self.timeline, stage_line=self.line.of(found.flow))
         return found
+
+    def needed(self, memory: float) -> float:
+        """The bytes that it needs of devices of so many: of what does not fit, some of them."""
+        return self.least if self.least > memory else self.candidate.needed(memory)
 
     def fits(self, memory: float) -> bool:
         """Whether it has room on devices of so many bytes."""
-        return self.least <= memory and self.candidate.needed(memory) <= memory
+        return self.needed(memory) <= memory
 
     @cached_property
     def spread(self) -> float:

@@ -29,6 +29,7 @@ for _module in pkgutil.iter_modules(__path__):
 
 _COUNTS = ("stages", "microbatches", "chunks")  # whose product is the number of forwards
 MOST_FORWARDS = 1 << 20
+_MOST_WEIGHED = 1 << 12  # of a schedule with as many chunks as there are blocks
 NAMES = tuple(sorted(GENERATORS))
 FROM_FILE = "what autopar.pipeline.load reads from a file"
 
@@ -71,12 +72,22 @@ def option_names(name: str) -> tuple[str, ...]:
     return GENERATORS[name].options
 
 
-def weighed_schedules(stages: int, microbatches: int) -> list[Schedule]:
+def most_chunks(stages: int, microbatches: int, blocks: int) -> int:
+    """How many chunks on each rank are weighed at most, of a program of so many equal blocks."""
+    return max(2, min(blocks // stages, _MOST_WEIGHED // (stages * microbatches)))
+
+
+def weighed_schedules(stages: int, microbatches: int, blocks: int = 0) -> list[Schedule]:
     """The schedules to weigh, those that exist for these numbers, the plainest first; of those
-    that are one order under several names, the first."""
+    that are one order under several names, the first. `blocks`: of these each chunk has one at
+    least, and as many chunks as that gives are weighed, too."""
     made: list[Schedule] = []
+    most = most_chunks(stages, microbatches, blocks)
     for name in NAMES:
-        for options in GENERATORS[name].weighed:
+        weighed = GENERATORS[name].weighed
+        if any(0 < options.get("chunks", 0) < most for options in weighed):
+            weighed = *weighed, {"chunks": most}
+        for options in weighed:
             with suppress(InvalidInput):
                 one = schedule(name, stages=stages, microbatches=microbatches, **options)
                 check(one)

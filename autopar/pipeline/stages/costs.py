@@ -244,6 +244,17 @@ class StageCosts:
         made.are_tied = self.are_tied and not places
         return made
 
+    def of(self, flow: Flow) -> StageCosts:
+        """The same with the calls of another graph, and what it says of parameters' places."""
+        if flow is self.flow:
+            return self
+        made = copy(self)
+        made.flow, made._held_by = (
+            flow,
+            flow.repeats.along(lambda node: held_bytes(node, self.mesh)),
+        )
+        return made
+
     @cached_property
     def are_tied(self) -> bool:
         """Whether each parameter has one place."""
