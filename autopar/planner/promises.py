@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 from autopar.capture.captured import Captured
 from autopar.cost.footprint import whole_bytes
@@ -37,38 +37,59 @@ class Promises:
         self.known: dict[tuple[int, int], float] = {}  # seconds by stages and micro-batches
         # By kind, and the part of the micro-batches that is live: bytes on the fullest rank.
         self._seen: dict[Recompute, dict[float, float]] = {}
+        self._pieces = math.inf  # times the seconds of a step, if regions keep pieces
 
     def of(self, stages: int, parts: int, is_hosted: bool = False) -> tuple[float, int]:
         """What a step is likely to take, with stages that wait for one another and with what has to
         run again to fit. Where states have to be cut, many micro-batches leave most room.
         `is_hosted`: with states on the host, which takes longer than what else there is."""
-        inner, live = self._request.inner(stages), min(stages, parts)
+        inner = self._request.inner(stages)
         run = parts / stages * self._ideal.run(parts * inner)
         waits = 1 + max(0, stages - 2) / parts / most_chunks(stages, parts, self._blocks)
         most_room = -parts if self.states > self._request.memory else 0
         seconds = max(run, self.least(stages, parts)) * waits
         seconds *= 1.0 if (stages, parts) in self.known else _MOVES
-        # As much runs again as has to.
-        room, pieces = self._ideal.room, parts * inner
+        pieces = parts * inner
         if stages > 1:
-            again = room.alike_again(pieces, partial(self._likely_kept, live / parts), is_hosted)
-        else:
-            again = room.least_again(parts, pieces, is_hosted)
-        seconds += parts / stages * again * waits
+            times, share = parts / stages * waits, min(stages, parts) / parts
+            seconds = self._staged(seconds, times, pieces, share, is_hosted)
+        else:  # as much runs again as has to
+            seconds += parts * self._ideal.room.least_again(parts, pieces, is_hosted)
         return (seconds + self.update) * AGAIN if is_hosted else seconds, most_room
+
+    def _staged(
+        self, seconds: float, times: float, pieces: int, share: float, is_hosted: bool
+    ) -> float:
+        """What a pipeline takes that is to take so many `seconds` if nothing runs again, of which
+        a part of the micro-batches is live, as all regions are treated in one way that is likely to
+        have room; `times`: how often what one of them does again counts."""
+        room = self._ideal.room
+        longer = {"cut": 1.0 if self._pieces == math.inf else self._pieces}
+        return min(
+            seconds * longer.get(kind.keep, 1.0) + times * room.again(pieces, kind)
+            for kind in room.staged
+            if kind == room.staged[-1] or self._may_hold(kind, share, is_hosted)
+        )
 
     def note(self, kind: Recompute, stages: int, parts: int, needed: float) -> None:
         """In so many stages some rank needs so many bytes, all regions treated so."""
         seen, share = self._seen.setdefault(kind, {}), min(stages, parts) / parts
         seen[share] = min(needed, seen.get(share, math.inf))
 
-    def _likely_kept(self, share: float, kind: Recompute) -> float:
-        """The bytes that all ranks are likely to keep of that part of the micro-batches: as much as
-        if each tensor is cut over all of them, and as it was seen of others, of fewer of which they
-        need less, but seldom in proportion."""
+    def note_pieces(self, times: float) -> None:
+        """A step took so many times as long where its regions kept pieces."""
+        self._pieces = min(self._pieces, times)
+
+    def _may_hold(self, kind: Recompute, share: float, is_hosted: bool) -> bool:
+        """Whether that part of the micro-batches is likely to have room: each tensor is cut over
+        all ranks at most; and with fewer than were seen less is needed, but seldom in proportion.
+        """
+        room, limit = self._ideal.room, self._request.roomiest
+        if not room.is_free or limit == math.inf:
+            return True
         seen = self._seen.get(kind, {}).items()
         most = max((needed * min(1.0, share / other) for other, needed in seen), default=0.0)
-        return max(self._ideal.room.kept(kind) * share, most * self._request.cluster.devices)
+        return room.kept(kind) * share <= room.left(is_hosted) and most <= limit
 
     def least(self, stages: int, parts: int) -> float:
         """What a step takes at least in so many stages, as far as it is known: of parts of its

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
 
@@ -29,7 +29,7 @@ from autopar.cost.saved_tensors import SavedTensors, kept_values, source
 from autopar.cost.whole_work import WholeWork, is_counted, spread_seconds, whole_work
 from autopar.pipeline.activation_counts import peaks
 from autopar.pipeline.schedule import Schedule
-from autopar.planner.recomputation import PLAIN, Regions
+from autopar.planner.recomputation import FULL, PLAIN, Regions
 from autopar.planner.request import Request
 from autopar.recompute import Recompute
 from autopar.strategies.registry import tensor_inputs
@@ -57,13 +57,18 @@ class Room:
         # Of what was asked for by name nothing is left to choose.
         self.is_free = len(regions.kinds) > 1 and not regions.fixed
         self.again, self.least_again = cache(self._again), cache(self._least_again)
-        self.kept, self._made_again = cache(self._kept), cache(self._again_of)
+        self.kept = cache(self._kept)
 
     @property
     def last(self) -> Recompute:
         """Of the ways to treat all regions alike the one that keeps least, but for that in which
         all of them run again."""
         return self._regions.kinds[-2 if self.is_free else -1]
+
+    @property
+    def staged(self) -> Sequence[Recompute]:
+        """The ways to treat all regions of a pipeline alike, of which the last keeps least."""
+        return self._regions.staged
 
     def holds(self, kind: Recompute, made: Schedule, inner: int, is_hosted: bool = False) -> bool:
         """Whether a schedule may fit on `inner` ranks in each stage, all regions treated so;
@@ -77,19 +82,10 @@ class Room:
             return (kept + states) / made.stages <= limit
         return kept * most_held(made, not kind.is_plain, states / kept) <= limit
 
-    def alike_again(
-        self, pieces: int, kept: Callable[[Recompute], float], is_hosted: bool = False
-    ) -> float:
-        """The same where all regions are treated alike, as those of a pipeline are, and all ranks
-        keep so many bytes together of what is live: no bound, but as likely as these."""
+    def left(self, is_hosted: bool = False) -> float:
+        """The bytes that all ranks have together, besides what they keep from step to step."""
         limit = self._request.roomiest * self._request.cluster.devices
-        if not self.is_free or limit == math.inf:
-            return 0.0
-        left = limit - (0.0 if is_hosted else self._states)
-        for kind in self._regions.staged[:-1]:
-            if kept(kind) <= left:
-                return self._made_again(pieces) if kind.kind else 0.0
-        return self.again(pieces)
+        return limit - (0.0 if is_hosted else self._states)
 
     def _least_again(
         self, parts: int, pieces: int, is_hosted: bool = False, live: int = 1
@@ -100,13 +96,12 @@ class Room:
         limit, devices = self._request.roomiest, self._request.cluster.devices
         if not self.is_free or limit == math.inf:
             return 0.0
-        states = 0.0 if is_hosted else self._states
         share = live / parts
-        left = self.kept(PLAIN) * share + states - limit * devices
-        if left <= 0:
+        more = self.kept(PLAIN) * share - self.left(is_hosted)
+        if more <= 0:
             return 0.0
         host = 0.0 if self._device.host.is_device else self._device.host.memory * devices
-        return least_seconds(tuple(self._offers(pieces)), left / share, host / share)
+        return least_seconds(tuple(self._offers(pieces)), more / share, host / share)
 
     def _offers(self, pieces: int) -> list[Offer]:
         """Of regions that are alike, what they spare and what that takes in a run on one of so many
@@ -123,14 +118,13 @@ class Room:
             found[one.cheap, one.dear, some, more, copied(one.cheap), copied(one.dear)] += 1
         return [Offer(count, *about) for about, count in found.items()]
 
-    def _again(self, pieces: int) -> float:
-        """Seconds of all that runs again if every region does, each operator on one of so many
-        pieces of its work."""
-        return sum(self._seconds(region.work, pieces) for region in self._parts)
-
-    def _again_of(self, pieces: int) -> float:
-        """The same of what is cheap alone."""
-        return sum(self._seconds(region.some, pieces) for region in self._parts)
+    def _again(self, pieces: int, kind: Recompute = FULL) -> float:
+        """Seconds of all that runs again if every region is treated so, each operator on one of so
+        many pieces of its work."""
+        if kind.kind is None:
+            return 0.0
+        works = (one.work if kind.kind == "full" else one.some for one in self._parts)
+        return sum(self._seconds(work, pieces) for work in works)
 
     def _seconds(self, work: WholeWork, pieces: int) -> float:
         return spread_seconds(work, pieces, self._device)[0]
