@@ -9,8 +9,10 @@ Where micro-batches are cut in parts, their parts are counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from operator import add, le
+from collections.abc import Iterator, Mapping, Sequence
+from operator import add
+
+import numpy as np
 
 from autopar.pipeline.schedule import Action, Schedule
 
@@ -19,6 +21,7 @@ from autopar.pipeline.schedule import Action, Schedule
 # a backward that is whole, or in one that is split.
 LiveCounts = tuple[int, int, int, int, int]
 Live = Mapping[int, LiveCounts]  # what one rank keeps at one time, by stage
+Kept = tuple[tuple[int, LiveCounts], ...]  # the same
 
 
 def live_microbatches(schedule: Schedule, rank: int, recompute: bool = False) -> Iterator[Live]:
@@ -54,11 +57,15 @@ def peaks(schedule: Schedule, recompute: bool) -> list[Live]:
     found: list[Live] = []
     for rank in range(schedule.ranks):
         seen = {tuple(live.items()) for live in live_microbatches(schedule, rank, recompute)}
-        flat = {one: [count for _, counts in one for count in counts] for one in seen}
-        most = [
-            one
-            for one in seen
-            if not any(one != other and all(map(le, flat[one], flat[other])) for other in seen)
-        ]
-        found += map(dict, sorted(most))
+        found += map(dict, sorted(_largest(list(seen))))
     return found
+
+
+def _largest(some: Sequence[Kept]) -> list[Kept]:
+    """Those that are not as small as another in each count."""
+    counts = np.array([[count for _, counts in one for count in counts] for one in some])
+    found = list[int]()
+    for at in np.argsort(-counts.sum(1), kind="stable").tolist():  # none is below a smaller sum
+        if not (counts[found] >= counts[at]).all(1).any():
+            found.append(at)
+    return [some[at] for at in found]

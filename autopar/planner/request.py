@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from autopar.cluster import Cluster
@@ -61,7 +62,7 @@ class Request:
         }
         return [name for name, is_given in given.items() if is_given]
 
-    @property
+    @cached_property
     def roomiest(self) -> float:
         """The bytes that a plan keeps to of the device that has most."""
         most = self.cluster.strongest(range(self.cluster.devices)).memory

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -140,7 +140,7 @@ class StageCosts:
         self._held_by = flow.repeats.along(lambda node: held_bytes(node, mesh))
         self._tables: dict[tuple[int, ...], StageTable] = {}  # by cut points
         self._times: dict[tuple[tuple[int, ...], Standing], Array] = {}
-        self._clean: dict[float, list[int]] = {}  # by reach
+        self._clean: dict[float, tuple[list[int], int]] = {}  # cut points and layers, by reach
         self._rows: dict[str, tuple[Mark, Rows]] = {}  # of nodes by name
         self._alone, self._shared = self._add_up(costs, {} if known is None else known._rows)
 
@@ -363,37 +363,29 @@ class StageCosts:
 
     def is_clean(self, point: int, reach: float) -> bool:
         """Not inside a residual: not more crosses here than on both sides within `reach`."""
-        count = self.crossings[point]
-        at = self._at(point)
+        fewer = [row.get(point) for row in self._fewer]
+        return any(at is None or abs(self._at(at) - self._at(point)) > reach for at in fewer)
 
-        def fewer(points: range) -> bool:
-            for other in points:
-                if abs(self._at(other) - at) > reach:
-                    return False
-                if self.crossings[other] < count:
-                    return True
-            return False
+    @cached_property
+    def _fewer(self) -> list[dict[int, int]]:
+        """Of cut points the nearest before, and the nearest after, where fewer values cross."""
+        points = range(1, self.count)
+        return [_nearest_below(self.crossings, row) for row in (points, points[::-1])]
 
-        before, after = range(point - 1, 0, -1), range(point + 1, self.count)
-        return not (fewer(before) and fewer(after))
+    @cached_property
+    def _borders(self) -> list[int]:
+        """The cut points between layers."""
+        layers = self.stretch.row([_layer(info(n).module) for n in self.flow.activations])
+        at = list(zip(layers, map(self.stretch.copy, range(self.count))))
+        return [place for place in range(1, self.count) if at[place] != at[place - 1]]
 
     def cut_points(self, count: int, fixed: Mapping[int, int]) -> list[int]:
         """Where a stage may start: between layers, 0 among them."""
         reach = self.total / max(count, 1)
         if reach not in self._clean:
-            places = range(self.count)
-            copies = [self.stretch.copy(i) for i in places]
-            layers = self.stretch.row([_layer(info(n).module) for n in self.flow.activations])
-            at = list(zip(layers, copies))
-            changes = [i for i in places[1:] if at[i] != at[i - 1]]
-            self._clean[reach] = [point for point in changes if self.is_clean(point, reach)]
-        clean = self._clean[reach]
-        blocks = holding = 0
-        for start, end in itertools.pairwise([0, *clean, self.count]):
-            held = set().union(*self._parameters[start:end])
-            holding += bool(held)
-            blocks += len(held) > 2 and _NUMBERED.match(info(self.node(start)).module) is not None
-        known = blocks if blocks > 1 else holding
+            clean = [point for point in self._borders if self.is_clean(point, reach)]
+            self._clean[reach] = clean, self._layers(clean)
+        clean, known = self._clean[reach]
         if count > max(known, 1):
             raise InvalidInput(
                 "a pipeline has at most as many stages as the model has layers",
@@ -402,6 +394,15 @@ class StageCosts:
             )
         return sorted({0, *clean, *fixed.values()})
 
+    def _layers(self, clean: Sequence[int]) -> int:
+        """How many layers there are between these cut points."""
+        blocks = holding = 0
+        for start, end in itertools.pairwise([0, *clean, self.count]):
+            held = set().union(*self._parameters[start:end])
+            holding += bool(held)
+            blocks += len(held) > 2 and _NUMBERED.match(info(self.node(start)).module) is not None
+        return blocks if blocks > 1 else holding
+
     def _at(self, point: int) -> float:
         return self._seconds[point]
 
@@ -409,6 +410,18 @@ class StageCosts:
     def _seconds(self) -> list[float]:
         """Of all activations before each cut point, forward and backward."""
         return self._alone[:, 0, :2].sum(axis=1).tolist()
+
+
+def _nearest_below(values: Sequence[int], row: Iterable[int]) -> dict[int, int]:
+    """Of places in a row the last one before it with a smaller value, if there is one."""
+    found, below = dict[int, int](), list[int]()  # each with a smaller value than the next
+    for place in row:
+        while below and values[below[-1]] >= values[place]:
+            below.pop()
+        if below:
+            found[place] = below[-1]
+        below.append(place)
+    return found
 
 
 def _columns(price: NodeCost, sums: int, held: Held) -> list[float]:
