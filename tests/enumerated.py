@@ -19,7 +19,9 @@ from typing import Any
 from unittest.mock import patch
 
 import autopar as ap
+from autopar.capture import capture
 from autopar.capture.captured import Captured
+from autopar.capture.regions import blocks
 from autopar.mesh import Mesh, meshes
 from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.pipeline.schedules import weighed_schedules
@@ -33,7 +35,8 @@ from autopar.states import HOSTED, NAMED
 from tests.models import Case
 
 PLAIN = {"states": "whole", "recompute": None}
-AGAIN = (None, "selective", "full", Recompute("full", "cut"), Recompute("full", "host"), "auto")
+PIECES = [Recompute(kind, "cut") for kind in (None, "selective", "full")]
+AGAIN = (None, "selective", "full", *PIECES, Recompute("full", "host"), "auto")
 SAVING = [{"states": one, "recompute": how} for one in (*NAMED, *HOSTED) for how in AGAIN]
 
 
@@ -61,8 +64,9 @@ def every_way(
     """All of them; None for each that does not fit, or that there is not. `saves`: also those that
     save memory where that is not asked for."""
     batch = next(iter((*case.args, *case.kwargs.values()))).shape[0]
+    count = len(blocks(capture(case.model, case.args, case.kwargs)))
     for part in offers(machines):
-        for size in _sizes(part, batch, most_stages or part.devices):
+        for size in _sizes(part, batch, most_stages or part.devices, count):
             for saving in SAVING:
                 given = {**size, **saving}
                 try:
@@ -80,8 +84,8 @@ def every_way(
                         break
 
 
-def _sizes(part: ap.Cluster, batch: int, most_stages: int) -> Iterator[dict[str, Any]]:
-    """Stages, micro-batches, mesh and schedule."""
+def _sizes(part: ap.Cluster, batch: int, most_stages: int, count: int) -> Iterator[dict[str, Any]]:
+    """Stages, micro-batches, mesh and schedule, of a program of so many equal blocks."""
     counts = [1 << power for power in range(batch.bit_length()) if batch % (1 << power) == 0]
     for parts in counts:
         for mesh in _meshes(part.devices, 3 if parts == 1 else 2):
@@ -91,7 +95,7 @@ def _sizes(part: ap.Cluster, batch: int, most_stages: int) -> Iterator[dict[str,
         for parts in rows if part.devices % stages == 0 else ():
             for inner in _meshes(part.devices // stages, 2):
                 mesh = Mesh(pp=stages, **inner.sizes)
-                for made in weighed_schedules(stages, parts):
+                for made in weighed_schedules(stages, parts, count):
                     yield {"mesh": mesh, "schedule": made, "microbatches": parts}
 
 

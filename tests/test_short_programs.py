@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import fields, replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -25,12 +26,14 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.choose import Planner
 from autopar.planner.deep import DeepPlanner
 from autopar.planner.mixed_problem import Mix
-from autopar.planner.recomputation import FULL, PLAIN, SELECTIVE
+from autopar.planner.recomputation import FULL, PLAIN, SELECTIVE, AskedRecomputation, Regions
+from autopar.planner.request import Request
+from autopar.planner.staged import StagedProgram, Tried
 from autopar.planner.whole import Whole
 from autopar.recompute import Recompute
 from autopar.search.auto import LayoutSearch
 from autopar.search.constraints import Constraints
-from autopar.states import States
+from autopar.states import NAMED, States
 from tests import large_models, models
 from tests.models import Case
 
@@ -144,6 +147,22 @@ def test_a_step_takes_what_it_takes_of_the_whole_program(
     for schedule in schedules:
         one = in_stages(way, schedule)
         assert_same(one, own.whole.of(one))
+
+
+@pytest.mark.parametrize(("states", "kind"), [("zero1", PLAIN), ("zero2", FULL)])
+def test_in_stages_states_take_what_they_take_of_the_whole_program(
+    states: str, kind: Recompute
+) -> None:
+    """Whole states are looked at before others, as they are where plans are made."""
+    own, whole, tried = program("gpt2"), laid("gpt2"), Tried()
+    request = Request(CLUSTER, "auto", math.inf, False, "pp", stages=STAGES, microbatches=PARTS)
+    regions = Regions(own.short.captured, AskedRecomputation())
+    made, *_ = weighed_schedules(STAGES, PARTS)
+    for name in ("whole", states):
+        laid_out = whole.placed(NAMED[name])
+        staged = StagedProgram(laid_out, STAGES, request, regions, (), tried)
+        found = staged.fastest(made, kind).candidate
+        assert_same(found, own.whole.of(found))
 
 
 HOSTED = Recompute("selective", "host")

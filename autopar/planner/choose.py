@@ -131,6 +131,8 @@ class Planner:
             is_short = ways == self._candidates and self._is_short_of_memory
             left[:1] = [(self._on_host, (stages, parts))] if is_short and self._hosted else []
         if self.ledger.kept.best is None and not self._is_interrupted:
+            if self.ledger.left_out["unlike"]:
+                raise NotAlike
             self._weigh_leanest(sizes)
         if (best := self.ledger.kept.best) is None:
             if self._is_interrupted:

@@ -12,9 +12,13 @@ from autopar.planner.candidate import Alternative
 from autopar.search.account import Considered
 from autopar.units import bytes_text, counted, seconds_text, share_text
 
-# What bounds rule out, as people call it.
-_LEFT_OUT = {"sizes": "numbers of stages and micro-batches", "schedules": "schedules"}
-_GUESSED = "unlikely"  # numbers of stages and micro-batches, not by a bound
+# What bounds rule out, and what a guess does, as people call one or more of it.
+_SIZES = "number of stages and micro-batches", "numbers of stages and micro-batches"
+_RULED_OUT = {"sizes": _SIZES, "schedules": ("schedule", "schedules")}
+_GUESSED = {
+    "unlikely": _SIZES,
+    "unlike": ("unequal layout of equal blocks", "unequal layouts of equal blocks"),
+}
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 960.0, 340.0, 76.0, 34.0
 
 
@@ -169,8 +173,10 @@ def rows_of_meshes(considered: Sequence[Considered], own: Mesh) -> list[tuple[st
 
 def left_out_words(left_out: Mapping[str, int]) -> str:
     """How many bounds have ruled out, of each kind, and how many a guess."""
-    bounds = {kind: count for kind, count in left_out.items() if count and kind != _GUESSED}
-    words = ", ".join(f"{count:,} {_LEFT_OUT.get(kind, kind)}" for kind, count in bounds.items())
-    if guessed := left_out.get(_GUESSED, 0):
-        words = f"{words or 'none'}; left out by a guess: {guessed:,} {_LEFT_OUT['sizes']}"
-    return words
+    words, guessed = (_counted(left_out, kinds) for kinds in (_RULED_OUT, _GUESSED))
+    return f"{words or 'none'}; left out by a guess: {guessed}" if guessed else words
+
+
+def _counted(counts: Mapping[str, int], kinds: Mapping[str, tuple[str, str]]) -> str:
+    found = {words: counts[kind] for kind, words in kinds.items() if counts.get(kind)}
+    return ", ".join(f"{count:,} {words[count > 1]}" for words, count in found.items())
