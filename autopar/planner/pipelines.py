@@ -91,8 +91,7 @@ class Pipelines:
                 if (way := self._fastest(program, made, kind, stages)) is None:
                     break
                 tried.seconds.setdefault((number, kind), way.seconds)
-                if in_pieces:
-                    whole = tried.seconds[number, Recompute(kind.kind)]
+                if in_pieces and (whole := tried.seconds.get((number, Recompute(kind.kind)))):
                     self._promises.note_pieces(way.seconds / whole)
                 is_faster = way.seconds < ledger.fastest
                 is_hopeless = is_faster and way.spread > self._memory

@@ -265,6 +265,22 @@ def test_less_memory_takes_other_cuts_recomputation_and_leaner_layouts(mesh, sha
     assert ("recomputed" in str(taken)) == again
 
 
+def test_pieces_are_kept_before_all_runs_again_where_ranks_would_keep_alike() -> None:
+    """They are gathered again in less time, and leave as much room."""
+    case = models.gpt(layers=4, batch=8, sequence=64, hidden=32, heads=4)
+    mesh, cluster = ap.Mesh(pp=2, x=4), ap.Cluster.preset("dgx-h100", 1)
+    options = {"cluster": cluster, "microbatches": 4, "schedule": "1f1b", "states": "whole"}
+    ways = (None, "selective", "full", ap.Recompute("selective", "cut"))
+    plain, some, every, pieces = (plan(case, mesh=mesh, recompute=how, **options) for how in ways)
+    limit = (some.memory.peak + every.memory.peak) / 2
+    assert plain.memory.peak > limit > pieces.memory.peak
+    chosen = plan(case, mesh=mesh, memory=limit, **options)
+    assert {*chosen.decisions.recompute.values()} == {ap.Recompute("selective", "cut")}
+    assert chosen.cost.seconds == pytest.approx(pieces.cost.seconds)
+    assert pieces.cost.seconds < every.cost.seconds
+    assert_parity(case, mesh, mode="auto", memory=limit, **options)
+
+
 def test_a_choice_that_recomputes_is_exact_and_can_be_saved(tmp_path) -> None:
     limit = {"memory": 1.2e6, "cluster": slow_network(2), "microbatches": 8, "states": "whole"}
     chosen = plan(deep(), mesh=ap.Mesh(pp=2), **limit)

@@ -41,6 +41,16 @@ def test_an_order_is_weighed_under_one_name() -> None:
         assert names >= {"1f1b", "chimera", "zb-h1"}
 
 
+def test_as_many_chunks_as_blocks_allow_are_weighed() -> None:
+    def chunks(*numbers: int) -> list[int]:
+        return [one.chunks for one in weighed_schedules(*numbers) if one.name == "interleaved"]
+
+    assert chunks(4, 8) == chunks(4, 8, 11) == [2]
+    assert chunks(4, 8, 12) == chunks(4, 8, 15) == [2, 3]
+    assert chunks(16, 16, 126) == [2, 7]
+    assert chunks(16, 64, 256) == [2, 4]  # the order of more takes too long to look at
+
+
 class Beside(nn.Module):
     """Linears whose results are added: they have one gradient."""
 
