@@ -34,9 +34,8 @@ class Ledger:
     request: Request
     kept: Fastest = field(init=False)  # that fit
     fastest: float = field(init=False)  # the seconds of the last of them
-    left_out: Counter[str] = field(
-        default_factory=Counter
-    )  # by bounds; "unlikely": sizes, by a guess
+    # By bounds; by a guess, "unlikely": sizes, "unlike": layouts.
+    left_out: Counter[str] = field(default_factory=Counter)
     weighed: list[Alternative] = field(default_factory=list)
     refused: list[SmallestFootprint] = field(default_factory=list)  # too large
     dropped: list[Candidate] = field(default_factory=list)  # too large though all runs again
