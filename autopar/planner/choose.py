@@ -235,8 +235,6 @@ class Planner:
                 refused.append(error)
             except NothingFaster:
                 pass
-            except NotAlike:
-                self.ledger.left_out["unlike"] += 1
 
         self.ledger.is_bound = is_crowded = self._promises.is_crowded(stages, parts)
         if not (is_crowded and asked.is_all):

@@ -13,6 +13,7 @@ from functools import cache, partial
 from autopar.capture.annotations import Pin
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.stages.stretch import NotAlike
 from autopar.planner.candidate import Candidate
 from autopar.planner.ideal import Ideal
 from autopar.planner.ledger import Ledger
@@ -62,13 +63,17 @@ class Pipelines:
         self, laid: Candidate, stages: int, parts: int, is_leaner: bool = False
     ) -> Iterator[Candidate]:
         """By every schedule; `is_leaner`: what its regions keep is kept elsewhere, where they are
-        too large though all run again."""
-        ledger = self._ledger
-        tried, program, regions = (
-            self.tried(laid),
-            self.staged(laid, stages),
-            self._regions_of(laid),
-        )
+        too large though all run again. What a short program cannot tell is left out."""
+        try:
+            yield from self._ways(laid, stages, parts, is_leaner)
+        except NotAlike:
+            self._ledger.left_out["unlike"] += 1
+
+    def _ways(
+        self, laid: Candidate, stages: int, parts: int, is_leaner: bool
+    ) -> Iterator[Candidate]:
+        ledger, regions = self._ledger, self._regions_of(laid)
+        tried, program = self.tried(laid), self.staged(laid, stages)
         kinds, last = regions.staged, regions.staged[-1]
         if is_leaner:
             kinds = regions.leaner(self._request.cluster.device.host)
