@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from itertools import product
 
 import pytest
 
@@ -13,7 +15,7 @@ from autopar.pipeline.schedules import schedule
 from autopar.planner.ideal import Ideal
 from autopar.planner.ledger import Ledger
 from autopar.planner.recomputation import Regions
-from autopar.planner.room import Room, most_held
+from autopar.planner.room import Offer, Room, least_seconds, most_held
 from tests import large_models
 from tests.models import gpt
 from tests.toy import EVEN, machines
@@ -71,3 +73,36 @@ def test_a_call_with_several_results_runs_again_once() -> None:
     request = read_request(PlanOptions(cluster=machines(4, *EVEN), memory=1e6))
     room = Room(captured, request, Regions(captured, request.recompute, []))
     assert 0 < room.least_again(1, 4) <= room.again(4) < room.again(2)
+
+
+def _least_of_all(offers: tuple[Offer, ...], wanted: float, host: float) -> float:
+    """Of every way to treat each region, the seconds of the fastest that spares as much."""
+    every = [one for one in offers for _ in range(one.count)]
+    least = math.inf
+    ways = [
+        (c, d) for c, d in product(("kept", "again", "host"), repeat=2) if d != "again" or c == d
+    ]
+    for chosen in product(ways, repeat=len(every)):
+        spared = copied = seconds = 0.0
+        for one, (cheap, dear) in zip(every, chosen):
+            spared += (cheap != "kept") * one.cheap + (dear != "kept") * one.dear
+            copied += (cheap == "host") * one.cheap + (dear == "host") * one.dear
+            seconds += {"again": one.some, "host": one.cheap_copied}.get(cheap, 0.0)
+            seconds += {"again": one.more, "host": one.dear_copied}.get(dear, 0.0)
+        if spared >= wanted and copied <= host:
+            least = min(least, seconds)
+    return least
+
+
+def test_what_has_to_run_again_takes_no_less_in_any_way() -> None:
+    draw = random.Random(0)
+    tight = 0
+    for _ in range(120):
+        sizes = [draw.choice([1, 1, 2]) for _ in range(draw.choice([1, 2]))]
+        offers = tuple(Offer(n, *(draw.uniform(0, 1) for _ in range(6))) for n in sizes)
+        most = sum(one.count * (one.cheap + one.dear) for one in offers)
+        wanted, host = draw.uniform(0, most), draw.choice([0.0, draw.uniform(0, most)])
+        least, bound = _least_of_all(offers, wanted, host), least_seconds(offers, wanted, host)
+        assert 0 < bound <= least * (1 + 1e-9)
+        tight += bound > 0.5 * least
+    assert tight > 60
