@@ -43,6 +43,7 @@ from autopar.recompute import Recompute
 from autopar.search.auto import NothingFaster, is_large, too_early, was_interrupted
 from autopar.search.constraints import Constraints, read_constraints
 from autopar.search.smallest_footprint import NothingFits
+from autopar.solver.graph import UnequalBlocks
 from autopar.states import States
 
 Ways = Callable[[int, int], Iterator[Candidate]]  # with so many stages and micro-batches
@@ -123,6 +124,8 @@ class Planner:
                 pass
             except NothingFits as error:
                 self.ledger.refuse([error.smallest], stages)
+            except UnequalBlocks:
+                self.ledger.left_out["unlike"] += 1
             except InvalidInput as error:
                 is_straight = all(n == 1 for n, _ in sizes)
                 if len(sizes) == 1 or (is_straight and parts == 1):

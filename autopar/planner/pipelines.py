@@ -63,17 +63,10 @@ class Pipelines:
         self, laid: Candidate, stages: int, parts: int, is_leaner: bool = False
     ) -> Iterator[Candidate]:
         """By every schedule; `is_leaner`: what its regions keep is kept elsewhere, where they are
-        too large though all run again. What a short program cannot tell is left out."""
-        try:
-            yield from self._ways(laid, stages, parts, is_leaner)
-        except NotAlike:
-            self._ledger.left_out["unlike"] += 1
-
-    def _ways(
-        self, laid: Candidate, stages: int, parts: int, is_leaner: bool
-    ) -> Iterator[Candidate]:
+        too large though all run again. Of what a short program cannot tell is counted how much."""
         ledger, regions = self._ledger, self._regions_of(laid)
         tried, program = self.tried(laid), self.staged(laid, stages)
+        is_hosted = laid.states.optimizer_device == "host"
         kinds, last = regions.staged, regions.staged[-1]
         if is_leaner:
             kinds = regions.leaner(self._request.cluster.device.host)
@@ -87,23 +80,31 @@ class Pipelines:
                 known = tried.seconds.get((number, last), math.inf)
                 if known >= ledger.fastest or not program.lacks_room(made, last, self._memory):
                     continue
+            taken = dict[Recompute, float]()  # with these states
             for kind in kinds:
                 in_pieces = kind.keep == "cut"  # which takes longer; the next may not
                 if tried.seconds.get((number, kind), 0.0) >= ledger.fastest:
                     if in_pieces:
                         continue
                     break  # cutting the states of the same layouts makes no way faster
-                if (way := self._fastest(program, made, kind, stages)) is None:
+                try:
+                    way = self._fastest(program, made, kind, stages)
+                except NotAlike:
+                    ledger.left_out["unlike"] += 1
+                    continue
+                if way is None:
                     break
                 tried.seconds.setdefault((number, kind), way.seconds)
-                if in_pieces and (whole := tried.seconds.get((number, Recompute(kind.kind)))):
+                taken[kind] = way.seconds
+                if in_pieces and (whole := taken.get(Recompute(kind.kind))):
                     self._promises.note_pieces(way.seconds / whole)
                 is_faster = way.seconds < ledger.fastest
                 is_hopeless = is_faster and way.spread > self._memory
                 is_tight = is_hopeless or (is_faster and not way.fits(self._memory))
                 ledger.is_bound |= is_tight
                 if is_faster and not is_hopeless:
-                    self._promises.note(kind, stages, parts, way.needed(self._memory))
+                    size = stages, parts, is_hosted
+                    self._promises.note(kind, size, way.needed(self._memory))
                 is_cut = is_tight and not is_hopeless and self._is_worth_cutting(made)
                 if is_cut:
                     way = program.within(made, kind, self._memory) or way

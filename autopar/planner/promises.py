@@ -34,9 +34,10 @@ class Promises:
         self._captured, self._request, self._ideal = captured, request, ideal
         self._blocks = blocks
         self.known: dict[tuple[int, int], float] = {}  # seconds by stages and micro-batches
-        # By kind, and the part of the micro-batches that is live: bytes on the fullest rank.
-        self._seen: dict[Recompute, dict[float, float]] = {}
-        self._pieces = math.inf  # times the seconds of a step, if regions keep pieces
+        # By kind and whether states are on the host, and the part of the micro-batches that is
+        # live: bytes on the fullest rank.
+        self._seen: dict[tuple[Recompute, bool], dict[float, float]] = {}
+        self._pieces: float | None = None  # times the seconds of a step, if regions keep pieces
 
     def of(self, stages: int, parts: int, is_hosted: bool = False) -> tuple[float, int]:
         """What a step is likely to take, with stages that wait for one another and with what has to
@@ -46,8 +47,8 @@ class Promises:
         run = parts / stages * self._ideal.run(parts * inner)
         waits = 1 + max(0, stages - 2) / parts / most_chunks(stages, parts, self._blocks)
         most_room = -parts if self.states > self._request.memory else 0
+        run *= 1.0 if (stages, parts) in self.known else _MOVES
         seconds = max(run, self.least(stages, parts)) * waits
-        seconds *= 1.0 if (stages, parts) in self.known else _MOVES
         pieces = parts * inner
         if stages > 1:
             times, share = parts / stages * waits, min(stages, parts) / parts
@@ -62,22 +63,23 @@ class Promises:
         """What a pipeline takes that is to take so many `seconds` if nothing runs again, of which
         a part of the micro-batches is live, as all regions are treated in one way that is likely to
         have room; `times`: how often what one of them does again counts."""
-        room = self._ideal.room
-        longer = {"cut": 1.0 if self._pieces == math.inf else self._pieces}
+        room, longer = self._ideal.room, self._pieces or 1.0
         return min(
-            seconds * longer.get(kind.keep, 1.0) + times * room.again(pieces, kind)
+            seconds * (longer if kind.keep == "cut" else 1.0) + times * room.again(pieces, kind)
             for kind in room.staged
             if kind == room.staged[-1] or self._may_hold(kind, share, is_hosted)
         )
 
-    def note(self, kind: Recompute, stages: int, parts: int, needed: float) -> None:
-        """In so many stages some rank needs so many bytes, all regions treated so."""
-        seen, share = self._seen.setdefault(kind, {}), min(stages, parts) / parts
+    def note(self, kind: Recompute, size: tuple[int, int, bool], needed: float) -> None:
+        """In so many stages and micro-batches, with states on the host or not, some rank needs so
+        many bytes, all regions treated so."""
+        stages, parts, is_hosted = size
+        seen, share = self._seen.setdefault((kind, is_hosted), {}), min(stages, parts) / parts
         seen[share] = min(needed, seen.get(share, math.inf))
 
     def note_pieces(self, times: float) -> None:
         """A step took so many times as long where its regions kept pieces."""
-        self._pieces = min(self._pieces, times)
+        self._pieces = min(self._pieces or times, times)
 
     def _may_hold(self, kind: Recompute, share: float, is_hosted: bool) -> bool:
         """Whether that part of the micro-batches is likely to have room: each tensor is cut over
@@ -86,7 +88,7 @@ class Promises:
         room, limit = self._ideal.room, self._request.roomiest
         if not room.is_free or limit == math.inf:
             return True
-        seen = self._seen.get(kind, {}).items()
+        seen = self._seen.get((kind, is_hosted), {}).items()
         most = max((needed * min(1.0, share / other) for other, needed in seen), default=0.0)
         return room.kept(kind) * share <= room.left(is_hosted) and most <= limit
 

@@ -76,11 +76,12 @@ class Regions:
 
     @property
     def staged(self) -> tuple[Recompute, ...]:
-        """The ways to treat all of them in a pipeline: what takes longer keeps less."""
+        """The ways to treat all of them in a pipeline, of which in the last all run again; what
+        keeps pieces comes after what keeps the same whole."""
         return STAGED if len(self.kinds) > 1 else self.kinds
 
     def leaner(self, host: Host) -> tuple[Recompute, ...]:
-        """Further ways, which are weighed where none of `kinds` fits."""
+        """Further ways, which are weighed where none of these fits."""
         if len(self.kinds) == 1:
             return ()
         return tuple(how for how in LEANER if how.keep != "host" or not host.is_device)

@@ -67,7 +67,7 @@ class Room:
 
     @property
     def staged(self) -> Sequence[Recompute]:
-        """The ways to treat all regions of a pipeline alike, of which the last keeps least."""
+        """The ways to treat all regions of a pipeline alike, in the last of which all run again."""
         return self._regions.staged
 
     def holds(self, kind: Recompute, made: Schedule, inner: int, is_hosted: bool = False) -> bool:
@@ -87,21 +87,18 @@ class Room:
         limit = self._request.roomiest * self._request.cluster.devices
         return limit - (0.0 if is_hosted else self._states)
 
-    def _least_again(
-        self, parts: int, pieces: int, is_hosted: bool = False, live: int = 1
-    ) -> float:
+    def _least_again(self, parts: int, pieces: int, is_hosted: bool = False) -> float:
         """Seconds that one of so many micro-batches takes more, each operator on one of so many
-        pieces of its work, so that all fits where so many are `live` at a time, one without a
-        pipeline: what runs again, or goes to the host."""
+        pieces of its work, so that all fits where one is live at a time: what runs again, or goes
+        to the host."""
         limit, devices = self._request.roomiest, self._request.cluster.devices
         if not self.is_free or limit == math.inf:
             return 0.0
-        share = live / parts
-        more = self.kept(PLAIN) * share - self.left(is_hosted)
+        more = self.kept(PLAIN) / parts - self.left(is_hosted)
         if more <= 0:
             return 0.0
         host = 0.0 if self._device.host.is_device else self._device.host.memory * devices
-        return least_seconds(tuple(self._offers(pieces)), more / share, host / share)
+        return least_seconds(tuple(self._offers(pieces)), more * parts, host * parts)
 
     def _offers(self, pieces: int) -> list[Offer]:
         """Of regions that are alike, what they spare and what that takes in a run on one of so many

@@ -17,7 +17,7 @@ _SIZES = "number of stages and micro-batches", "numbers of stages and micro-batc
 _RULED_OUT = {"sizes": _SIZES, "schedules": ("schedule", "schedules")}
 _GUESSED = {
     "unlikely": _SIZES,
-    "unlike": ("unequal layout of equal blocks", "unequal layouts of equal blocks"),
+    "unlike": ("way of unequal blocks", "ways of unequal blocks"),
 }
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 960.0, 340.0, 76.0, 34.0
 

@@ -213,12 +213,16 @@ def _without_parallels(
     return low[heads], high[heads], merged
 
 
+class UnequalBlocks(InvalidInput):
+    """A block stands for several, but is not like those beside it."""
+
+
 def _repeated(packed: Packed, nodes: Sequence[int], times: int) -> Packed:
     """The graph in which a block, `nodes` of the caller, comes so many times in a row."""
     inside = np.flatnonzero(np.isin(packed.origin, np.array(nodes, np.int64)))
     start, period = int(inside[0]), len(inside)
     if not _is_between_equals(packed, start, period) or inside[-1] != start + period - 1:
-        raise InvalidInput(
+        raise UnequalBlocks(
             "a block that stands for several has an equal one on each side",
             got=f"nodes {start} to {int(inside[-1])}, {period} of them",
             remedy="give the whole graph",
