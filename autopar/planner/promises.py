@@ -22,7 +22,8 @@ from autopar.planner.request import Request
 from autopar.recompute import Recompute
 
 AGAIN = 1.15  # times what a step takes with states on the host: others are looked at first
-_LIKELY = 1.1  # times what a step is to take: what promises more, of unknown layouts, does not
+_LIKELY = 1.1  # times what a step is to take: what promises more does not take that
+_CLOSE = 1.03  # the same where layouts are known
 _MOVES = 1.15  # times what its operators take, as long as nothing is known of what moves
 
 
@@ -103,7 +104,7 @@ class Promises:
         least that they take."""
         promised, _ = self.of(stages, parts, is_hosted)
         promised /= AGAIN if is_hosted else 1.0  # which says only that it is looked at late
-        return promised <= (1.0 if (stages, parts) in self.known else _LIKELY) * seconds
+        return promised <= (_CLOSE if (stages, parts) in self.known else _LIKELY) * seconds
 
     def next(self, left: Sequence[tuple[int, int, bool]], has_found: bool) -> int:
         """Which of these sizes, each with whether states are on the host, to look at: the first or,
