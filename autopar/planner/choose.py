@@ -285,7 +285,7 @@ class Planner:
 
     def _leanest(self, stages: int, parts: int) -> Iterator[Candidate]:
         """The ways that take least with so many stages and micro-batches."""
-        kinds = (*self.regions.kinds[::-1], *self.regions.leaner(self.request.cluster.device.host))
+        kinds = (*self.regions.staged[::-1], *self.regions.leaner(self.request.cluster.device.host))
         schedules = () if self._is_straight(stages) else self._pipelines.schedules(stages, parts)
         states = [*self.request.settings(stages), *self._hosted][-1]
         asked = replace(self._layout_request(stages, parts), states=states)
