@@ -249,10 +249,8 @@ class StageCosts:
         if flow is self.flow:
             return self
         made = copy(self)
-        made.flow, made._held_by = (
-            flow,
-            flow.repeats.along(lambda node: held_bytes(node, self.mesh)),
-        )
+        made.flow = flow
+        made._held_by = flow.repeats.along(lambda node: held_bytes(node, self.mesh))
         return made
 
     @cached_property
