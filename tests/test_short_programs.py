@@ -143,7 +143,13 @@ def test_a_step_takes_what_it_takes_of_the_whole_program(
         )
     vars(way)["stage_line"] = way.stage_costs(beside=plain.stage_line)
     straight = replace(way, line=None)
-    assert_same(straight, own.whole.of(straight))
+    whole = own.whole.of(straight)
+    assert_same(straight, whole)
+    bare = replace(whole.decisions, apart={}, recompute={})
+    placed = replace(whole, decisions=bare, states=States()).placed(whole.states)
+    assert whole.decisions.apart == placed.decisions.apart
+    again = placed.recomputed(whole.decisions.recompute).rewritten
+    assert [node.name for node in whole.rewritten.nodes] == [node.name for node in again.nodes]
     for schedule in schedules:
         one = in_stages(way, schedule)
         assert_same(one, own.whole.of(one))

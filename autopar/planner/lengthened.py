@@ -9,7 +9,7 @@ from typing import TypeVar
 from autopar.capture.captured import Captured
 from autopar.capture.regions import label_of
 from autopar.capture.shortened import Shortened
-from autopar.layout import Layout, Placement
+from autopar.layout import Layout, ParameterPlacement, Placement
 from autopar.passes.microbatches import Microbatches
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.stages.costs import price_stages
@@ -30,9 +30,9 @@ def lengthened(
 ) -> Candidate:
     """The same layouts, states and stages of the whole `program`, in as many micro-batches; what is
     `decided` of its regions."""
-    about = program, found.cluster, longer(found.decisions, short, program), batches
-    made = Candidate(*about, search=found.search, line=found.line)
-    made = made.placed(found.states).recomputed(decided)
+    decisions = replace(longer(found.decisions, short, program), recompute=dict(decided))
+    about = program, found.cluster, decisions, batches
+    made = Candidate(*about, search=found.search, line=found.line, states=found.states)
     if (cut := found.pipelining) is None:
         return made
     costs, places = made.stage_costs(), found.stage_line.places
@@ -50,11 +50,14 @@ def longer(known: Decisions, short: Shortened, program: Captured) -> Decisions:
     readers = {reader for _, reader, _ in known.ways}
     replicated = {fallback.node for fallback in known.fallbacks}
     placeholders, strategies = dict[str, Layout](), dict[str, Strategy]()
+    apart = dict[str, ParameterPlacement]()
     ways, fallbacks = dict[tuple[str, str, int], tuple[Placement, ...]](), list[Fallback]()
     for node in program.graph.nodes:
         twin = short.twins.get(node.name, node.name)
         if twin in known.placeholders:
             placeholders[node.name] = known.placeholders[twin]
+        if twin in known.apart:
+            apart[node.name] = known.apart[twin]
         if twin in known.strategies:
             strategies[node.name] = known.strategies[twin]
         if twin in replicated:
@@ -70,7 +73,7 @@ def longer(known: Decisions, short: Shortened, program: Captured) -> Decisions:
         strategies=strategies,
         fallbacks=tuple(fallbacks),
         ways=ways,
-        apart={},
+        apart=apart,
         recompute={},
     )
 
