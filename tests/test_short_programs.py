@@ -155,7 +155,12 @@ def test_a_step_takes_what_it_takes_of_the_whole_program(
         assert_same(one, own.whole.of(one))
 
 
-@pytest.mark.parametrize(("states", "kind"), [("zero1", PLAIN), ("zero2", FULL)])
+PIECES = Recompute("selective", "cut")
+
+
+@pytest.mark.parametrize(
+    ("states", "kind"), [("zero1", PLAIN), ("zero2", FULL), ("zero2", PIECES), ("zero3", PIECES)]
+)
 def test_in_stages_states_take_what_they_take_of_the_whole_program(
     states: str, kind: Recompute
 ) -> None:

@@ -40,6 +40,8 @@ def check(schedule: Schedule, of_call: bool = False) -> None:
         ("a micro-batch goes through one pipe", "keep all its actions in one pipe", _one_pipe),
         ("each micro-batch has one F, and one B or one I and one W, on each stage of its pipe",
          "add what is missing, remove what is doubled", partial(_complete, back=back)),
+        ("every rank runs something in a step",
+         "give it a stage and micro-batches, or leave it out of the schedule", _idle),
         ("a micro-batch's backward on a stage follows its forward there",
          "put the forward first", _backward_follows),
         ("W follows I for the same micro-batches on a stage", "put the I first", _weight_follows),
@@ -149,6 +151,12 @@ def _complete(schedule: Schedule, back: bool) -> Iterator[str]:
         if not b and i != w:
             faults.append(f"{i} I but {w} W of micro-batch {microbatch} on stage {stage}")
         yield rank + ", ".join(faults)
+
+
+def _idle(schedule: Schedule) -> Iterator[str]:
+    for rank, order in enumerate(schedule.orders):
+        if not order:
+            yield f"rank {rank} runs nothing"
 
 
 def _backward_follows(schedule: Schedule) -> Iterator[str]:

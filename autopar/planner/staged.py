@@ -28,7 +28,7 @@ from autopar.pipeline.stages.cut import choose_stages
 from autopar.pipeline.stages.standing import Standing
 from autopar.pipeline.timeline import Timeline
 from autopar.planner.candidate import Candidate
-from autopar.planner.recomputation import Regions
+from autopar.planner.recomputation import PLAIN, Regions
 from autopar.planner.request import Request
 from autopar.recompute import Recompute
 
@@ -208,11 +208,17 @@ class StagedProgram:
         else:
             # Copies of parameters are kept in other ways than parameters.
             like = None if laid.has_copies else like
-            beside = next(iter(known.values()), None)
-            line = self._programs(kind).stage_costs(like, beside)
+            line = self._programs(kind).stage_costs(like, self._beside(kind))
         if not laid.has_copies:
             known.setdefault(key, line)
         return line
+
+    def _beside(self, kind: Recompute) -> StageCosts | None:
+        """The same with its regions treated otherwise, if there is one, or if only there its equal
+        blocks are seen: what is kept elsewhere has names."""
+        if not self.laid.has_copies and (known := self._tried.lines):
+            return next(iter(known.values()))
+        return None if kind.keep == "device" else self._lines(PLAIN)
 
 
 _peaks = lru_cache(maxsize=64)(peaks)

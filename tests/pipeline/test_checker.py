@@ -170,6 +170,15 @@ def test_pipes_of_different_depth(chimera):
         check(replace(chimera, placement=(chimera.placement[0], chimera.placement[1][:3])))
 
 
+def test_a_rank_that_runs_nothing() -> None:
+    made = schedule("1f1b", stages=2, microbatches=2)
+    with pytest.raises(InvalidInput, match="rank 2 runs nothing"):
+        check(replace(made, orders=(*made.orders, ())))
+    idle_pipe = replace(made, placement=((0, 1), (2, 3)), orders=(*made.orders, (), ()))
+    with pytest.raises(InvalidInput, match="rank 3 runs nothing"):
+        check(idle_pipe)
+
+
 def test_overlap_with_the_wrong_partner():
     made = schedule("1f1b", stages=2, microbatches=2)
     order = [replace(made.orders[1][0], overlaps=True), *made.orders[1][1:]]
