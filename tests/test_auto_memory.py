@@ -18,7 +18,7 @@ from autopar.mesh import Mesh
 from autopar.options import PlanOptions, read_request
 from autopar.planner.bounds import most_saved
 from autopar.report.memory import memory_courses
-from autopar.search.smallest_footprint import NothingFits
+from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
 from tests.held import kept_for_backward
 from tests.models import ZOO, Case, gpt, mlp
 from tests.pipeline.models import share_captures  # noqa: F401
@@ -233,6 +233,24 @@ def test_what_is_said_to_be_the_least_fits_and_is_the_least_at_every_limit() -> 
     assert not told[0].is_bound
     plan = ap.plan(case.model, case.args, case.kwargs, memory=told[0].memory, **options)
     assert plan.memory.peak <= told[0].memory
+
+
+def test_what_is_said_to_be_the_least_is_no_more_than_what_fits() -> None:
+    """Layouts that cut parameters themselves gather none, as cut states do."""
+    case, options = case_of("gpt"), {"cluster": machines(8, *EVEN)}
+    free = ap.plan(case.model, case.args, case.kwargs, **options)
+    found = ap.plan(case.model, case.args, case.kwargs, memory=0.35 * free.memory.peak, **options)
+    with pytest.raises(NothingFits) as error:
+        ap.plan(case.model, case.args, case.kwargs, memory=1_000.0, **options)
+    assert error.value.smallest.memory <= found.memory.peak
+
+
+@pytest.mark.parametrize(("rows", "count"), [(16, 8), (15, 5), (0, 5), (4, None)])
+def test_micro_batches_that_may_make_room_are_parts_of_the_batch(rows: int, count: int) -> None:
+    least = SmallestFootprint("one mesh", 8, memory=100.0, states=20.0, microbatches=1, rows=rows)
+    remedy = least.remedy(36.0 + 1e-9)
+    assert (f"microbatches={count} " in remedy) == (count is not None)
+    assert ("a smaller sequence" in remedy) == (count is None)
 
 
 TOLD = [

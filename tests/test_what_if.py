@@ -22,6 +22,7 @@ from autopar.plan.situation import Situation, WhatIf
 from autopar.planner.candidate import Candidate
 from tests import models
 from tests.pipeline.models import share_captures  # noqa: F401
+from tests.test_mixed_machines import FAST, SLOWEST, cluster
 
 CASES: dict[str, dict[str, Any]] = {
     "tensor": {"mode": "propagate", "mesh": ap.Mesh(dp=2, tp=2), "states": "zero2"},
@@ -170,6 +171,19 @@ def test_numbers_are_said_as_people_write_them() -> None:
         assert words in str(what)
         then = what.then
         assert (then.nodes, then.bandwidth, then.sizes.batch) == (4, 100e9, 32)
+
+
+def test_machines_that_a_plan_leaves_unused_are_not_told_of() -> None:
+    """Nor are their links: what a step takes does not follow from them."""
+    case, some = models.mlp(layers=4, batch=16), cluster((FAST, 4), (SLOWEST, 2))
+    plan = ap.plan(case.model, case.args, case.kwargs, cluster=some)
+    assert plan.cluster.in_use.nodes == some.nodes[:1]
+    found = plan.what_if(inside="0.5x")
+    assert (found.now.nodes, found.now.devices) == (1, 4)
+    assert found.now.inside == some.nodes[0].link.bandwidth == 2 * found.then.inside
+    assert found.then.way.seconds >= found.now.way.seconds
+    with pytest.raises(InvalidInput, match="bandwidth is that between nodes"):
+        plan.what_if(bandwidth="2x")
 
 
 def test_what_does_not_fit_is_said() -> None:

@@ -251,6 +251,16 @@ class Cluster:
         return replace(self, used=tuple(used))
 
     @property
+    def in_use(self) -> Cluster:
+        """The same without the nodes of which no device is used."""
+        some = [(node, used) for node, used in zip(self.nodes, self.used_of_nodes) if used]
+        if len(some) == len(self.nodes):
+            return self
+        nodes, used = zip(*some)
+        is_all = used == tuple(node.devices for node in nodes)
+        return replace(self, nodes=nodes, used=() if is_all else used)
+
+    @property
     def taken(self) -> str:
         """Which devices take ranks, in words."""
         every = sum(node.devices for node in self.nodes)

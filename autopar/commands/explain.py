@@ -16,6 +16,7 @@ from autopar.commands.plan import add_plan, decided, make_plan
 from autopar.commands.printing import show, show_json
 from autopar.errors import InvalidInput
 from autopar.plan.plan import Plan
+from autopar.plan.saved import read_file
 from autopar.plan.ways import QUESTIONS
 from autopar.plan.what_if import CHANGES
 
@@ -96,6 +97,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     if arguments.model is None and not arguments.plan.endswith(".json"):
         return make_plan(arguments.plan, arguments)
     if arguments.model is None:
+        read_file(arguments.plan)  # or there is none
         raise InvalidInput(
             "what a plan takes follows from its model",
             got=f"{Path(arguments.plan).name} alone",

@@ -146,10 +146,13 @@ def _require_parts(captured: Captured, count: int) -> int:
         )
     if batch is None or batch % count:
         given = "no input with a batch" if batch is None else f"a batch of {batch}"
+        some = [str(n) for n in range(1, (batch or 0) + 1) if batch and batch % n == 0]
+        near = sorted(some, key=lambda n: abs(int(n) - count))[:2]
+        such = f", as {' or '.join(sorted(near, key=int))}" if near else ""
         raise InvalidInput(
             "the micro-batches of a step are equal parts of the batch",
             got=f"{given} in {count} parts",
             remedy="a number of micro-batches (with schedules that halve them: twice the number) "
-            "that divides the batch",
+            f"that divides the batch{such}",
         )
     return batch

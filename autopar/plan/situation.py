@@ -30,8 +30,8 @@ class Situation:
 
     @classmethod
     def of(cls, candidate: Candidate, limit: float, sizes: Sizes) -> Situation:
-        """Of a candidate on its cluster."""
-        cluster = candidate.cluster
+        """Of a candidate on those nodes of its cluster that it uses."""
+        cluster = candidate.cluster.in_use
         return cls(
             nodes=len(cluster.nodes),
             devices=candidate.whole_mesh.size,

@@ -8,13 +8,14 @@ Of what was weighed, the best with each other decision, all else free, and where
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.pipeline.words import schedule_words
 from autopar.plan.next_mesh import next_mesh
 from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Alternative
+from autopar.planner.trial import measured
 from autopar.report.weighed import left_out_words, rows_of, rows_of_meshes
 from autopar.schema import write
 from autopar.search.account import Considered
@@ -55,7 +56,7 @@ QUESTIONS: Mapping[str, Callable[[Alternative], str]] = {
 
 # What is left only where memory is short.
 _LEAST = {
-    ("states", "whole"): "no other setting moves less",
+    ("states", "whole"): "cut ones are looked at where memory is short",
     ("recompute", "nothing"): "nothing is computed twice",
 }
 
@@ -81,6 +82,8 @@ class WayExplanation:
     left_out: Mapping[str, int]  # how many bounds ruled out, of each kind, or a guess
     searched: bool  # not asked for by name
     meshes: tuple[Considered, ...] = ()  # that the search for layouts looked at
+    # Measured seconds of those that were run, by how they run: they decided.
+    ran: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def why(self) -> str:
@@ -122,6 +125,9 @@ class WayExplanation:
         if abs(more) > _SAME * self.way.seconds:
             took = f"takes {seconds_text(abs(more))} {'more' if more > 0 else 'less'}"
             told = [f"{took} ({change_text(self.way.seconds, other.seconds)})"]
+        if (ran := self.ran.get(self.way.how)) and (other_ran := self.ran.get(other.how)):
+            run = f"{seconds_text(other_ran)} when both were run, not {seconds_text(ran)}"
+            told.append(f"took {run}")
         told += [f"{what} {parts}" for what, parts in self._changes(other).items() if parts]
         held, own = bytes_text(other.memory), bytes_text(self.way.memory)
         if not other.fits:
@@ -178,6 +184,8 @@ class WayExplanation:
     def _fastest(self) -> list[str]:
         """What it takes, if nothing that fits takes less."""
         fitting = [one.best.seconds for one in self.others if one.best.fits]
+        if ran := self.ran.get(self.way.how):
+            return [f"  the fastest that was run: {seconds_text(ran)} a step when it was measured"]
         if not fitting or min(fitting) < self.way.seconds * (1 - _SAME):
             return []
         held = f"{bytes_text(self.way.memory)} of {bytes_text(self.limit)}"
@@ -215,7 +223,8 @@ def explain_way(plan: PlanValue, name: str) -> WayExplanation:
     others.sort(key=lambda one: (not one.best.fits, one.best.seconds))
     considered = () if plan.search is None or name != "mesh" else plan.search.considered
     about = limit, plan.left_out, plan.search is not None
-    return WayExplanation(name, chosen, way, tuple(others), *about, tuple(considered))
+    run = tuple(considered), measured(plan.trials)
+    return WayExplanation(name, chosen, way, tuple(others), *about, *run)
 
 
 def _best(ways: Sequence[Alternative]) -> Alternative:

@@ -89,7 +89,7 @@ def what_if(
             got="nothing of it",
             remedy='plan.what_if(nodes=4), or bandwidth="2x", sequence=32768',
         )
-    cluster, limit = _cluster(plan.cluster, asked), _limit(plan)
+    cluster, limit = _cluster(plan.cluster.in_use, asked), _limit(plan)
     if asked.memory is not None:
         cluster = _with_memory(cluster, asked.memory, limit)
         limit = cluster.device.memory
@@ -127,7 +127,7 @@ def _carried_over(
 
 def _grown(plan: PlanValue, cluster: Cluster) -> tuple[dict[str, int], str]:
     """The ranks of the axis that grows with the nodes, and what is said of it."""
-    before, after = len(plan.cluster.nodes), len(cluster.nodes)
+    before, after = len(plan.cluster.in_use.nodes), len(cluster.nodes)
     if before == after:
         return {}, ""
     found = data_axis(plan, sizes_of(plan.original).sequence)

@@ -287,10 +287,15 @@ class Planner:
         """The ways that take least with so many stages and micro-batches."""
         kinds = (*self.regions.staged[::-1], *self.regions.leaner(self.request.cluster.device.host))
         schedules = () if self._is_straight(stages) else self._pipelines.schedules(stages, parts)
-        states = [*self.request.settings(stages), *self._hosted][-1]
-        asked = replace(self._layout_request(stages, parts), states=states)
-        about = schedules, partial(self._pipelines.staged, stages=stages)
-        return leanest(asked, self._layouts, self.regions, kinds, *about)
+        asked, about = (
+            self._layout_request(stages, parts),
+            partial(self._pipelines.staged, stages=stages),
+        )
+        settings = [*self.request.settings(stages), *self._hosted]
+        # States that are cut are gathered: layouts that cut them themselves may take less.
+        for states in dict.fromkeys((settings[-1], settings[0])):
+            with_states = replace(asked, states=states)
+            yield from leanest(with_states, self._layouts, self.regions, kinds, schedules, about)
 
     def _recomputing(
         self, free: Candidate, asked: LayoutRequest, settings: Sequence[States]

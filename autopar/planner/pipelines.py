@@ -67,6 +67,8 @@ class Pipelines:
         ledger, regions = self._ledger, self._regions_of(laid)
         tried, program = self.tried(laid), self.staged(laid, stages)
         is_hosted = laid.states.optimizer_device == "host"
+        # Cutting the states of the same layouts makes a way no faster, or by what it hides: little.
+        is_known = self._is_large or laid.states.is_whole
         kinds, last = regions.staged, regions.staged[-1]
         if is_leaner:
             kinds = regions.leaner(self._request.cluster.device.host)
@@ -83,10 +85,10 @@ class Pipelines:
             taken = dict[Recompute, float]()  # with these states
             for kind in kinds:
                 in_pieces = kind.keep == "cut"  # which takes longer; the next may not
-                if tried.seconds.get((number, kind), 0.0) >= ledger.fastest:
+                if is_known and tried.seconds.get((number, kind), 0.0) >= ledger.fastest:
                     if in_pieces:
                         continue
-                    break  # cutting the states of the same layouts makes no way faster
+                    break
                 try:
                     way = self._fastest(program, made, kind, stages)
                 except NotAlike:
@@ -101,7 +103,7 @@ class Pipelines:
                 is_faster = way.seconds < ledger.fastest
                 is_hopeless = is_faster and way.spread > self._memory
                 is_tight = is_hopeless or (is_faster and not way.fits(self._memory))
-                ledger.is_bound |= is_tight
+                ledger.is_bound |= is_tight or not (self._is_large or way.fits(self._memory))
                 if is_faster and not is_hopeless:
                     size = stages, parts, is_hosted
                     self._promises.note(kind, size, way.needed(self._memory))

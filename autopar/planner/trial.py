@@ -33,6 +33,11 @@ class Trial:
         return f"{self.how}: {seconds_text(self.predicted)} predicted, {taken}"
 
 
+def measured(trials: Sequence[Trial]) -> dict[str, float]:
+    """The seconds of those that were run, by how they run."""
+    return {one.how: one.measured for one in trials if one.measured is not None}
+
+
 def rows_of_trials(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
     """A table under its heading."""
     rows: list[tuple[str, ...]] = [("", "measured", "predicted")]

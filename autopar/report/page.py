@@ -58,7 +58,7 @@ def page(title: str, candidate: Candidate, asked: Asked, run: Run | None = None)
     """The whole file, with how a run of it went."""
     root, sent = tree(candidate), traffic(candidate)
     chosen = candidate.alternative(asked.limit)
-    weighed = ways(asked.alternatives, chosen, asked.limit)
+    weighed = ways(asked.alternatives, chosen, asked.limit, asked.trials)
     costs = _costs(root, candidate.microbatches)
     courses = memory_courses(candidate)
     spent, held = seconds(candidate), held_at_peak(candidate)

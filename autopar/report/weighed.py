@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from autopar.drawing import Axis, Drawing
 from autopar.mesh import Mesh
 from autopar.planner.candidate import Alternative
+from autopar.planner.trial import Trial, measured
 from autopar.search.account import Considered
 from autopar.units import bytes_text, counted, seconds_text, share_text
 
@@ -41,19 +42,26 @@ class Way:
         return self.figures.held.kinds
 
 
-def ways(alternatives: Sequence[Alternative], chosen: Alternative, limit: float) -> list[Way]:
-    """All of them, the fastest first."""
-    found = []
+def ways(
+    alternatives: Sequence[Alternative],
+    chosen: Alternative,
+    limit: float,
+    trials: Sequence[Trial] = (),
+) -> list[Way]:
+    """All of them, the fastest first; `trials`: of those that were run, which decided."""
+    found, ran = [], measured(trials)
     for one in sorted({*alternatives, chosen}, key=lambda one: (one.seconds, one.memory)):
         is_chosen = one == chosen
         if is_chosen:
             why = "chosen"
         elif not one.fits:
             why = f"takes {bytes_text(one.memory)}, there are {bytes_text(limit)}"
+        elif one.how in ran and chosen.how in ran:
+            why = f"{_slower(ran[one.how] / ran[chosen.how])} when both were run"
         elif one.seconds > chosen.seconds:
             why = _slower(one.seconds / chosen.seconds)
         else:
-            why = "as fast"
+            why = "as fast" if one.seconds == chosen.seconds else "was not run" if ran else "faster"
         found.append(Way(one, is_chosen, why))
     return found
 

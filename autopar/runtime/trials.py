@@ -12,6 +12,7 @@ one has another world.
 from __future__ import annotations
 
 import gc
+import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,9 @@ from autopar.runtime.plan_broadcast import everyones
 from autopar.runtime.timing import in_turns, step_seconds
 from autopar.runtime.world import World, world_beside
 
-ROUNDS, WARM, STEPS = 3, 1, 3  # of each round: steps that do not count, and that do
+ROUNDS, STEPS = 3, 3  # of each round: steps that count
+MOST_WARM = 6  # of those before them, which go on as long as they get faster
+_FASTER = 0.7  # times as long as the step before
 _SLOW = 1.5  # times as long as the fastest: what takes that in the first round is not run again
 _NO_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"  # as torch says it
 
@@ -59,7 +62,13 @@ def run_trials(
 
     def steps(plan: Plan) -> list[float]:
         with build(plan) as module:
-            return in_turns([partial(step_seconds, module, args, kwargs)], STEPS, WARM)[0]
+            step = partial(step_seconds, module, args, kwargs)
+            before, last = math.inf, step()
+            for _ in range(MOST_WARM - 1):
+                before, last = last, step()
+                if last > _FASTER * before:
+                    break
+            return in_turns([step], STEPS, warm=0)[0]
 
     with _nothing_stays(device), _Place(whole, device) as place:
         for turn in range(ROUNDS):

@@ -56,6 +56,8 @@ class SmallestFootprint:
         if self.memory <= limit:
             return f"{untried}a smaller batch, more devices, or devices with more memory"
         count = math.ceil(self.microbatches * activations / (limit - self.states))
+        fitting = (n for n in range(count, self.rows + 1) if self.rows % n == 0)
+        count = next(fitting, count)
         smaller = f"microbatches={count} (or a smaller batch)"
         if self.rows and count > self.rows:
             smaller = "a smaller sequence or model"  # one row is too large

@@ -18,6 +18,7 @@ from autopar.options import PlanOptions
 from autopar.planning import make_plans
 from autopar.runtime import trials
 from autopar.runtime.timing import in_turns
+from autopar.units import seconds_text
 from tests import models
 from tests.captures import shared_captures
 from tests.models import Case
@@ -63,12 +64,31 @@ def test_the_fastest_that_was_measured_is_taken_and_all_are_told(tmp_path: Path)
         assert one.measured == one.predicted + (3.0 if one.how.endswith(": 1 micro-batch") else 1.0)
         assert one.how in {way.how for way in plan.alternatives}
         assert one.how in str(plan).partition("ways that were run")[2]
+    told = str(plan.explain("microbatches"))
+    ran = seconds_text(plan.trials[0].measured)
+    assert f"the fastest that was run: {ran} a step when it was measured" in told
+    assert f"when both were run, not {ran}" in told.replace("\n", " ").replace("    ", "")
     plan.save(tmp_path / "plan.json")
     plan.report(tmp_path / "plan.html")
     saved = ap.Plan.load(tmp_path / "plan.json")
     assert saved.trials == plan.trials == saved.attach(case.model, case.args).trials
     assert plan.to_json()["trials"][0]["measured"] == plan.trials[0].measured
-    assert plan.trials[0].how in (tmp_path / "plan.html").read_text().partition("Profiled")[2]
+    page = (tmp_path / "plan.html").read_text()
+    assert plan.trials[0].how in page.partition("Profiled")[2]
+    assert "slower when both were run" in page
+
+
+def test_steps_count_when_they_get_no_faster() -> None:
+    """The first ones of a process, or of a kernel, take long: they are no step's."""
+    taken = dict[int, int]()
+
+    def seconds(module: ap.ParallelModule) -> float:
+        number = taken[id(module)] = taken.get(id(module), 0) + 1
+        return max(1.0, 8.0 / 2**number)
+
+    with timed(seconds):
+        plan = parallel(small()).plan
+    assert {one.measured for one in plan.trials} == {1.0}
 
 
 def test_what_is_run_is_what_the_same_request_by_name_gives() -> None:
