@@ -43,6 +43,7 @@ def plan_text(plan: PlanValue) -> str:
         ("memory", _held(memory.peak, limit, memory.parts, " at the peak")),
         *([("host", _held(memory.host, host.memory, memory.on_host))] if memory.host else []),
         *_about(plan),
+        *_repeated(plan),
     ]
     lines = [*_title("plan", plan, f"mode {plan.mode}"), *_facts(facts)]
     if plan.pipelining is not None:
@@ -103,6 +104,19 @@ def _no_loss(plan: PlanValue) -> list[tuple[str, str]]:
         "outside of it, nor in memory what backward makes on its way"
     )
     return [("loss", words)]
+
+
+def _repeated(plan: PlanValue) -> list[tuple[str, str]]:
+    """The axes along which all ranks do the same, which is more than is of use."""
+    layouts = {t.layout for n in plan.rewritten.nodes if "type" in n.meta for t in info(n).types}
+    layouts |= {at.optimizer for at in plan.decisions.apart.values()}
+    cut = {axis for layout in layouts for axis in (*layout.axes, *layout.partial)}
+    axes = [axis for axis in plan.mesh.names if axis not in cut and plan.mesh[axis] > 1]
+    if not axes:
+        return []
+    along, fewer = " and ".join(axes), plan.whole_mesh.size // plan.mesh.degree(axes)
+    words = f"all ranks along {along} do the same: {counted(fewer, 'device')} would do as well"
+    return [("repeated", words)]
 
 
 def _held(most: float, limit: float, parts: Mapping[str, float], when: str = "") -> str:

@@ -89,7 +89,7 @@ def what_if(
             got="nothing of it",
             remedy='plan.what_if(nodes=4), or bandwidth="2x", sequence=32768',
         )
-    cluster, limit = _cluster(plan.cluster.in_use, asked), _limit(plan)
+    cluster, limit = _cluster(plan.cluster, asked, search), _limit(plan)
     if asked.memory is not None:
         cluster = _with_memory(cluster, asked.memory, limit)
         limit = cluster.device.memory
@@ -127,7 +127,7 @@ def _carried_over(
 
 def _grown(plan: PlanValue, cluster: Cluster) -> tuple[dict[str, int], str]:
     """The ranks of the axis that grows with the nodes, and what is said of it."""
-    before, after = len(plan.cluster.in_use.nodes), len(cluster.nodes)
+    before, after = len(plan.cluster.nodes), len(cluster.nodes)
     if before == after:
         return {}, ""
     found = data_axis(plan, sizes_of(plan.original).sequence)
@@ -196,8 +196,8 @@ def _limit(plan: PlanValue) -> float:
     return plan.cluster.device.memory if plan.limit is None else plan.limit
 
 
-def _cluster(now: Cluster, asked: _Changes) -> Cluster:
-    """The machines there."""
+def _cluster(now: Cluster, asked: _Changes, search: bool) -> Cluster:
+    """The machines there, of which a search may use others than now."""
     count = len(now.nodes) if asked.nodes is None else _count("nodes", asked.nodes, len(now.nodes))
     if len({*now.nodes}) > 1 and count != len(now.nodes):
         raise InvalidInput(
@@ -207,7 +207,7 @@ def _cluster(now: Cluster, asked: _Changes) -> Cluster:
         )
     made = now if count == len(now.nodes) else replace(now, nodes=now.nodes[:1] * count, used=())
     if asked.bandwidth is not None:
-        if len(made.nodes) == 1:
+        if len((made if search else made.in_use).nodes) == 1:
             raise InvalidInput(
                 "bandwidth is that between nodes",
                 got=f"{asked.bandwidth} on one node",
