@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -304,7 +305,9 @@ def read_limit(memory: float | str | None, cluster: Cluster) -> float:
             got=f"memory={memory!r} on {cluster.device.name}, which has {bytes_text(has)}",
             remedy="less, or None for all that they have",
         )
-    return limit
+    # What was said holds for all devices, though the smallest have just that: less by a hair.
+    is_for_all = any(node.device.memory > has for node in cluster.nodes)
+    return math.nextafter(limit, 0.0) if limit == has and is_for_all else limit
 
 
 def _devices_here() -> int:

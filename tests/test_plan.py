@@ -702,7 +702,7 @@ def test_without_a_mesh_data_is_cut_over_all_devices_and_nothing_is_spread() -> 
 
 def test_axes_along_which_all_ranks_do_the_same_are_told() -> None:
     """Launches take longer than the work of such a model: more devices are of no use."""
-    case, cluster = mlp(batch=8), ap.Cluster.preset("dgx-v100", nodes=2)
+    case, cluster = mlp(batch=16), ap.Cluster.preset("dgx-v100", nodes=2)
     plan = ap.plan(case.model, case.args, case.kwargs, cluster=cluster)
     assert "do the same: 1 device would do as well" in " ".join(str(plan).split())
     cut = ap.plan(case.model, case.args, case.kwargs, cluster=cluster, mode="data")

@@ -30,6 +30,7 @@ from autopar.pipeline.call_memory import HANDED_ON, IN_PLACE_BACK, CallMemories
 from autopar.pipeline.held import Held
 from autopar.pipeline.moments import Arrival, Begin, Beside, Edge, Event, Moment, stretched, summed
 from autopar.pipeline.passing import Passing
+from autopar.pipeline.readings import first_readers, made_of_parameters, until
 from autopar.pipeline.sums import Sums
 from autopar.strategies.node_info import Region, info, times_of
 from autopar.strategies.results import is_result, maker, tensor_arguments, values_of
@@ -79,10 +80,12 @@ class ProgramCourse:
                 last[self._memory(value)] = node
         for value, reader in last.items():
             self._ends.setdefault(maker(reader), []).append(value)
-        self._until = _until(graph)
+        self._until = until(graph)
+        # Of a parameter, the reader that its gradient comes from last.
+        self._last_of = first_readers(graph, self._nodes)
         self._lapsing: dict[fx.Node, list[Hashable]] = {}  # what goes then
         # Of a split backward: values that are made of parameters alone, and what is put off.
-        self._weights = _made_of_parameters(graph) if is_split else frozenset[fx.Node]()
+        self._weights = made_of_parameters(graph) if is_split else frozenset[fx.Node]()
         self._is_split = is_split
         self._put_off: dict[fx.Node, Hashable] = {}  # with the gradient of its result
         sums = self._sums
@@ -196,8 +199,10 @@ class ProgramCourse:
 
         yield from self._each(reversed(self._nodes), back)
         for node in self.graph.find_nodes(op="placeholder"):
-            if node in self._gradient_of:  # it is sent on
+            if node in self._gradient_of:  # it is sent on, or its last reader gave none
                 self._flowing.let_go(self._gradient_of.pop(node))
+                if info(node).places is not None:
+                    yield Arrival(node)
         if self._nodes and not self._is_split:
             yield Begin(self._moment(self._nodes[0], True, 0.0), all_=True)
         self._take_over(given)
@@ -255,7 +260,7 @@ class ProgramCourse:
             made += [(v, self._new(size)) for v, size in gradients if size and v is not moved]
         if arrived:
             yield self._moment(last, True, more)
-        yield from self._given(made)
+        yield from self._given(made, linears)
         for node in linears:
             self._let_go(node, [arrived[node]] if node in arrived else [])
 
@@ -332,7 +337,7 @@ class ProgramCourse:
             elif size is not None:
                 made.append((value, self._new(0 if info(value).on_host else size)))
         yield self._moment(node, True, more)
-        yield from self._given(made)
+        yield from self._given(made, [node])
 
     def _new(self, size: float) -> Hashable:
         self._count += 1
@@ -351,28 +356,28 @@ class ProgramCourse:
             self._flowing.let_go(before)
             self._flowing.let_go(gradient)
 
-    def _given(self, made: Iterable[tuple[fx.Node, Hashable]]) -> Iterator[Event]:
+    def _given(
+        self, made: Sequence[tuple[fx.Node, Hashable]], readers: Sequence[fx.Node]
+    ) -> Iterator[Event]:
         """Gradients come to those of whose values they are; of a parameter one stays: a copy, where
-        others hold it too."""
+        others hold it too. It is under way till the last reader in this backward gives its own, and
+        autograd makes a new one of two."""
         for value, gradient in made:
-            if value.op == "placeholder" and info(value).places is not None:
+            is_parameter = value.op == "placeholder" and info(value).places is not None
+            if is_parameter and self._is_late:  # weights come one by one
                 self._flowing.let_go(gradient)
                 yield Arrival(value)
+            elif is_parameter and (before := self._gradient_of.get(value)) is not None:
+                self._gradient_of[value] = self._new(self._flowing.size(gradient))
+                yield self._moment(readers[0], True, 0.0)
+                self._flowing.let_go(before)
+                self._flowing.let_go(gradient)
             else:
                 self._arrive(value, gradient)
-
-
-def _until(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Of calls that take a gradient and do not learn, the one after which nothing is there that
-    backward would come from: till then autograd keeps what it would read."""
-    place = {node: at for at, node in enumerate(graph.nodes)}
-    found: dict[fx.Node, fx.Node] = {}
-    for node in reversed(graph.nodes):
-        about = info(node)
-        if node.op == "call_function" and about.differentiable and not about.learns:
-            ends = [found.get(user, user) for user in node.users]
-            found[node] = maker(max(ends, key=place.__getitem__, default=node))
-    return found
+        for value in dict.fromkeys(value for value, _ in made):
+            if self._last_of.get(value) in readers and value in self._gradient_of:
+                self._flowing.let_go(self._gradient_of.pop(value))
+                yield Arrival(value)
 
 
 def _in_order(calls: Sequence[fx.Node], together: Iterable[Sequence[fx.Node]]) -> list[fx.Node]:
@@ -388,21 +393,6 @@ def _in_order(calls: Sequence[fx.Node], together: Iterable[Sequence[fx.Node]]) -
         found += [] if node in moved else [node]
         found += after.get(node, ())
     return found
-
-
-def _made_of_parameters(graph: fx.Graph) -> frozenset[fx.Node]:
-    """The values that take a gradient and are made of no input."""
-    found: set[fx.Node] = set()
-    free: set[fx.Node] = set()  # made of neither
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            kind = info(node).origin[0]
-            found |= {node} if kind == "parameter" else set()
-            free |= set() if kind in ("parameter", "input", "received") else {node}
-        elif all(value in found or value in free for value in node.all_input_nodes):
-            is_made = any(value in found for value in node.all_input_nodes)
-            (found if is_made else free).add(node)
-    return frozenset(node for node in found if info(node).differentiable)
 
 
 @dataclass(frozen=True, eq=False)

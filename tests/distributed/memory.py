@@ -19,6 +19,8 @@ from tests.test_precision import in_float32
 # In float32, as models are.
 CASES = {
     "gpt": lambda: in_float32(models.gpt(hidden=128, sequence=64, vocabulary=256)),
+    # Whose two gradients of one parameter, and their sum, are more than anything else.
+    "tied": lambda: in_float32(models.gpt(sequence=2, vocabulary=4096)),
     "llama": lambda: in_float32(models.llama(hidden=128, sequence=64, vocabulary=256)),
     "resnet": lambda: in_float32(models.resnet(width=32, size=16)),
     "megatron": lambda: megatron(CASES["gpt"]()),
@@ -39,6 +41,10 @@ WAYS = [
     ("gpt", {"states": "zero3", "recompute": "full"}),
     ("gpt", {"recompute": ap.Recompute("full", keep="host")}),
     ("gpt", {"mesh": ap.Mesh(tp=2), "recompute": ap.Recompute("full", keep="cut")}),
+    ("tied", {"states": "whole"}),
+    ("tied", {"states": "zero2"}),
+    ("tied", {"microbatches": 4}),
+    ("tied", {"mesh": ap.Mesh(pp=2), "schedule": "1f1b", "microbatches": 4}),
     ("llama", {"states": "zero2"}),
     ("llama", {"states": "zero3", "recompute": "full"}),
     ("resnet", {"states": "zero1"}),
