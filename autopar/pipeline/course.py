@@ -24,7 +24,7 @@ from torch import fx
 from autopar.capture.origins import copied_parameter
 from autopar.cost.buckets import Travel
 from autopar.cost.reductions import linears_together
-from autopar.cost.saved_tensors import KeptOnce, storage
+from autopar.cost.saved_tensors import Kept, KeptOnce, Storage, source, storage
 from autopar.mesh import Mesh
 from autopar.pipeline.call_memory import HANDED_ON, IN_PLACE_BACK, CallMemories
 from autopar.pipeline.held import Held
@@ -69,6 +69,8 @@ class ProgramCourse:
         self.once = known or KeptOnce(mesh)
         self._whole: set[Region] = set()  # those that were made again in full
         self._again: set[Hashable] = set()  # what was made again
+        # Of each region, what is read again, by the calls that make it.
+        self._read: dict[Region, dict[fx.Node, dict[Storage, float]]] = {}
         self._times, self._sums = times, Sums(graph, mesh, travel, times)
         self.passing = Passing(graph, mesh, travel.buffer_bytes)
         self._is_late = False  # gradients are made that were put off
@@ -295,7 +297,7 @@ class ProgramCourse:
 
     def _remake(self, node: fx.Node) -> None:
         """Hold what the region of a call makes again for its backward: all of it, or what this call
-        is the first to read. Each reader lets go of its own."""
+        is the first to read, with what that is made of. Each reader lets go of its own."""
         region = info(node).region
         if region is None or region in self._whole:
             return
@@ -304,12 +306,31 @@ class ProgramCourse:
         if region.is_full:
             self._whole.add(region)
             wanted = {k: v for one in inside for k, v in self.once.remade(one).items()}
+        elif wanted:
+            wanted = {**wanted, **self._on_the_way(region, [made for made, _ in wanted])}
         new = {key: size for key, size in wanted.items() if key not in self._again}
         self._again |= new.keys()
         for one in inside if new else ():
             for key in self.once.remade(one).keys() & new.keys():
                 self._values.take(("again", key), new[key])
                 self._saved.setdefault(one, []).append(("again", key))
+
+    def _on_the_way(self, region: Region, made: Sequence[fx.Node]) -> Kept:
+        """What others of the region read of that from which values are made again."""
+        if region not in self._read:
+            read = self._read[region] = {}
+            for one in self._inside[region]:
+                for key, size in self.once.remade(one).items():
+                    read.setdefault(key[0], {})[key] = size
+        found, seen, waiting = dict[Storage, float](), set(made), list(made)
+        while waiting:
+            node = waiting.pop()
+            for value in {source(value) for value in node.all_input_nodes} - seen:
+                seen.add(value)
+                if info(value).remade and info(value).region == region:
+                    found |= self._read[region].get(value, {})
+                    waiting.append(value)
+        return found
 
     def _through(
         self, node: fx.Node, arrived: Hashable, without: Sequence[fx.Node] = ()

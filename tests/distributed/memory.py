@@ -24,6 +24,9 @@ CASES = {
     "llama": lambda: in_float32(models.llama(hidden=128, sequence=64, vocabulary=256)),
     "resnet": lambda: in_float32(models.resnet(width=32, size=16)),
     "megatron": lambda: megatron(CASES["gpt"]()),
+    # In micro-batches of one row weights take most, and what runs again.
+    "small-gpt2": lambda: models.gpt2(batch=8, layers=4),
+    "small-llama": lambda: models.llama(batch=8, layers=4),
     "head": lambda: unlearned.pair("head", width=64, batch=4096)[0],
     "detached": lambda: unlearned.pair("detached", width=64, batch=4096)[0],
 }
@@ -57,6 +60,17 @@ WAYS = [
     ("gpt", {"mesh": ap.Mesh(pp=2), "schedule": "zb-h1", "microbatches": 4, "recompute": "full"}),
     ("llama", {"mesh": ap.Mesh(pp=2), "schedule": "zb-h1", "microbatches": 4}),
     ("resnet", {"mesh": ap.Mesh(pp=2), "schedule": "1f1b", "microbatches": 4}),
+]
+
+
+# On one rank, where nothing is sent, to a thousandth.
+ALONE = [
+    ("tied", {}),
+    ("tied", {"microbatches": 4, "recompute": "full"}),
+    ("small-gpt2", {"microbatches": 4, "recompute": "selective"}),
+    ("small-llama", {"microbatches": 4, "recompute": "selective"}),
+    ("small-llama", {"microbatches": 4, "recompute": "full"}),
+    ("gpt", {"recompute": "selective"}),
 ]
 
 
@@ -97,4 +111,14 @@ def run(say: Callable[[str], None]) -> list[tuple[str, float]]:
         ratio = torch.tensor(found / planned)
         dist.all_reduce(ratio, dist.ReduceOp.MAX)
         ratios.append((f"{name} {options}", float(ratio)))
+    return ratios
+
+
+def alone(say: Callable[[str], None]) -> list[tuple[str, float]]:
+    """The same on one rank."""
+    warnings.simplefilter("ignore")
+    ratios = []
+    for name, options in ALONE:
+        found, planned = measured(case_of(name), **{"mesh": ap.Mesh(x=1), **options})
+        ratios.append((f"{name} {options}", found / planned))
     return ratios
