@@ -68,7 +68,8 @@ class Pipelines:
         tried, program = self.tried(laid), self.staged(laid, stages)
         is_hosted = laid.states.optimizer_device == "host"
         # Cutting the states of the same layouts makes a way no faster, or by what it hides: little.
-        is_known = self._is_large or laid.states.is_whole
+        is_deep = self._is_large or laid.captured.times > 1
+        is_known = is_deep or laid.states.is_whole
         kinds, last = regions.staged, regions.staged[-1]
         if is_leaner:
             kinds = regions.leaner(self._request.cluster.device.host)
@@ -103,7 +104,7 @@ class Pipelines:
                 is_faster = way.seconds < ledger.fastest
                 is_hopeless = is_faster and way.spread > self._memory
                 is_tight = is_hopeless or (is_faster and not way.fits(self._memory))
-                ledger.is_bound |= is_tight or not (self._is_large or way.fits(self._memory))
+                ledger.is_bound |= is_tight or not (is_deep or way.fits(self._memory))
                 if is_faster and not is_hopeless:
                     size = stages, parts, is_hosted
                     self._promises.note(kind, size, way.needed(self._memory))
