@@ -145,10 +145,11 @@ def _require_parts(captured: Captured, count: int) -> int:
             remedy="microbatches=4",
         )
     if batch is None or batch % count:
-        given = "no input with a batch" if batch is None else f"a batch of {batch}"
-        some = [str(n) for n in range(1, (batch or 0) + 1) if batch and batch % n == 0]
-        near = sorted(some, key=lambda n: abs(int(n) - count))[:2]
-        such = f", as {' or '.join(sorted(near, key=int))}" if near else ""
+        given, such = "no input with a batch", ""
+        if batch is not None:
+            some = [n for n in range(1, batch + 1) if batch % n == 0]
+            near = sorted(some, key=lambda n: abs(n - count))[:2]
+            given, such = f"a batch of {batch}", f", as {' or '.join(map(str, sorted(near)))}"
         raise InvalidInput(
             "the micro-batches of a step are equal parts of the batch",
             got=f"{given} in {count} parts",

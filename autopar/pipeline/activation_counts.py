@@ -57,7 +57,7 @@ def peaks(schedule: Schedule, recompute: bool) -> list[Live]:
     found: list[Live] = []
     for rank in range(schedule.ranks):
         seen = {tuple(live.items()) for live in live_microbatches(schedule, rank, recompute)}
-        found += map(dict, sorted(_largest(list(seen)) if seen else []))
+        found += map(dict, sorted(_largest(list(seen))))
     return found
 
 

@@ -1,4 +1,6 @@
-"""Readings: of the values of a program, which calls its backward comes to first and last."""
+"""Readings: what follows from who reads what in a program, for its backward (`course.py`): which
+reader of a parameter comes last, how long a value is kept that learns nothing, and what is made of
+parameters alone."""
 
 from __future__ import annotations
 

@@ -213,8 +213,7 @@ class Layouts:
 
         def candidate(decisions: Decisions) -> Candidate:
             if brief:
-                laid = longer(decisions, brief, program)
-                decisions = replace(laid, recompute=asked.recompute)
+                decisions = longer(decisions, brief, program, asked.recompute)
             return made(decisions=decisions)
 
         last: list[tuple[Decisions, Candidate]] = []  # whose memory was asked for

@@ -30,7 +30,7 @@ def lengthened(
 ) -> Candidate:
     """The same layouts, states and stages of the whole `program`, in as many micro-batches; what is
     `decided` of its regions."""
-    decisions = replace(longer(found.decisions, short, program), recompute=dict(decided))
+    decisions = longer(found.decisions, short, program, decided)
     about = program, found.cluster, decisions, batches
     made = Candidate(*about, search=found.search, line=found.line, states=found.states)
     if (cut := found.pipelining) is None:
@@ -43,9 +43,11 @@ def lengthened(
     return made.changed(found.search, Pipelining(cut.axis, cut.mesh, cut.schedule, stages, shared))
 
 
-def longer(known: Decisions, short: Shortened, program: Captured) -> Decisions:
-    """What is decided of the layouts of a short program, decided of one of those that have more of
-    its blocks."""
+def longer(
+    known: Decisions, short: Shortened, program: Captured, decided: Mapping[str, Recompute]
+) -> Decisions:
+    """What is decided of the layouts and states of a short program, of one of those that have more
+    of its blocks; with what is `decided` of the regions of that."""
     nodes = {node.name: node for node in short.captured.graph.nodes}
     readers = {reader for _, reader, _ in known.ways}
     replicated = {fallback.node for fallback in known.fallbacks}
@@ -74,7 +76,7 @@ def longer(known: Decisions, short: Shortened, program: Captured) -> Decisions:
         fallbacks=tuple(fallbacks),
         ways=ways,
         apart=apart,
-        recompute={},
+        recompute=dict(decided),
     )
 
 

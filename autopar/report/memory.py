@@ -80,13 +80,16 @@ def _whole(
     held = candidate.memories[rank]
     lasting = held.gathered - candidate.passing_copies(rank)
     span, end = candidate.seconds, max((end for _, end, _ in made), default=0.0)
-    # Seconds that are added up one by one end a rounding late.
     moments = [*made, (end, span, {"gradients": held.gradients})]
     stays = {kind: getattr(held, kind) for kind in LASTING}
     whole = [
-        (min(start, span), min(end, span), {**kinds, **stays, "gathered": left + lasting})
+        # Seconds that are added up one by one end a rounding late.
+        (
+            min(start, span),
+            min(end, span),
+            {**kinds, **stays, "gathered": kinds.get("gathered", 0.0) + lasting},
+        )
         for start, end, kinds in moments
-        for left in [kinds.get("gathered", 0.0)]
     ]
     return MemoryCourse(f"{who}: at most {bytes_text(held.peak)}", rank, span, whole)
 

@@ -60,8 +60,10 @@ def ways(
             why = f"{_slower(ran[one.how] / ran[chosen.how])} when both were run"
         elif one.seconds > chosen.seconds:
             why = _slower(one.seconds / chosen.seconds)
+        elif one.seconds == chosen.seconds:
+            why = "as fast"
         else:
-            why = "as fast" if one.seconds == chosen.seconds else "was not run" if ran else "faster"
+            why = "was not run" if ran else "faster"
         found.append(Way(one, is_chosen, why))
     return found
 

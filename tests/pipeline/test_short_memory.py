@@ -72,7 +72,9 @@ def laid(model: str) -> Both:
     about = {"line": LINE}
     return Both(
         Candidate(small.captured, CLUSTER, decided, small, **about),
-        Candidate(large.captured, CLUSTER, longer(decided, short, large.captured), large, **about),
+        Candidate(
+            large.captured, CLUSTER, longer(decided, short, large.captured, {}), large, **about
+        ),
         short.times,
     )
 
