@@ -7,7 +7,7 @@ up tables; this adds up the nodes that are there, as the stages of a pipeline do
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from torch import fx
 
@@ -191,7 +191,7 @@ class NodePrices:
         if copied_parameter(node) is None:
             return price
         # A cast that the runtime makes once a step, for all micro-batches and both ways.
-        return replace(price, forward=0.0, gathered=price.forward)
+        return price._replace(forward=0.0, gathered=price.forward)
 
     def stored(self, node: fx.Node, places: ParameterPlacement) -> NodeCost:
         """Of a parameter, if it is in these places."""

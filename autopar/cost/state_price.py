@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,7 @@ GATHERS, SUMS = "gathers of parameters", "sums of gradients"
 About = tuple[tuple[int, ...], StateBytes, bool]  # shape, bytes of an element, whether it learns
 
 
-@dataclass(frozen=True)
-class NodeCost:
+class NodeCost(NamedTuple):
     """Predicted seconds of one node of a rewritten program, each time that it runs."""
 
     forward: float = 0.0
@@ -47,10 +46,10 @@ class NodeCost:
 
     @property
     def seconds(self) -> float:
-        parts = ("reduced", "covered", "again")
-        return math.fsum(getattr(self, f.name) for f in fields(self) if f.name not in parts)
+        once = self.summed, self.gathered, self.updated
+        return math.fsum((self.forward, self.backward, self.hidden, *once))
 
-    def __add__(self, other: NodeCost) -> NodeCost:
+    def __add__(self, other: NodeCost) -> NodeCost:  # type: ignore[override]
         return NodeCost(
             self.forward + other.forward,
             self.backward + other.backward,
@@ -65,11 +64,11 @@ class NodeCost:
 
     def repeated(self, times: int) -> NodeCost:
         """Of so many nodes that take the same."""
-        return self if times == 1 else NodeCost(*(times * part for part in astuple(self)))
+        return self if times == 1 else NodeCost(*(times * part for part in self))
 
     def remade(self) -> NodeCost:
         """The same of a node whose forward runs again in backward."""
-        return replace(self, backward=self.backward + self.forward, again=self.forward)
+        return self._replace(backward=self.backward + self.forward, again=self.forward)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ def run(
     waiting: dict[int, int] = {}
     starts: list[list[float]] = [[] for _ in schedule.orders]
     ends: list[list[float]] = [[] for _ in schedule.orders]
+    passages = latency if isinstance(latency, Mapping) else None
     runnable = list(range(schedule.ranks))
     leaving: list[tuple[int, bool, Action]] = []
     free: dict[Hashable, float] = {}  # from when on a link of a rank is
@@ -80,14 +81,14 @@ def run(
                 for sent, is_crossing, done in leaving:
                     if not is_crossing:
                         arrivals[sent] = clock
-                    elif isinstance(latency, Mapping):
-                        passage = latency[done.pipe, done.stage, done.kind == "F"]
+                    elif passages is not None:
+                        passage = passages[done.pipe, done.stage, done.kind == "F"]
                         link = rank, passage.link
                         left = max(clock, free.get(link, 0.0))
                         left += passage.leaves * len(done.microbatches)
                         free[link], arrivals[sent] = left, left + passage.alpha
                     else:
-                        arrivals[sent] = clock + latency
+                        arrivals[sent] = clock + latency  # type: ignore[operator]
                     if sent in waiting:
                         runnable.append(waiting.pop(sent))
                 leaving.clear()

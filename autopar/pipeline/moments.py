@@ -10,7 +10,8 @@ hold what a buffer has room for, wherever blocks begin.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
@@ -18,8 +19,7 @@ from autopar.pipeline.sums import Sums
 from autopar.strategies.node_info import info
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """The bytes of one rank when a call has made its results, by kind."""
 
     call: str
@@ -173,7 +173,7 @@ def summed(events: Iterable[Event], sums: Sums) -> Iterator[Moment]:
         elif isinstance(event, Begin):
             for more, last in sums.begin(event.all_):
                 moment = _with(event.moment, sums).beside(last=last, passing=last)
-                yield replace(moment, more=more)
+                yield moment._replace(more=more)
 
 
 def _with(moment: Moment, sums: Sums) -> Moment:

@@ -49,6 +49,7 @@ class Optimiser:
         self.core = 0  # the most nodes that elimination left, since whoever asks set it to 0
         self._is_tangled = False  # whether it leaves any
         self._last: Core | None = None
+        self._ready: tuple[Elimination, list[Reduced]] | None = None  # of costs alone, not yet run
         self._known: dict[float, tuple[Optimum, int]] = {}  # by multiplier, with the core's nodes
         self._place([Chain(packed, run, limit) for run in runs if Chain.worthwhile(packed, run)])
 
@@ -130,8 +131,8 @@ class Optimiser:
 
     def is_tangled(self) -> bool:
         """Whether elimination alone leaves something, or takes long."""
-        elimination, _ = self._elimination(0.0, self.limit)
-        steps = elimination.order()
+        self._ready = self._elimination(0.0, self.limit)
+        steps = self._ready[0].order()
         return len(steps) < len(self.variables) or _work(steps) > MOST_WORK
 
     def _eliminated(
@@ -140,7 +141,10 @@ class Optimiser:
         """All weights after elimination. Where it would leave a core, or take too long, only those
         nodes leave that leave no table over more than a pair: the core is then solved as that."""
         if not self._is_tangled:
-            elimination, reduced = self._elimination(multiplier, self.limit)
+            ready, self._ready = self._ready, None
+            if ready is None or multiplier:
+                ready = self._elimination(multiplier, self.limit)
+            elimination, reduced = ready
             steps = elimination.order(keep)
             is_whole = len(steps) + len(keep) == len(self.variables)
             if is_whole and _work(steps) <= MOST_WORK:

@@ -190,6 +190,8 @@ class Traits:
 _RULES: dict[Operator, tuple[RuleFunction, Traits]] = {}
 _UNKNOWN = None, Traits()
 _MADE_OF: dict[Operator, tuple[Operator, RuleFunction]] = {}
+# By the id of a target, which is kept with it: operators are slow to hash.
+_FOUND: dict[int, tuple[Operator, tuple[RuleFunction | None, Traits]]] = {}
 
 
 def register_rule(
@@ -234,6 +236,7 @@ def register_rule(
         function = rule
     for operator in map(_resolve, _listed(operators)):
         _RULES[operator] = function, traits or _find(operator)[1]
+        _FOUND.clear()
 
 
 def aten(names: str) -> list[str]:
@@ -323,6 +326,13 @@ def registered() -> tuple[Operator, ...]:
 
 
 def _find(target: Operator) -> tuple[RuleFunction | None, Traits]:
+    """What was registered for a target."""
+    if (known := _FOUND.get(id(target))) is None:
+        known = _FOUND[id(target)] = target, _looked_up(target)
+    return known[1]
+
+
+def _looked_up(target: Operator) -> tuple[RuleFunction | None, Traits]:
     if target not in _RULES and isinstance(target, torch._ops.OpOverload):
         target = target.overloadpacket
     function, own = _MADE_OF.get(target, (target, None))
@@ -333,6 +343,7 @@ def _find(target: Operator) -> tuple[RuleFunction | None, Traits]:
 def made_of(operator: Operator, function: Operator, rule: RuleFunction) -> None:
     """Calls of `operator`, which was made of `function`, have the rule of that; or else this."""
     _MADE_OF[operator] = function, rule
+    _FOUND.clear()
 
 
 def origin_of(target: Operator) -> Operator:
