@@ -160,6 +160,10 @@ class ExecutionError(AutoparError, RuntimeError):
     """A program that was accepted could not be carried out."""
 
 
+class Interrupted(ExecutionError):
+    """Ctrl-C came to a search before it had anything to show."""
+
+
 def unforeseen(doing: str, node: fx.Node | None, error: Exception) -> AutoparError:
     """What an error from the depths becomes: one that names the operator and the user's line.
 

@@ -43,7 +43,7 @@ def test_a_step_is_planned_for_what_learns_alone(name: str, way: dict) -> None:
         assert_planned_alike(plan, ap.plan(like.model, like.args, **way))
     else:
         assert plan.search is not None
-        assert plan.search.objective == pytest.approx(plan.cost.seconds, rel=1e-6)
+        assert plan.search.added_up == pytest.approx(plan.cost.seconds, rel=1e-6)
     module = ap.parallelize(case.model, case.args, plan=plan, backend="virtual", check=True)
     assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
     if not module.program.stages:

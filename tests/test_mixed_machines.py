@@ -135,6 +135,32 @@ def test_an_interrupt_ends_the_choice_with_the_best_so_far(when: int, monkeypatc
     assert made.search.interrupted
 
 
+def test_what_fails_on_a_part_of_the_machines_is_no_interrupt(monkeypatch) -> None:
+    kept, begun = Planner.best, list[Planner]()
+
+    def best(planner: Planner) -> Candidate:
+        begun.append(planner)
+        if len(begun) > 1:
+            raise ap.ExecutionError("a pass gives a program", got="none", remedy="mend it")
+        return kept(planner)
+
+    monkeypatch.setattr(Planner, "best", best)
+    with pytest.raises(ap.ExecutionError, match="a pass gives a program"):
+        plan(mlp(layers=4), cluster((SLOW, 1), (FAST, 2)), microbatches=1)
+
+
+def test_where_no_part_of_the_machines_is_faster_none_is_said_to_be_too_small(monkeypatch) -> None:
+    """The least that is needed is looked for where nothing fits, not where nothing is faster."""
+
+    def least(planner: Planner, sizes: object) -> None:
+        raise AssertionError("all fits")
+
+    monkeypatch.setattr(Planner, "_weigh_leanest", least)
+    for name in ("4 and 8", "5, 1 and 2"):
+        assert len(list(offers(UNEVEN[name]))) > 1
+        plan(mlp(layers=3), UNEVEN[name], microbatches=1)
+
+
 def outer_choices(machines: ap.Cluster, parts: int) -> list[tuple[ap.Cluster, dict]]:
     """Every use of the devices, every number of stages, mesh and schedule."""
     found: list[tuple[ap.Cluster, dict]] = []

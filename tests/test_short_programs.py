@@ -17,11 +17,13 @@ from autopar.capture.regions import blocks
 from autopar.capture.shortened import LEAST_BESIDE, Shortened, shortened
 from autopar.cluster.part import Line
 from autopar.cost.footprint import Memory
+from autopar.errors import Interrupted
 from autopar.options import PlanOptions, read_request
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedules import weighed_schedules
 from autopar.pipeline.stages.cut import choose_stages
+from autopar.pipeline.stages.stretch import NotAlike
 from autopar.planner.candidate import Candidate
 from autopar.planner.choose import Planner
 from autopar.planner.deep import DeepPlanner
@@ -224,6 +226,22 @@ def test_the_choice_is_that_of_the_whole_program(part: float | None) -> None:
     assert found.captured.times == 1
     assert found.fits(asked.memory)
     assert found.seconds <= free.seconds * (1 + (1e-9 if part is None else 0.01))
+
+
+def test_an_interrupt_ends_the_search_on_a_program_that_does_not_stand_for_all(monkeypatch) -> None:
+    """It is not begun again on the whole one."""
+    own, begun = program("gpt2"), list[Planner]()
+
+    def best(planner: Planner) -> Candidate:
+        begun.append(planner)
+        planner.is_interrupted = True
+        raise NotAlike
+
+    monkeypatch.setattr(Planner, "best", best)
+    asked = read_request(PlanOptions(cluster=CLUSTER))
+    with pytest.raises(Interrupted, match="until it has found a plan"):
+        DeepPlanner(own.case.model, own.captured, asked, quiet).best()
+    assert len(begun) == 1
 
 
 def quiet(phase: str, detail: str) -> None:

@@ -14,11 +14,10 @@ from autopar.capture.captured import Captured
 from autopar.capture.origins import state_bytes
 from autopar.cluster import Cluster
 from autopar.cost.price import ClusterPrice
-from autopar.errors import ExecutionError
+from autopar.errors import Interrupted
 from autopar.mesh import Mesh
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.search.account import Search
-from autopar.search.auto import was_interrupted
 from autopar.states import States
 from autopar.strategies.node_info import info
 
@@ -73,9 +72,7 @@ def lowered(
         return known.lowered(known.bound - saved / stages)
     try:
         search = layouts.find(asked)[0].search
-    except (KeyboardInterrupt, ExecutionError) as error:
-        if not was_interrupted(error):
-            raise
+    except (KeyboardInterrupt, Interrupted):
         return known.cut_short()
     if search is None or search.interrupted:
         return known.cut_short()

@@ -8,7 +8,7 @@ regions recomputed, or cut so that every rank keeps within it. The fastest that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -17,7 +17,7 @@ from torch import nn
 from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks
-from autopar.errors import ExecutionError, InvalidInput
+from autopar.errors import Interrupted, InvalidInput
 from autopar.garbage import set_aside
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
@@ -31,7 +31,7 @@ from autopar.planner.leanest import in_each_number_of_stages, leanest
 from autopar.planner.ledger import Ledger
 from autopar.planner.mixed import ATTEMPTS, mixed
 from autopar.planner.pipelines import Pipelines
-from autopar.planner.promises import Promises
+from autopar.planner.promises import Promises, Size
 from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request
 from autopar.planner.room import Room
@@ -40,14 +40,11 @@ from autopar.planner.verdict import no_size
 from autopar.planner.whole import Whole
 from autopar.progress import Report
 from autopar.recompute import Recompute
-from autopar.search.auto import NothingFaster, is_large, too_early, was_interrupted
+from autopar.search.auto import NothingFaster, is_large, too_early
 from autopar.search.constraints import Constraints, read_constraints
 from autopar.search.smallest_footprint import NothingFits
 from autopar.solver.graph import UnequalBlocks
 from autopar.states import States
-
-Ways = Callable[[int, int], Iterator[Candidate]]  # with so many stages and micro-batches
-Size = tuple[Ways, tuple[int, int]]
 
 LARGE = 2000  # calls of a program that is not looked at where it cannot be the best
 MOST_LEANEST = 3  # numbers of stages in which the leanest way of a large program is looked for
@@ -83,7 +80,7 @@ class Planner:
             request, count, self._regions_of, stage_pins(model), about, self._is_large
         )
         self._is_short_of_memory = False  # and all that would be with states on the device
-        self._is_interrupted = self._has_left = False  # the best so far is taken, with some left
+        self.is_interrupted = self._has_left = False  # the best so far is taken, with some left
 
     @property
     def _fastest(self) -> float:
@@ -95,16 +92,15 @@ class Planner:
         """The fastest way to run a step, of those that are asked for and fit."""
         reasons: dict[str, InvalidInput] = {}  # by size
         sizes = list(self.request.sizes())
-        left: list[Size] = [(self._candidates, size) for size in sizes]
-        while left and not self._is_interrupted:
-            left.sort(key=self._promised)
+        left = [Size(*size) for size in sizes]
+        while left and not self.is_interrupted:
+            left.sort(key=self._promises.of)
             if is_large(self.captured) and not (left := self._likely(left)):
                 break
-            asked = [(*size, ways == self._on_host) for ways, size in left]
-            left.insert(0, left.pop(self._promises.next(asked, self._fastest < math.inf)))
-            ways, (stages, parts) = left[0]
-            if not self._may_win(stages, parts, ways == self._on_host):
-                self.ledger.left_out["sizes"] += ways != self._on_host  # each once
+            left.insert(0, left.pop(self._promises.next(left, self._fastest < math.inf)))
+            stages, parts, is_hosted = left[0]
+            if not self._may_win(left[0]):
+                self.ledger.left_out["sizes"] += not is_hosted  # each once
                 left = left[1:]
                 continue
             size = size_words(stages, parts)
@@ -113,12 +109,11 @@ class Planner:
                 self.report.look_at(size)
                 if self._looks_ahead(stages, parts):
                     continue  # others may promise more now
+                ways = self._on_host if is_hosted else self._candidates
                 for candidate in ways(stages, parts):
                     self._weigh(candidate)
-            except (KeyboardInterrupt, ExecutionError) as error:
-                if not was_interrupted(error):
-                    raise
-                self._is_interrupted = True
+            except (KeyboardInterrupt, Interrupted):
+                self.is_interrupted = True
                 break
             except NothingFaster:
                 pass
@@ -131,33 +126,32 @@ class Planner:
                 if len(sizes) == 1 or (is_straight and parts == 1):
                     raise
                 reasons[size] = error.with_traceback(None)
-            is_short = ways == self._candidates and self._is_short_of_memory
-            left[:1] = [(self._on_host, (stages, parts))] if is_short and self._hosted else []
-        if self.ledger.kept.best is None and not self._is_interrupted:
+            is_short = not is_hosted and self._is_short_of_memory
+            left[:1] = [Size(stages, parts, is_hosted=True)] if is_short and self._hosted else []
+        if self.ledger.kept.best is None and not self.is_interrupted:
             if self.ledger.left_out["unlike"]:
                 raise NotAlike
+            if self.request.fastest < math.inf and not self.ledger.refused:
+                raise NothingFaster
             self._weigh_leanest(sizes)
         if (best := self.ledger.kept.best) is None:
-            if self._is_interrupted:
+            if self.is_interrupted:
                 raise too_early()
             raise self.ledger.refusal(self.regions, self.captured) or no_size(reasons, self.request)
         self._has_left = bool(left)
         return self._finished(best)
 
-    def _promised(self, one: Size) -> tuple[float, int]:
-        return self._promises.of(*one[1], is_hosted=one[0] == self._on_host)
-
     def _likely(self, left: Sequence[Size]) -> list[Size]:
         """Those of the sizes that are left which may well be faster than what fits already."""
-        likely = partial(self._promises.likely, seconds=self._fastest)
-        found = [one for one in left if likely(*one[1], is_hosted=one[0] == self._on_host)]
-        for _, size in (one for one in left if one not in found and one[0] != self._on_host):
-            is_sure = self._promises.least(*size) >= self._fastest
+        found = [size for size in left if self._promises.likely(size, self._fastest)]
+        for size in (size for size in left if size not in found and not size.is_hosted):
+            is_sure = self._promises.least(size.stages, size.parts) >= self._fastest
             self.ledger.left_out["sizes" if is_sure else "unlikely"] += 1
         return found
 
-    def _may_win(self, stages: int, parts: int, is_hosted: bool = False) -> bool:
-        """Whether some way with so many stages and micro-batches may be faster than what fits."""
+    def _may_win(self, size: Size) -> bool:
+        """Whether some way of that size may be faster than what fits."""
+        stages, parts, is_hosted = size
         fastest = self._fastest - self._promises.update * is_hosted
         least = self._promises.least(stages, parts)
         if fastest == math.inf or least >= fastest:
@@ -178,7 +172,7 @@ class Planner:
         figures = figures if self._whole is None else self._whole.told(figures, candidate)
         self.ledger.add(figures, candidate, self._finished)
         if candidate.search is not None and candidate.search.interrupted:
-            self._is_interrupted = True
+            self.is_interrupted = True
 
     def _finished(self, best: Candidate) -> Candidate:
         """Of the whole program, with a bound for all cut states, if the search chose these."""
@@ -188,7 +182,7 @@ class Planner:
         if best.pipelining is None:  # of what runs again the search adds up some alone
             search = search.taken(best.seconds)
             best = best.changed(search)
-        if self._has_left or (self._is_interrupted and not search.interrupted):
+        if self._has_left or (self.is_interrupted and not search.interrupted):
             return best.changed(search.cut_short())
         if not best.states.is_cut or self.request.states is not None:
             return best
@@ -223,9 +217,9 @@ class Planner:
         are cut, and with regions that are recomputed for each schedule; then layouts that leave
         more room, as long as they may be faster than what fits already. Without a pipeline, regions
         are recomputed then."""
-        whole, *others = settings = self.request.settings(stages)
+        _, *others = settings = self.request.settings(stages)
         asked = replace(self._layout_request(stages, parts), cutoff=self._fastest * stages)
-        free, _ = self._layouts.find(replace(asked, states=whole))
+        free, _ = self._layouts.find(asked)
         refused: list[NothingFits] = []
         found: list[bool] = []  # of each candidate, whether it fits
 
@@ -242,17 +236,17 @@ class Planner:
         self.ledger.is_bound = is_crowded = self._promises.is_crowded(stages, parts)
         if not (is_crowded and asked.is_all):
             yield from weighed(self._laid(free, stages, parts))
-            if not self.ledger.is_bound or self._is_interrupted:
+            if not self.ledger.is_bound or self.is_interrupted:
                 return
             yield from weighed(self._placed(free, stages, parts, others))
             yield from weighed(self._placed(free, stages, parts, settings, is_leaner=True))
         if self.request.mode == "auto" and not is_crowded:
-            yield from weighed(self._with_states(replace(asked, states=whole), stages, parts))
+            yield from weighed(self._with_states(asked, stages, parts))
             for states in others:
-                if any(found) or self.ledger.fits_device or self._is_interrupted:
+                if any(found) or self.ledger.fits_device or self.is_interrupted:
                     break
                 yield from weighed(self._with_states(replace(asked, states=states), stages, parts))
-        if len(self.regions.kinds) > 1 and not self._is_interrupted:
+        if len(self.regions.kinds) > 1 and not self.is_interrupted:
             if asked.is_all:
                 yield from weighed(self._recomputing(free, asked, settings))
             elif not any(found) and not self.ledger.fits_device:
@@ -330,14 +324,15 @@ class Planner:
         return stages == 1 and self.request.schedule is None
 
     def _layout_request(self, stages: int, parts: int) -> LayoutRequest:
-        """The fastest layouts, whatever they need."""
+        """The fastest layouts, whatever they need, with the states that are tried first."""
         is_straight = self._is_straight(stages)
         batches = None if is_straight and parts == 1 else self._batches(parts)
         program = self.captured if batches is None else batches.captured
         plain = self.regions.all(self.regions.kinds[0])
         line = None if is_straight else self.request.line(stages)
         about = program, batches, self.request.meshes(stages, parts), math.inf, is_straight
-        return LayoutRequest(*about, recompute=plain, line=line)
+        states = self.request.settings(stages)[0]
+        return LayoutRequest(*about, states, recompute=plain, line=line)
 
     def _laid(
         self, laid: Candidate, stages: int, parts: int, is_leaner: bool = False
@@ -360,7 +355,7 @@ class Planner:
         """Every way with the layouts of one, and one of some settings of states."""
         for states in () if is_leaner and self._is_straight(stages) else settings:
             laid = whole.placed(states)
-            if self._is_interrupted or not (laid.decisions.apart or states == whole.states):
+            if self.is_interrupted or not (laid.decisions.apart or states == whole.states):
                 return
             if self._is_straight(stages):
                 laid = laid.changed(whole.search and whole.search.taken(laid.cost.seconds))

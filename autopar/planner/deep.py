@@ -23,6 +23,7 @@ from autopar.planner.request import Request
 from autopar.planner.whole import Whole
 from autopar.progress import Report
 from autopar.recompute import Recompute
+from autopar.search.auto import too_early
 from autopar.search.constraints import Constraints
 
 
@@ -77,5 +78,7 @@ class DeepPlanner:
         if self._short is not None:
             with suppress(NotAlike):
                 return self._planner.best()
+            if self._planner.is_interrupted:
+                raise too_early()
             self._planner = self._of(None)
         return self._planner.best()

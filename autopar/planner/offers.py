@@ -13,12 +13,13 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from autopar.cluster import Cluster, Device
-from autopar.errors import ExecutionError, InvalidInput
+from autopar.errors import Interrupted, InvalidInput
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.deep import DeepPlanner
 from autopar.planner.fastest import Fastest
 from autopar.planner.ledger import best_first
 from autopar.planner.request import Request
+from autopar.search.auto import NothingFaster
 
 
 def has_world() -> bool:
@@ -85,7 +86,9 @@ class Choice:
             except InvalidInput as error:
                 refused.append(error)
                 continue
-            except ExecutionError:  # an interrupt, before it found a way
+            except NothingFaster:
+                continue
+            except Interrupted:
                 if found is None:
                     raise
                 best, by = found

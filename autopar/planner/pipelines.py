@@ -17,7 +17,7 @@ from autopar.pipeline.stages.stretch import NotAlike
 from autopar.planner.candidate import Candidate
 from autopar.planner.ideal import Ideal
 from autopar.planner.ledger import Ledger
-from autopar.planner.promises import Promises
+from autopar.planner.promises import Promises, Size
 from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request
 from autopar.planner.staged import StagedProgram, StagedWay, Tried
@@ -106,7 +106,7 @@ class Pipelines:
                 is_tight = is_hopeless or (is_faster and not way.fits(self._memory))
                 ledger.is_bound |= is_tight or not (is_deep or way.fits(self._memory))
                 if is_faster and not is_hopeless:
-                    size = stages, parts, is_hosted
+                    size = Size(stages, parts, is_hosted)
                     self._promises.note(kind, size, way.needed(self._memory))
                 is_cut = is_tight and not is_hopeless and self._is_worth_cutting(made)
                 if is_cut:

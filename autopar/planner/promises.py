@@ -1,7 +1,7 @@
 """Promises: in which order sizes are weighed, and what a step in so many stages takes at least.
 
 promises = Promises(captured, request, ideal, 96)
-promises.of(4, 16)              # the least comes first: seconds, as far as one can tell
+promises.of(Size(4, 16))        # the least comes first: seconds, as far as one can tell
 promises.known[4, 8] = 0.1      # with the fastest layouts, if there were all memory
 promises.least(4, 16)           # then 0.1 at least: smaller micro-batches take no less in all
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from autopar.capture.captured import Captured
 from autopar.cost.footprint import whole_bytes
@@ -27,6 +28,14 @@ _CLOSE = 1.03  # the same where layouts are known
 _MOVES = 1.15  # times what its operators take, as long as nothing is known of what moves
 
 
+class Size(NamedTuple):
+    """Of a step: how many stages and micro-batches, and whether states are on the host."""
+
+    stages: int
+    parts: int
+    is_hosted: bool = False
+
+
 class Promises:
     """What sizes promise, the better the more is known of their layouts."""
 
@@ -40,10 +49,11 @@ class Promises:
         self._seen: dict[tuple[Recompute, bool], dict[float, float]] = {}
         self._pieces: float | None = None  # times the seconds of a step, if regions keep pieces
 
-    def of(self, stages: int, parts: int, is_hosted: bool = False) -> tuple[float, int]:
+    def of(self, size: Size) -> tuple[float, int]:
         """What a step is likely to take, with stages that wait for one another and with what has to
         run again to fit. Where states have to be cut, many micro-batches leave most room.
-        `is_hosted`: with states on the host, which takes longer than what else there is."""
+        With states on the host it takes longer than what else there is."""
+        stages, parts, is_hosted = size
         inner = self._request.inner(stages)
         run = parts / stages * self._ideal.run(parts * inner)
         waits = 1 + max(0, stages - 2) / parts / most_chunks(stages, parts, self._blocks)
@@ -71,9 +81,8 @@ class Promises:
             if kind == room.staged[-1] or self._may_hold(kind, share, is_hosted)
         )
 
-    def note(self, kind: Recompute, size: tuple[int, int, bool], needed: float) -> None:
-        """In so many stages and micro-batches, with states on the host or not, some rank needs so
-        many bytes, all regions treated so."""
+    def note(self, kind: Recompute, size: Size, needed: float) -> None:
+        """Some rank needs so many bytes, all regions treated so."""
         stages, parts, is_hosted = size
         seen, share = self._seen.setdefault((kind, is_hosted), {}), min(stages, parts) / parts
         seen[share] = min(needed, seen.get(share, math.inf))
@@ -99,27 +108,27 @@ class Promises:
         known = self.known.items()
         return max((t for (n, m), t in known if n == stages and parts % m == 0), default=0.0)
 
-    def likely(self, stages: int, parts: int, seconds: float, is_hosted: bool = False) -> bool:
+    def likely(self, size: Size, seconds: float) -> bool:
         """Whether a step may well take about so many seconds: what is known of its layouts is the
         least that they take."""
-        promised, _ = self.of(stages, parts, is_hosted)
-        promised /= AGAIN if is_hosted else 1.0  # which says only that it is looked at late
-        return promised <= (_CLOSE if (stages, parts) in self.known else _LIKELY) * seconds
+        promised, _ = self.of(size)
+        promised /= AGAIN if size.is_hosted else 1.0  # which says only that it is looked at late
+        return promised <= (_CLOSE if size[:2] in self.known else _LIKELY) * seconds
 
-    def next(self, left: Sequence[tuple[int, int, bool]], has_found: bool) -> int:
-        """Which of these sizes, each with whether states are on the host, to look at: the first or,
-        where layouts are to be looked for, the one with as many stages and the fewest
-        micro-batches: with more, no step takes less. As long as nothing was found, of those that
-        promise about as much one whose layouts are known, or with the fewest stages."""
+    def next(self, left: Sequence[Size], has_found: bool) -> int:
+        """Which of these sizes to look at: the first or, where layouts are to be looked for, the
+        one with as many stages and the fewest micro-batches: with more, no step takes less. As long
+        as nothing was found, of those that promise about as much one whose layouts are known, or
+        with the fewest stages."""
         if left[0][:2] in self.known or self._request.mode != "auto":
             return 0
-        stages, best = left[0][0], self.of(*left[0])[0]
+        stages, best = left[0].stages, self.of(left[0])[0]
         if not has_found:
-            alike = [(n, m) for n, m, on_host in left if not on_host and self.likely(n, m, best)]
-            if known := [size for size in alike if size in self.known]:
-                return left.index((*known[0], False))
-            stages = min(alike)[0]
-        unknown = [one for one in left if one[0] == stages and one[:2] not in self.known]
+            alike = [one for one in left if not one.is_hosted and self.likely(one, best)]
+            if known := [one for one in alike if one[:2] in self.known]:
+                return left.index(known[0])
+            stages = min(alike).stages
+        unknown = [one for one in left if one.stages == stages and one[:2] not in self.known]
         return left.index(min(unknown))
 
     def is_crowded(self, stages: int, parts: int) -> bool:

@@ -8,6 +8,8 @@ from autopar.mesh import Mesh
 from autopar.solver.residual import relative_gap
 from autopar.solver.solve import Sizes
 
+_SHARED = 0.01  # relative: what movements save at most by sharing steps
+
 
 @dataclass(frozen=True)
 class Considered:
@@ -25,7 +27,8 @@ class Search:
     """The account of a search: how long, how good, how large, what else was weighed."""
 
     seconds: float
-    objective: float  # predicted seconds of a step, as the search adds them up
+    objective: float  # predicted seconds of a step
+    added_up: float  # the same, as the search adds them up of the layouts that it found
     # No plan that fits takes less, on any mesh that was tried, with states that are whole, or cut
     # in any way, as those of the plan are. 0: not known.
     bound: float
@@ -41,8 +44,10 @@ class Search:
 
     def taken(self, seconds: float) -> Search:
         """The same of a plan that takes longer than what was found; or less, where movements share
-        steps that the search adds up for each of them. Those of other plans may do so, too."""
-        bound = max(0.0, self.bound - max(0.0, self.objective - seconds))
+        steps that the search adds up for each of them. Those of other plans may do so, too: where
+        that is more than a little, nothing is known of them."""
+        less = max(0.0, self.objective - seconds)
+        bound = max(0.0, self.bound - less) if less <= _SHARED * seconds else 0.0
         gap = relative_gap(seconds, bound)
         return replace(self, objective=seconds, bound=bound, gap=gap)
 
@@ -63,4 +68,5 @@ class Search:
             for one in self.considered
         )
         objective, bound = self.objective / ranks, self.bound / ranks
-        return replace(self, objective=objective, bound=bound, considered=considered)
+        made = replace(self, objective=objective, bound=bound, considered=considered)
+        return replace(made, added_up=self.added_up / ranks)

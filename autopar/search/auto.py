@@ -15,7 +15,7 @@ from functools import cached_property
 
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
-from autopar.errors import ExecutionError
+from autopar.errors import Interrupted
 from autopar.mesh import Mesh
 from autopar.progress import Report
 from autopar.search.account import Considered, Search
@@ -132,6 +132,7 @@ class LayoutSearch:
         account = Search(
             seconds=time.perf_counter() - started,
             objective=solution.objective * count,
+            added_up=solution.objective * count,
             bound=bound * count,
             gap=relative_gap(solution.objective, bound),
             sizes=solution.sizes,
@@ -159,9 +160,7 @@ class LayoutSearch:
                     self._considered.append(Considered(mesh, None, None, why))
                     continue
                 is_interrupted = self._weigh(mesh)
-            except (KeyboardInterrupt, ExecutionError) as error:
-                if not was_interrupted(error):
-                    raise
+            except (KeyboardInterrupt, Interrupted):
                 is_interrupted, left = True, meshes[number:]
             if is_interrupted:
                 why = "the search was interrupted"
@@ -380,14 +379,9 @@ class NothingFaster(Exception):
     """No layouts take less than a search was told to beat."""
 
 
-def was_interrupted(error: BaseException) -> bool:
-    """Whether Ctrl-C is behind an error."""
-    return isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt)
-
-
-def too_early() -> ExecutionError:
+def too_early() -> Interrupted:
     """The error of a search that was interrupted with nothing to show."""
-    return ExecutionError(
+    return Interrupted(
         "a search runs until it has found a plan",
         got="an interrupt before the first one was found",
         remedy="let it run longer, or give it a mesh",

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
-from autopar.errors import ExecutionError, InvalidInput
+from autopar.errors import Interrupted, InvalidInput
 from autopar.progress import Report
 from autopar.solver.branch_and_bound import branch_and_bound
 from autopar.solver.graph import CostGraph
@@ -104,7 +104,7 @@ def solve(
         sizes = replace(sizes, core_nodes=optimiser.core)
     except KeyboardInterrupt:
         if search is None or search.choice is None:
-            raise ExecutionError(
+            raise Interrupted(
                 "the search runs until it has found a plan",
                 got="an interrupt before the first one was found",
                 remedy="let it run longer",

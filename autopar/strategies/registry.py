@@ -190,8 +190,7 @@ class Traits:
 _RULES: dict[Operator, tuple[RuleFunction, Traits]] = {}
 _UNKNOWN = None, Traits()
 _MADE_OF: dict[Operator, tuple[Operator, RuleFunction]] = {}
-# By the id of a target, which is kept with it: operators are slow to hash.
-_FOUND: dict[int, tuple[Operator, tuple[RuleFunction | None, Traits]]] = {}
+_FOUND: dict[int, tuple[Operator, tuple[RuleFunction | None, Traits]]] = {}  # by id
 
 
 def register_rule(
@@ -326,18 +325,14 @@ def registered() -> tuple[Operator, ...]:
 
 
 def _find(target: Operator) -> tuple[RuleFunction | None, Traits]:
-    """What was registered for a target."""
     if (known := _FOUND.get(id(target))) is None:
-        known = _FOUND[id(target)] = target, _looked_up(target)
+        one = target
+        if one not in _RULES and isinstance(one, torch._ops.OpOverload):
+            one = one.overloadpacket
+        function, own = _MADE_OF.get(one, (one, None))
+        unknown = _UNKNOWN if own is None else (own, Traits())
+        known = _FOUND[id(target)] = target, _RULES.get(one, _RULES.get(function, unknown))
     return known[1]
-
-
-def _looked_up(target: Operator) -> tuple[RuleFunction | None, Traits]:
-    if target not in _RULES and isinstance(target, torch._ops.OpOverload):
-        target = target.overloadpacket
-    function, own = _MADE_OF.get(target, (target, None))
-    unknown = _UNKNOWN if own is None else (own, Traits())
-    return _RULES.get(target, _RULES.get(function, unknown))
 
 
 def made_of(operator: Operator, function: Operator, rule: RuleFunction) -> None:
