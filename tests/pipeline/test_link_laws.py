@@ -124,7 +124,7 @@ class Busy:
                         moved = float((forward + backward + done.backward_written)[0])
                         found[f"compute {rank}"] += times * flops / device.peak(facts.dtype)
                         found[f"memory {rank}"] += times * moved / device.throughput
-        for unit, size, bandwidth in (*self._collectives(), *self._messages()):
+        for unit, size, bandwidth in (*self._collectives(), *self._sums(), *self._messages()):
             found[unit] += size / bandwidth
         return found
 
@@ -154,24 +154,40 @@ class Busy:
                 yield f"{size} nodes {unit}", node_of // size == unit, bandwidth
 
     def _collectives(self) -> Iterator[tuple[str, float, float]]:
-        """A ring leaves each unit once with what a rank sends in all."""
-        mesh = self.candidate.mesh
         for place, nodes, times in self._runs():
-            ranks = self._line.ranks[place]
             for node in nodes:
                 movement = info(node).movement
-                if movement is None:
-                    continue
-                kinds = [movement.kind, *([movement.backward] if info(node).learns else [])]
-                p = mesh.degree(movement.axes)
-                about = {"p": p, "V": float(info(node).bytes), "B": 1.0, "a": 0.0}
-                rings = {"all_reduce", "all_gather", "reduce_scatter"}.intersection(kinds)
-                sent = sum(float(COLLECTIVES[kind](**about)) for kind in kinds if kind in rings)
-                for unit, is_there, bandwidth in self._units():
-                    for group in mesh.groups(movement.axes):
-                        inside = is_there[ranks[list(group)]]
-                        if inside.any() and not inside.all():
-                            yield unit, times * sent, bandwidth
+                if movement is not None:
+                    kinds = [movement.kind, *([movement.backward] if info(node).learns else [])]
+                    size = times * float(info(node).bytes)
+                    yield from self._ring(place, movement.axes, kinds, size)
+
+    def _sums(self) -> Iterator[tuple[str, float, float]]:
+        """The gradients of a parameter are summed once a step, wherever it is read."""
+        read = {
+            (place, value): None
+            for place, nodes, _ in self._runs()
+            for node in nodes
+            for value in node.all_input_nodes
+            if info(value).sync
+        }
+        for place, parameter in read:
+            size = float(info(parameter).type.local_bytes(self.candidate.mesh))
+            yield from self._ring(place, info(parameter).sync, ["all_reduce"], size)
+
+    def _ring(
+        self, place: int, axes: tuple[str, ...], kinds: list[str], size: float
+    ) -> Iterator[tuple[str, float, float]]:
+        """It leaves each unit once with what a rank sends in all."""
+        mesh, ranks = self.candidate.mesh, self._line.ranks[place]
+        about = {"p": mesh.degree(axes), "V": size, "B": 1.0, "a": 0.0}
+        rings = {"all_reduce", "all_gather", "reduce_scatter"}.intersection(kinds)
+        sent = sum(float(COLLECTIVES[kind](**about)) for kind in kinds if kind in rings)
+        for unit, is_there, bandwidth in self._units():
+            for group in mesh.groups(axes):
+                inside = is_there[ranks[list(group)]]
+                if inside.any() and not inside.all():
+                    yield unit, sent, bandwidth
 
     def _messages(self) -> Iterator[tuple[str, float, float]]:
         given = self.candidate.pipelining
@@ -194,6 +210,8 @@ def test_no_resource_is_busy_for_longer_than_a_step(name: str, way: str, cluster
     candidate = priced(planned(name, way), cluster)
     busy = Busy(candidate).seconds
     assert len(busy) > 32
+    if name != "apart":  # where each stage is in a node, most are summed there
+        assert list(Busy(candidate)._sums())
     resource, most = max(busy.items(), key=lambda one: one[1])
     assert most <= candidate.seconds * (1 + 1e-9), resource
 
