@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autopar as ap
 from autopar import Cluster, Mesh
 from autopar.capture import capture
 from autopar.capture import shortened as shortening
@@ -234,6 +235,45 @@ def test_regions_of_several_blocks_do_not_stand_for_others() -> None:
     regions = Regions(short.captured, AskedRecomputation())
     assert members_of(short.captured, regions.free) is None
     assert members_of(short.whole, ("layers.0", "layers.1")) == ("layers.0", "layers.1")
+
+
+class Named(nn.Module):
+    """Blocks in modules of these names, of which the first runs once more at the end."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        rows = (nn.Sequential(*(Part(16) for _ in range(3))) for _ in names)
+        self.rows = nn.ModuleDict(dict(zip(names, rows)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = ap.shard(x, ("dp", None))
+        for row in (*self.rows.values(), next(iter(self.rows.values()))):
+            x = row(x)
+        return x.square().mean()
+
+
+def test_regions_have_any_names() -> None:
+    def planned(*names: str, **options: object) -> ap.Plan:
+        model, x = Named(*names).double(), torch.zeros(64, 8).double()
+        return ap.plan(model, (x,), mode="propagate", mesh=MESH, states="whole", **options)
+
+    names, others = ("body", "tail"), ("body (deep)", "body (deep) (2)")
+    free, full = (planned(*names, recompute=how).memory.peak for how in (None, "full"))
+    for part in (0.0, 0.5):
+        limit = full + part * (free - full)
+        one, other = (planned(*row, memory=limit) for row in (names, others))
+        renamed = {
+            f"rows.{others[names.index(path)]}.{block}": how
+            for name, how in one.decisions.recompute.items()
+            for _, path, block in [name.split(".")]
+        }
+        assert other.decisions.recompute == renamed
+        assert renamed
+        assert other.memory == one.memory
+        assert other.cost == one.cost
+    one, other = (planned(*row, recompute=Recompute("full", "cut")) for row in (names, others))
+    assert other.memory == one.memory
+    assert "no ranks keep it alike" not in f"{one}{other}"
 
 
 def test_blocks_in_blocks_are_told_once() -> None:

@@ -263,7 +263,7 @@ def piece_bytes(size: float, axes: tuple[str, ...], mesh: Mesh) -> float:
 
 
 def _elsewhere(key: Storage, region: Region) -> Storage:
-    return key[0], f"{key[1]} of {region.name}"
+    return key[0], f"{key[1]} of {region.number} {region.name}"
 
 
 def lasting(

@@ -39,10 +39,9 @@ def mark_recomputed(graph: fx.Graph, setting: Setting, repeats: Repeats = NONE) 
         return graph
     sizes: dict[Region, int] = {}
     for name, nodes in runs(graph, decided, repeats.along(is_made_of_parameters)):
-        seen[name] = seen.get(name, 0) + 1
-        number = f" ({seen[name]})" if seen[name] > 1 else ""
+        number = seen[name] = seen.get(name, -1) + 1
         about = any(map(is_random, nodes)), info(nodes[-1]).times
-        region = Region(name + number, decided[name], *about)
+        region = Region(name, decided[name], number, *about)
         for node in nodes:
             info(node).region = region
         sizes[region] = len(nodes)

@@ -205,7 +205,7 @@ def _regions(decided: Mapping[str, Recompute], uncut: Collection[str] = ()) -> l
 def _uncut(plan: PlanValue) -> set[str]:
     """The regions that keep pieces where there is nothing to cut."""
     asked = {name for name, how in plan.decisions.recompute.items() if how.keep == "cut"}
-    cut = {r.name.partition(" (")[0] for n in plan.rewritten.nodes for r in info(n).away}
+    cut = {region.name for node in plan.rewritten.nodes for region in info(node).away}
     return asked - cut
 
 

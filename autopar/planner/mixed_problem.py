@@ -221,8 +221,8 @@ def mixed_problem(
     plain = {node.name: node for node in graphs[PLAIN].nodes if node.op == "call_function"}
     for node in graphs[FULL].nodes:
         region = info(node).region if node.op == "call_function" else None
-        if region is not None and (name := region.name.split(" (")[0]) in inside:
-            inside[name].append(plain[node.name])
+        if region is not None and region.name in inside:
+            inside[region.name].append(plain[node.name])
     course = _Course(list(plain.values()))
     base = _kept_outside(course, {node for row in inside.values() for node in row}, mesh)
     before = _before(course, [inside[name] for name in members], base)

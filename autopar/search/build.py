@@ -123,7 +123,7 @@ class Builder:
         decided, self.regions = self.constraints.recompute, dict[str, Region]()
         self.runs = runs(self.captured.graph, decided, of_parameters) if decided else []
         for number, (name, nodes) in enumerate(self.runs):
-            region = Region(f"{number} {name}", decided[name])
+            region = Region(name, decided[name], number)
             self.regions |= {node.name: region for node in nodes}
         calls = self.captured.operators
         asked = {*self.constraints.values, *self.constraints.bound}

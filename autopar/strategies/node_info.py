@@ -41,8 +41,9 @@ class Region:
     """A run of operators whose forward runs again in backward, whole or as far as it is cheap, or
     which keeps elsewhere what backward reads."""
 
-    name: str
+    name: str  # as in decisions: a module may run several times
     how: Recompute
+    number: int = 0  # tells runs of one name apart
     is_random: bool = False  # draws random numbers
     times: int = 1  # how many it stands for
 
