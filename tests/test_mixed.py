@@ -40,6 +40,7 @@ from tests import models
 HOST = Recompute("full", "host")
 WAYS = PLAIN, FULL, HOST
 MESH = Mesh(dp=2, tp=2)
+CLUSTER = Cluster.preset("dgx-a100")
 Offers = Mapping[Recompute, Offer]
 
 
@@ -75,11 +76,11 @@ def test_groups_give_what_all_ways_give(seed: int) -> None:
         before[0] = before[-1] + 1
     about = {"before": before, "rest": max(before) + draw.randint(0, 3)}
     about["host"] = float(draw.randint(0, 9))
-    problem = MixedProblem([*map(str, row)], grouped(row, before), about["rest"], about["host"])
+    problem = MixedProblem([*map(str, row)], grouped(row, before), about["rest"])
     assert sum(group.count for group in problem.groups) == len(row)
     every = list(itertools.product(WAYS, repeat=len(row)))
     for memory in range(3, 60, 7):
-        found = problem.solve(memory)
+        found = problem.solve(memory, about["host"])
         ways = [way for way in every if fits(row, way, about, memory)]
         assert (found is None) == (not ways)
         if found is not None:
@@ -99,10 +100,8 @@ def test_neighbours_that_are_alike_are_counted() -> None:
         *((3, 0.0, 5.0), (1, 10.0, 0.0)),
         *((2, 11.0, 1.0), (1, 12.0, 0.0)),  # of which the last has no more before it
     ]
-    problem = MixedProblem(
-        [str(number) for number in range(3)], grouped([one] * 3, [0.0] * 3), 0.0, 0
-    )
-    mix = problem.solve(9.0)
+    problem = MixedProblem([str(number) for number in range(3)], grouped([one] * 3, [0.0] * 3), 0.0)
+    mix = problem.solve(9.0, 0.0)
     assert mix is not None
     assert mix.runs == [(1, FULL), (2, PLAIN)]
     assert mix.own == {"0": FULL}
@@ -157,7 +156,7 @@ def captured(name: str) -> Captured:
 
 def problem_of(program: Captured, is_alone: bool = False) -> tuple[MixedProblem, Regions]:
     """`is_alone`: no region is looked at for others."""
-    laid = Candidate(program, Cluster.preset("dgx-a100"), propagate(program, MESH))
+    laid = Candidate(program, CLUSTER, propagate(program, MESH))
     regions = Regions(program, AskedRecomputation())
     ways = {kind: laid.recomputed(regions.all(kind)) for kind in KINDS}
     members = members_of(program, regions.free)
@@ -195,9 +194,10 @@ def test_a_short_program_has_the_problem_of_the_long_one(name: str, monkeypatch)
     assert replace(found, members=()) == replace(expected, members=())
     assert len(own.free) < len(found.members) == len(whole.free) == len(expected.members)
     kept = sum(group.count * group.offers[PLAIN].kept for group in found.groups)
+    beside = CLUSTER.device.host.memory
     is_said = set[bool]()
     for part in (0.2, 0.5, 0.8, 1.0):
-        mix, same = (one.solve(found.rest + part * kept) for one in (found, expected))
+        mix, same = (one.solve(found.rest + part * kept, beside) for one in (found, expected))
         assert mix is not None
         assert same is not None
         assert mix.runs == same.runs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from dataclasses import replace
 from functools import cache, partial
 from unittest.mock import patch
 
@@ -488,3 +489,36 @@ def test_less_is_kept_on_devices_where_memory_binds() -> None:
         assert seconds < plan.cost.seconds
         seconds = plan.cost.seconds
     assert plan.memory.host > 0
+
+
+@pytest.mark.parametrize(("is_shared", "part"), [(False, 0.1), (False, 0.2), (True, 0.3)])
+def test_what_is_kept_on_the_host_is_there_beside_states(is_shared: bool, part: float) -> None:
+    """A mix is taken that has room there, and no worse one that keeps all alike."""
+    case = megatron(models.gpt(layers=4, hidden=32, heads=2, sequence=32))
+    options = {"mesh": ap.Mesh(tp=2), "mode": "propagate"}
+    options["states"] = ap.States(optimizer_device="host")
+    preset = ap.Cluster.preset("dgx-a100")
+    (node,) = preset.nodes
+
+    def planned(there: float = 1e9, **more: object) -> ap.Plan:
+        """On machines of whose hosts each device has `there`."""
+        host = replace(node.device.host, memory=there, is_device=is_shared)
+        one = replace(node, device=replace(node.device, host=host))
+        return ap.plan(
+            case.model, case.args, cluster=replace(preset, nodes=(one,)), **options, **more
+        )
+
+    free, full = planned(recompute=None), planned(recompute="full")
+    if is_shared:
+        limit = full.memory.peak + part * (free.memory.peak - full.memory.peak)
+        there = free.memory.host + limit
+        plan = planned(there, memory=there)
+    else:
+        host = planned(recompute=ap.Recompute(None, keep="host"))
+        limit = host.memory.peak + part * (free.memory.peak - host.memory.peak)
+        there = (free.memory.host + host.memory.host) / 2
+        plan = planned(there, memory=limit)
+        assert free.memory.host < plan.memory.host <= there
+    assert plan.memory.peak <= limit
+    assert len(set(plan.decisions.recompute.values())) > 1
+    assert plan.cost.seconds < full.cost.seconds

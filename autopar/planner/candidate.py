@@ -406,11 +406,11 @@ class Candidate:
         return any(at.storage != at.working for at in self.decisions.apart.values())
 
     @cached_property
-    def fits_host(self) -> bool:
-        """Whether what it keeps on the host has room there."""
-        host = self.cluster.device.host
-        beside = self.memory.peak if host.is_device else 0.0
-        return not self.memory.host or self.memory.host + beside <= host.memory
+    def host_room(self) -> float:
+        """The bytes of the host beside what it keeps there; below 0, so many are missing."""
+        host, kept = self.cluster.device.host, self.memory.host
+        beside = self.memory.peak if kept and host.is_device else 0.0
+        return host.memory - kept - beside
 
     def needed(self, limit: float) -> float:
         """The bytes that every device would have to have, besides what some have beyond `limit`, if
@@ -419,7 +419,7 @@ class Candidate:
 
     def fits(self, limit: float) -> bool:
         """Whether it has room, where each device has `limit` bytes."""
-        return self.needed(limit) <= limit and self.fits_host
+        return self.needed(limit) <= limit and self.host_room >= 0
 
     def alternative(self, limit: float) -> Alternative:
         """The figures, for those who have `limit` bytes on each device."""

@@ -67,5 +67,5 @@ def require_room(given: Candidate, limit: float) -> None:
             f"{bytes_text(limit, 4)}",
             remedy="make the plan again, for the memory that there is",
         )
-    if not given.fits_host:
+    if given.host_room < 0:
         raise no_room_on_host([given])

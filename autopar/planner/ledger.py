@@ -59,7 +59,7 @@ class Ledger:
         self.weighed.append(figures)
         memory = self.request.memory
         self.fits_device |= figures.fits and candidate.states not in self.request.hosted
-        if candidate.needed(memory) <= memory and not candidate.fits_host:
+        if candidate.needed(memory) <= memory and candidate.host_room < 0:
             self._too_large_for_host.append(candidate)
         elif not figures.fits:
             self.refused.append(candidate.footprint(figures))

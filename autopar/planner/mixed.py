@@ -29,7 +29,9 @@ def mixed(
     plain = laid.recomputed(regions.all(PLAIN))
     held = plain.held
     there = sum(getattr(held, kind) for kind in (*LASTING, "gradients", "gathered"))
-    if there - plain.passing_copies(0) > memory or _beside(plain) > memory:
+    left, host = _left(plain, memory)
+    room = left + plain.memory.activations  # for what is kept for backward
+    if there - plain.passing_copies(0) > memory or room < 0:
         # whatever runs again
         dropped.append(laid.recomputed(regions.all(KINDS[-1])))
         return None
@@ -39,14 +41,13 @@ def mixed(
     if members is None:
         raise NotAlike  # a region is in part in the block that stands for others
     problem = mixed_problem(graphs, members, laid.prices, plain.repeats)
-    room = memory - _beside(plain)
-    mix = problem.solve(room)
+    mix = problem.solve(room, host)
     if whole is not None and mix is not None and mix.own is None and _may_win(laid, mix, fastest):
         # Before a program is made of it: there is more beside what is kept where some runs again.
         used = {kind.kind for kind in mix.kinds}
-        least = min(_beside(way) for kind, way in ways.items() if kind.kind in used)
-        room = min(room, memory - least)
-        mix = problem.solve(room)
+        every = (way for kind, way in ways.items() if kind.kind in used)
+        room = min(room, max(_left(way, memory)[0] + way.memory.activations for way in every))
+        mix = problem.solve(room, host)
     for _ in range(ATTEMPTS):
         if mix is None:
             break
@@ -57,22 +58,27 @@ def mixed(
         else:
             assert whole is not None, "this program cannot say it"
             mixed = whole.mixed(laid, mix)
-        if (over := mixed.memory.peak - memory) <= 0:
+        if mixed.fits(memory):
             return mixed
         last = mix
+        over, there = (max(0.0, -left) for left in _left(mixed, memory))
         while mix is not None and mix.kinds == last.kinds:
             room, over = room - over, 2 * over
-            mix = problem.solve(room)
+            host, there = host - there, 2 * there
+            mix = problem.solve(room, host)
     # The problem adds up what is kept, which is not all there is at the peak.
-    alike = [way for way in ways.values() if way.memory.peak <= memory]
+    alike = [way for way in ways.values() if way.fits(memory)]
     if not alike:
         dropped.append(ways[KINDS[-1]])
     return min(alike, key=lambda way: way.seconds, default=None)
 
 
-def _beside(way: Candidate) -> float:
-    """The bytes that there are at the peak besides what is kept for backward."""
-    return way.memory.peak - way.memory.activations
+def _left(way: Candidate, memory: float) -> tuple[float, float]:
+    """The bytes that a way leaves of the device, and of the host if that is another; below 0, so
+    many are missing."""
+    left = memory - way.needed(memory)
+    is_shared = way.cluster.device.host.is_device
+    return (min(left, way.host_room), math.inf) if is_shared else (left, way.host_room)
 
 
 def _may_win(laid: Candidate, mix: Mix, fastest: float) -> bool:

@@ -2,7 +2,7 @@
 
     members = members_of(captured, regions.free)
     problem = mixed_problem(graphs, members, prices)
-    mix = problem.solve(memory)     # None: none fits
+    mix = problem.solve(memory, host)   # bytes of both; None: none fits
     mix.runs                        # (how many, in which way), in the order in which they run
     mix.own                         # by name of the regions of this program
     mix.of(names)                   # by name of the regions of the whole program
@@ -124,10 +124,12 @@ class MixedProblem:
     members: Sequence[str]
     groups: Sequence[Group]
     rest: float
-    host: float  # bytes that there are on the host
 
-    def solve(self, memory: float) -> Mix | None:
-        """The fastest that keeps within `memory`; None: none does."""
+    def solve(self, memory: float, host: float) -> Mix | None:
+        """The fastest that keeps within `memory`, and within what the `host` has for these; None:
+        none does."""
+        if host < 0:
+            return None
         model = new_model()
         longest = sum(g.count * max(o.seconds for o in g.offers.values()) for g in self.groups)
         scale = _RANGE / (longest or 1.0)
@@ -158,7 +160,7 @@ class MixedProblem:
             on_host += [round(one.on_host) for one in offers]
         model.add(weighted_sum(takes, kept) <= int(memory - self.rest))
         if any(on_host):
-            model.add(weighted_sum(takes, on_host) <= int(self.host))
+            model.add(weighted_sum(takes, on_host) <= int(host))
         model.minimize(weighted_sum(takes, costs))
         solver = new_solver(_EFFORT)
         if outcome(solver, model) not in ("OPTIMAL", "FEASIBLE"):
@@ -248,7 +250,7 @@ def mixed_problem(
                 del offer[how]
     rest = sum(size * len(course.copies(key[0])) for key, (_, size) in base.items())
     groups = grouped([offers[name] for name in members], before)
-    return MixedProblem(members, groups, rest, host.memory)
+    return MixedProblem(members, groups, rest)
 
 
 class _Course:
