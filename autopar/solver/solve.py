@@ -150,7 +150,8 @@ def least_memory(graph: CostGraph) -> tuple[float, list[int]]:
 
 def _prepared(packed: Packed, is_limited: bool, report: Report) -> tuple[Optimiser, Sizes]:
     """Prune and fold, and write down how much that left: once for all limits. Where elimination is
-    all there is to do, and is done once, pruning takes longer."""
+    all there is to do, pruning takes longer; and what was solved without a limit is known."""
+    is_limited &= (packed, False) not in _PREPARED
     if (packed, is_limited) not in _PREPARED:
         given = f"{packed.sizes.sum():,} strategies of {len(packed):,} nodes"
         optimiser = None
