@@ -101,10 +101,10 @@ class Cost:
         shown = (moved.forward + moved.backward) * microbatches
         once = moved.summed + moved.gathered
         return cls(
-            compute=(worked.forward + worked.backward) * microbatches + worked.gathered,
+            compute=(worked.forward + worked.backward) * microbatches + worked.cast,
             communication=shown + moved.hidden * microbatches + once,
             exposed=shown + once - moved.covered,
-            forward=worked.forward * microbatches + worked.gathered,
+            forward=worked.forward * microbatches + worked.cast,
             backward=worked.backward * microbatches,
             gradient_sync=moved.summed,
             gathered=moved.gathered,
@@ -191,7 +191,7 @@ class NodePrices:
         if copied_parameter(node) is None:
             return price
         # A cast that the runtime makes once a step, for all micro-batches and both ways.
-        return price._replace(forward=0.0, gathered=price.forward)
+        return price._replace(forward=0.0, cast=price.forward)
 
     def stored(self, node: fx.Node, places: ParameterPlacement) -> NodeCost:
         """Of a parameter, if it is in these places."""

@@ -41,12 +41,13 @@ class NodeCost(NamedTuple):
     summed: float = 0.0  # once a step: its part in summing the gradients of parameters
     gathered: float = 0.0  # once a step: its part in gathering parameters
     updated: float = 0.0  # once a step: by how much the host updates states more slowly
+    cast: float = 0.0  # once a step: its part in casting parameters
     covered: float = 0.0  # the part of `summed` and `gathered` that runs behind computing
     again: float = 0.0  # the part of backward that is forward once more
 
     @property
     def seconds(self) -> float:
-        once = self.summed, self.gathered, self.updated
+        once = self.summed, self.gathered, self.updated, self.cast
         return math.fsum((self.forward, self.backward, self.hidden, *once))
 
     def __add__(self, other: NodeCost) -> NodeCost:  # type: ignore[override]
@@ -58,6 +59,7 @@ class NodeCost(NamedTuple):
             self.summed + other.summed,
             self.gathered + other.gathered,
             self.updated + other.updated,
+            self.cast + other.cast,
             self.covered + other.covered,
             self.again + other.again,
         )

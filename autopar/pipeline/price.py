@@ -12,7 +12,7 @@ from autopar.cluster.part import Line
 from autopar.cost.collective import Collective
 from autopar.cost.footprint import Memory
 from autopar.cost.model import collective_seconds
-from autopar.cost.program import ROUNDED, Cost
+from autopar.cost.program import ROUNDED, Cost, Run
 from autopar.cost.state_price import SUMS
 from autopar.cost.ways import groups_in, used_bytes
 from autopar.passes.stages import Cut
@@ -28,7 +28,7 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
     """The simulated step, latency and sums of gradients included."""
     made, stages = pipelining.schedule, pipelining.stages
     line = Line.of(pipelining.mesh, pipelining.axis)
-    sums, shared = [stage.summed for stage in stages], dict[tuple[int, ...], float]()
+    sums, shared = [stage.once for stage in stages], dict[tuple[int, ...], float]()
     along = sums_along(pipelining)
     for one, link in zip(along, _links_of(along, cluster, line)):
         seconds = float(collective_seconds(one.moved.kind, link, one.moved.bytes))
@@ -94,28 +94,46 @@ def _links_of(along: Sequence[SumAlong], cluster: Cluster, line: Line) -> list[A
     return links
 
 
-def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cost:
-    """The parts of a simulated step; `once` is one micro-batch (or part) through all stages."""
-    busy, parts = max(timeline.busy), pipelining.schedule.all_parts
-    work = once.compute + once.shown
-    share = once.compute / work if work else 1.0
-    moved, hidden = busy * (1 - share), once.hidden * parts / pipelining.schedule.ranks
+def pipeline_cost(pipelining: Pipelining, run: Run, timeline: Timeline) -> Cost:
+    """The parts of a simulated step; `run` is one micro-batch (or part) through all stages."""
+    once, cast = Cost.of(run), run.worked.cast
+    busy, made = max(timeline.busy), pipelining.schedule
+    parts, work = made.all_parts, once.compute - cast + once.shown
+    share = (once.compute - cast) / work if work else 1.0
+    moved, hidden = busy * (1 - share), once.hidden * parts / made.ranks
     times = busy / work if work else 0.0  # how often the busiest rank runs as much as that
-    sums = sum(sync.end - sync.start for sync in timeline.synchronizations)
+    gathered = sum(stage.gathering for stage in pipelining.stages)
+    every = sum(sync.end - sync.start for sync in timeline.synchronizations)
+    sums = every - gathered - sum(stage.updated + stage.cast for stage in pipelining.stages)
+    sums = sums if sums > ROUNDED * every else 0.0
+    updated, casts = (_shown(name, pipelining, timeline) for name in ("updated", "cast"))
     waits = timeline.makespan - busy
     return Cost(
-        compute=busy * share,
-        communication=moved + hidden + sums,
-        exposed=moved + timeline.uncovered_sync,
-        forward=once.forward * parts / pipelining.schedule.ranks,
-        backward=once.backward * parts / pipelining.schedule.ranks,
+        compute=busy * share + casts,
+        communication=moved + hidden + sums + gathered,
+        exposed=moved + timeline.uncovered_sync - updated - casts,
+        forward=((once.forward - cast) * parts + cast) / made.ranks,
+        backward=once.backward * parts / made.ranks,
         gradient_sync=sums,
+        gathered=gathered,
+        updated=updated,
         hidden=hidden,
         bubble=waits if waits > ROUNDED * timeline.makespan else 0.0,
         again=once.again * times,
         between=once.between * times,
         copied=once.copied * times,
     )
+
+
+def _shown(part: str, pipelining: Pipelining, timeline: Timeline) -> float:
+    """By how much a step is longer for a part of what its stages do once: of each that makes it
+    longer, the share of this part."""
+    lengths = {sync.stages: sync.end - sync.start for sync in timeline.synchronizations}
+    found = 0.0
+    for stages, seconds in timeline.last_sums.items():
+        if len(stages) == 1:  # others share parameters, and sum gradients alone
+            found += seconds * getattr(pipelining.stages[stages[0]], part) / lengths[stages]
+    return found
 
 
 def held_at(pipelining: Pipelining, cut: Cut, rank: int) -> list[fx.Node]:

@@ -104,6 +104,17 @@ class Timeline:
         return self.step_time - self.makespan
 
     @cached_property
+    def last_sums(self) -> dict[tuple[int, ...], float]:
+        """What of it is whose, by stages: of those that run last, each as the one before ends."""
+        found, end = dict[tuple[int, ...], float](), self.step_time
+        while end > self.makespan:
+            every = self.synchronizations
+            one = next(sync for sync in every if sync.end == end and sync.start < end)
+            found[one.stages] = end - max(one.start, self.makespan)
+            end = one.start
+        return found
+
+    @cached_property
     def peak_activations(self) -> tuple[float, ...]:
         """For each rank, the most that it keeps for backward at any time, by order alone.
 

@@ -269,7 +269,7 @@ class Candidate:
     def cost(self) -> Cost:
         """The predicted seconds of one step, and their parts."""
         if self.pipelining is not None and self.timeline is not None:
-            return pipeline_cost(self.pipelining, Cost.of(self.run), self.timeline)
+            return pipeline_cost(self.pipelining, self.run, self.timeline)
         return Cost.of(self.run, self.microbatches)
 
     @cached_property

@@ -93,6 +93,6 @@ def test_parameters_are_cast_once_a_step() -> None:
         for node in plan.program.graph.nodes
         if node.target is torch.ops.aten.to.dtype and node.all_input_nodes[0].op == "placeholder"
     ]
-    learned = [cast for cast in casts if cast.gathered]
+    learned = [price for price in casts if price.cast]
     assert len(learned) == len(list(case.model.parameters()))
-    assert all(cast.forward == cast.again == 0 for cast in learned)
+    assert all(price.forward == price.again == price.gathered == 0 for price in learned)

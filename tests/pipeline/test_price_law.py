@@ -15,6 +15,7 @@ import autopar as ap
 from autopar.cost.program import NodePrices
 from autopar.passes.flow import flow_of
 from autopar.pipeline.stages.costs import COLUMNS, StageCosts
+from autopar.report.step import seconds as told
 from autopar.states import BUFFER_BYTES
 from tests.annotations import megatron
 from tests.models import ZOO, Case
@@ -58,9 +59,40 @@ def test_the_nodes_of_a_line_cost_what_the_program_costs(name, mode, mesh, links
     cost = plan.cost
     assert found["forward"] + found["backward"] == pytest.approx((cost.compute + cost.shown) / 2)
     assert found["summed"] == pytest.approx(cost.gradient_sync)
+    assert found["gathering"] == pytest.approx(cost.gathered)
     memory = plan.memory
     held = found["parameters"], found["gradients"], found["buffers"]
     assert held == (memory.parameters, memory.gradients, memory.buffers)
+
+
+THERE = ap.States(optimizer_device="host")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("precision", [None, ap.Precision()])
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("states", ["whole", "zero1", THERE, replace(THERE, optimizer="all")])
+def test_a_pipeline_names_the_parts_of_a_step(states, dp, precision, schedule) -> None:
+    """Those of a step without one, whatever is done once a step."""
+    case = ZOO["gpt"](layers=4, tied=False)
+    options = {"mode": "data", "states": states, "precision": precision, "microbatches": 2}
+    options["cluster"] = ap.Cluster.preset("dgx-a100")
+    plain = ap.plan(case.model, case.args, mesh=ap.Mesh(dp=dp), **options)
+    mesh = ap.Mesh(pp=2, dp=dp)
+    staged = ap.plan(case.model, case.args, mesh=mesh, schedule=schedule, **options)
+    found, own = (
+        {name for name, size in plan.cost.parts.items() if size} for plan in (plain, staged)
+    )
+    assert own - {"bubble"} == found
+    assert ("host" in own) == (states not in ("whole", "zero1"))
+    assert 0 <= staged.cost.updated <= plain.cost.updated
+    for part in ("gathered", "gradient_sync"):
+        assert getattr(staged.cost, part) == pytest.approx(getattr(plain.cost, part))
+    for cost in (plain.cost, staged.cost):
+        assert sum(cost.parts.values()) == pytest.approx(cost.seconds)
+    assert staged.cost.seconds == pytest.approx(staged.seconds)
+    words = ", host " in str(staged), "updates on the host" in {one.name for one in told(staged)}
+    assert words == ("host" in own,) * 2
 
 
 @pytest.mark.parametrize("states", ["whole", "zero3"])

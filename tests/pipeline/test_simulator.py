@@ -143,6 +143,14 @@ def test_uncovered_synchronisation():
     assert spans[7,].early
     assert not spans[0,].early
     assert all(sync.end - sync.start == sync.stages[0] + 1 for sync in spans.values())
+    for mode in ("after", "eager"):
+        for costs in (3, [1, 2, 3, 4, 5, 6, 7, 8], [1, 0, 0, 0, 0, 0, 0, 0]):
+            timeline = simulate(made, sync=mode, sync_cost=costs)
+            assert sum(timeline.last_sums.values()) == timeline.uncovered_sync
+    assert timeline.last_sums == {(0,): 1}
+    timeline = simulate(made, sync="after", sync_cost=3)
+    assert sorted(timeline.last_sums.values()) == [3, 3]  # the two stages of a rank
+    assert simulate(made).last_sums == {}
 
 
 def test_last_backwards_are_where_a_gradient_is_complete():

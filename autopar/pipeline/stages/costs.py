@@ -35,8 +35,11 @@ Array = NDArray[np.float64]
 PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
 Rows = list[list[float]]  # of each kind of machines, the columns
 Mark = tuple[bool, bool]  # whether a node runs again, and whether its value is kept elsewhere
-# Seconds, then bytes.
-COLUMNS = ("forward", "backward", "again", "reduced", "summed", "sums", *HELD)
+_WORK = ("forward", "backward")
+_ONCE = ("summed", "gathering", "updated", "cast")  # seconds, once a step
+_SECONDS = (*_WORK, "again", "reduced", *_ONCE)
+_BYTES = ("sums", *HELD)
+COLUMNS = (*_SECONDS, *_BYTES)
 _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
 
 
@@ -50,8 +53,10 @@ class StageCost:
     backward: float
     again: float  # seconds of backward that are forward once more
     reduced: float  # seconds that backward takes besides where it is split
-    # Seconds once a step: of summing its gradients over the mesh, and gathering its parameters.
-    summed: float
+    summed: float  # seconds once a step, of summing its gradients over the mesh
+    gathering: float  # seconds once a step, of gathering its parameters
+    updated: float  # seconds once a step, by which the host updates states more slowly
+    cast: float  # seconds once a step, of casting its parameters
     sums: int  # bytes of its gradients, of their sums over the mesh
     parameters: int  # bytes
     gradients: int  # bytes of those of parameters that learn
@@ -66,6 +71,11 @@ class StageCost:
     @property
     def seconds(self) -> float:
         return self.forward + self.backward
+
+    @property
+    def once(self) -> float:
+        """Seconds once a step, behind its last backward."""
+        return self.summed + self.gathering + self.updated + self.cast
 
 
 @dataclass(frozen=True)
@@ -273,14 +283,15 @@ class StageCosts:
         what it makes again; at least."""
         return self._remade_in.bytes(start, end, is_split)
 
-    def sums(self, bounds: Sequence[int], kind: int = 0) -> Array:
+    def sums(self, bounds: Sequence[int], kind: int = 0, of: Sequence[str] = COLUMNS) -> Array:
         """By start, end and column: what is made between two of `bounds`, each thing once, on one
         kind of machines."""
-        at = self._alone[list(bounds), kind]
+        which = [COLUMNS.index(name) for name in of]
+        at = self._alone[list(bounds), kind][:, which]
         found = at[None, :] - at[:, None]
         for readers, rows in self._shared:
             first = np.append(readers, self.count)[np.searchsorted(readers, bounds)]
-            found += (first[:, None] < np.array(bounds)[None, :])[..., None] * rows[kind]
+            found += (first[:, None] < np.array(bounds)[None, :])[..., None] * rows[kind, which]
         return found
 
     def received(self, point: int) -> int:
@@ -303,7 +314,7 @@ class StageCosts:
         key = points, at
         if key not in self._times:
             table, bounds = self.table(points), [*points, self.count]
-            kinds = [self.sums(bounds, kind) for kind in at.kinds if kind]
+            kinds = [self.sums(bounds, kind, _WORK) for kind in at.kinds if kind]
             every = [found[..., 0] + found[..., 1] for found in kinds]
             every += [table.seconds] * (0 in at.kinds)
             waiting = 2 * table.received[:, None] / at.bandwidth
@@ -311,7 +322,7 @@ class StageCosts:
         return self._times[key]
 
     def _table(self, bounds: Sequence[int]) -> StageTable:
-        forward, backward, _, _, _, _, *held = np.moveaxis(self.sums(bounds), -1, 0)
+        forward, backward, *held = np.moveaxis(self.sums(bounds, of=(*_WORK, *HELD)), -1, 0)
         received = np.array([*map(self.received, bounds[:-1]), 0])
         holding = np.array(self._holding)[list(bounds)]
         return StageTable(
@@ -341,18 +352,14 @@ class StageCosts:
     def stage(self, start: int, end: int, at: Standing = ANYWHERE) -> StageCost:
         first = min(start, self.count - 1)
         # Copies of a stage wait for the slowest of them.
-        every = [self.sums([start, end], kind)[0, 1] for kind in at.kinds]
-        forward, backward, again, reduced, summed, sums, *held = np.maximum.reduce(every).tolist()
+        every = np.array([self.sums([start, end], kind)[0, 1] for kind in at.kinds])
+        most, once = every.max(axis=0), slice(_SECONDS.index(_ONCE[0]), len(_SECONDS))
+        most[once] = every[every[:, once].sum(axis=1).argmax(), once]
         return StageCost(
             starts=self._name(first),
             module=info(self.node(first)).module,
-            forward=forward,
-            backward=backward,
-            again=again,
-            reduced=reduced,
-            summed=summed,
-            sums=round(sums),
-            **dict(zip(HELD, map(round, held))),
+            **dict(zip(_SECONDS, most.tolist())),
+            **dict(zip(_BYTES, map(round, most[len(_SECONDS) :].tolist()))),
             activations=self.kept.bytes(start, end),
             receives=self.received(start),
             weight_halves=self.weight_halves.bytes(start, end),
@@ -423,8 +430,8 @@ def _nearest_below(values: Sequence[int], row: Iterable[int]) -> dict[int, int]:
 
 
 def _columns(price: NodeCost, sums: int, held: Held) -> list[float]:
-    once = price.summed + price.gathered + price.updated
-    return [price.forward, price.backward, price.again, price.reduced, once, sums, *held]
+    once = price.summed, price.gathered, price.updated, price.cast
+    return [price.forward, price.backward, price.again, price.reduced, *once, sums, *held]
 
 
 def _parameters(flow: Flow, node: fx.Node) -> set[fx.Node]:
