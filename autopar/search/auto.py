@@ -38,6 +38,7 @@ _WIDENED = 2  # and raised again, where what fits then is not known to be about 
 _CLOSE = 0.01
 _SMALL = 500  # calls of a program that is finished so often
 _SURE = 0.7  # a part of the limit: of larger programs, what needs less fits when it is finished
+_ALIKE = 0.05  # relative: by so much more in smaller micro-batches, a mesh is as good as it was
 _FAR = 1.25  # times what the best takes: graphs of meshes that take more are not kept
 _TIE = 1e-6  # relative: of meshes that are as good, the one with fewer axes is taken
 # Of large programs, relative:
@@ -213,6 +214,9 @@ class LayoutSearch:
         if (least := self._least(mesh)) >= so_far * self._part:
             self._leave_out(mesh, least, "takes at least that", least)
             return False
+        if self._is_unlikely(mesh):
+            self._leave_out(mesh, least, "takes longer in larger micro-batches", least)
+            return False
         if (built := self._built(mesh)) is None:
             return False
         try:
@@ -246,6 +250,16 @@ class LayoutSearch:
         """The seconds of a micro-batch that are known to be the least on a mesh."""
         fewer = self.known.fewer.get(mesh, 0.0) / self.microbatches
         return max(self.known.least.get(mesh, 0.0), fewer)
+
+    def _is_unlikely(self, mesh: Mesh) -> bool:
+        """Whether it is guessed that a mesh is not faster than the best so far: it is not in larger
+        micro-batches, in which the best takes about as long as now."""
+        if self._best is None or not is_large(self.captured) or self._is_limited:
+            return False
+        fewer, best = self.known.fewer, self._best.built.mesh
+        taken = self._best.solution.objective * self.microbatches
+        known = fewer.get(best, 0.0)
+        return mesh in fewer and known <= fewer[mesh] and taken <= known * (1 + _ALIKE)
 
     def _leave_out(self, mesh: Mesh, bound: float, why: str, seconds: float | None = None) -> None:
         """A mesh on which nothing is faster than the best so far, and nothing below `bound`."""
@@ -361,8 +375,11 @@ class LayoutSearch:
     @property
     def _part(self) -> float:
         """The part of that which has to be beaten."""
-        is_limited = self.memory is not None and self.memory < math.inf
-        return 1 - _SPARE if is_limited and is_large(self.captured) else 1.0
+        return 1 - _SPARE if self._is_limited and is_large(self.captured) else 1.0
+
+    @property
+    def _is_limited(self) -> bool:
+        return self.memory is not None and self.memory < math.inf
 
     def _cannot_beat(self, bound: float) -> None:
         """No plan on some mesh is below `bound`: that of its graph, less what a cut prologue would
