@@ -252,12 +252,13 @@ class Named(nn.Module):
         return x.square().mean()
 
 
-def test_regions_have_any_names() -> None:
+@pytest.mark.parametrize("others", [("body (deep)", "body (deep) (2)"), ("a", "a:a")])
+def test_regions_have_any_names(others: tuple[str, str]) -> None:
     def planned(*names: str, **options: object) -> ap.Plan:
         model, x = Named(*names).double(), torch.zeros(64, 8).double()
         return ap.plan(model, (x,), mode="propagate", mesh=MESH, states="whole", **options)
 
-    names, others = ("body", "tail"), ("body (deep)", "body (deep) (2)")
+    names = "body", "tail"
     free, full = (planned(*names, recompute=how).memory.peak for how in (None, "full"))
     for part in (0.0, 0.5):
         limit = full + part * (free - full)

@@ -500,10 +500,10 @@ def test_what_is_kept_on_the_host_is_there_beside_states(is_shared: bool, part: 
     preset = ap.Cluster.preset("dgx-a100")
     (node,) = preset.nodes
 
-    def planned(there: float = 1e9, **more: object) -> ap.Plan:
-        """On machines of whose hosts each device has `there`."""
+    def planned(there: float = 1e9, own: float = 1e9, **more: object) -> ap.Plan:
+        """On machines of whose hosts each device has `there`, beside its own."""
         host = replace(node.device.host, memory=there, is_device=is_shared)
-        one = replace(node, device=replace(node.device, host=host))
+        one = replace(node, device=replace(node.device, memory=own, host=host))
         return ap.plan(
             case.model, case.args, cluster=replace(preset, nodes=(one,)), **options, **more
         )
@@ -513,6 +513,7 @@ def test_what_is_kept_on_the_host_is_there_beside_states(is_shared: bool, part: 
         limit = full.memory.peak + part * (free.memory.peak - full.memory.peak)
         there = free.memory.host + limit
         plan = planned(there, memory=there)
+        assert planned(there, there).cost == plan.cost
     else:
         host = planned(recompute=ap.Recompute(None, keep="host"))
         limit = host.memory.peak + part * (free.memory.peak - host.memory.peak)

@@ -105,7 +105,7 @@ def runs(
     labels = _labels([None if of_parameters(node) else node for node in calls], set(names))
     for name in names:
         start, to, end = name.partition(_TO)
-        if not to:
+        if not to or name in labels:  # a module that is called so
             continue
         inside = [index for index, node in enumerate(calls) if _is_in(node, start, end)]
         if inside:

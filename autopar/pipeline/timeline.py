@@ -105,7 +105,8 @@ class Timeline:
 
     @cached_property
     def last_sums(self) -> dict[tuple[int, ...], float]:
-        """What of it is whose, by stages: of those that run last, each as the one before ends."""
+        """How much longer the step is for the synchronisation of which stages: of the last ones,
+        each of which starts as another ends."""
         found, end = dict[tuple[int, ...], float](), self.step_time
         while end > self.makespan:
             every = self.synchronizations

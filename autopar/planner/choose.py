@@ -269,7 +269,7 @@ class Planner:
             yield from self._placed(free, stages, parts, self._hosted, is_leaner=True)
         for states in self._hosted if asked.is_all and len(self.regions.kinds) > 1 else ():
             source = free.placed(states)
-            may_win = source.memory.peak > self.memory and source.seconds < self._fastest
+            may_win = not source.fits(self.memory) and source.seconds < self._fastest
             if may_win and (way := self._mixed(source)) is not None:
                 yield way.changed(way.search and way.search.taken(way.cost.seconds))
         is_open = self.request.mode == "auto" and not self._promises.is_crowded(stages, parts)
@@ -339,7 +339,7 @@ class Planner:
     ) -> Iterator[Candidate]:
         """Every way with these layouts and states."""
         if self._is_straight(stages):
-            self.ledger.is_bound |= laid.memory.peak > self.memory
+            self.ledger.is_bound |= not laid.fits(self.memory)
             yield laid
         else:
             yield from self._pipelines.ways(laid, stages, parts, is_leaner)
