@@ -62,7 +62,7 @@ from autopar.capture.gradients import mark_learning
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.grouped import groups_followed
 from autopar.capture.guards import refusals_kept
-from autopar.capture.hidden import Hidden
+from autopar.capture.hidden import Hidden, exported
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
 from autopar.capture.listing import operator_name
@@ -111,18 +111,18 @@ def capture(
         switched(()),
         blind,
     ):
-        mode = new_mode()
         leaves, input_spec = pytree.tree_flatten((args, kwargs))
         device = home(model, leaves)
         require_on(device, autocasts)
-        copy = fake_model(model, mode, device)
-        fakes = fake_inputs(leaves, mode, device)
-        call = pytree.tree_unflatten(fakes, input_spec)
-        run, inputs = (
-            (copy, fakes) if precision is None else computing(copy, fakes, mode, precision)
-        )
         values = leaves if values is None else values
-        for hides in (True, False):
+        for hides in (True, False):  # each time with a copy of its own
+            mode = new_mode()
+            copy = fake_model(model, mode, device)
+            fakes = fake_inputs(leaves, mode, device)
+            call = pytree.tree_unflatten(fakes, input_spec)
+            run, inputs = (
+                (copy, fakes) if precision is None else computing(copy, fakes, mode, precision)
+            )
             seen, asked = changes_seen(varies(len(leaves))), decisions_made(values)
             with (
                 seen as changes,
@@ -184,7 +184,7 @@ def _export(
                 stack.enter_context(around())
             hidden = stack.enter_context(blocks_followed_once(model, hides))
             stack.enter_context(contents_seen(model, contents))
-            program = torch.export.export(model, args, kwargs, strict=False)
+            program = exported(model, args, kwargs, strict=False)
         return None if hidden.is_missed(program) else (program, contents, hidden.tensors)
     except Exception as error:
         if hidden.tensors:

@@ -1,27 +1,30 @@
 """Hidden: the tensors of blocks that are called like others stay out of sight of torch.export.
 
-    with hidden_in(model, blocks) as hidden:
+    with hidden_in(blocks) as hidden:
         torch.export.export(model, ...)
-    hidden.was_looked_for       # a forward asked for one of them: what was followed is no use
+    hidden.was_looked_for       # some code of a model asked for one of them
 
 Export looks long at each tensor of a model, and at most of those of equal blocks for nothing: no
-operator in the graph reads them before they are written out. Whoever asks for one while forward
-runs is noticed, however it asks, and then the model is followed with all of them there.
+operator in the graph reads them before they are written out. What is no part of torch and asks for
+one is noticed. From then on all are in sight, so that forward runs to its end; but what was
+followed is of no use, and another copy of the model is followed without hiding any.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from autopar.capture.fake import FakeTensor
-from autopar.capture.hooks import replaced
+from autopar.capture.source import is_users
 
 
 @dataclass(eq=False)
@@ -30,68 +33,78 @@ class Hidden:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)  # by name
     was_looked_for: bool = False
-    _is_running: bool = False
-
-    def noticed(self) -> None:
-        """Somebody looks at what a module has."""
-        self.was_looked_for |= self._is_running
-
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of the model: who looks before it runs has no interest in values."""
-
-        @functools.wraps(forward)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            was_running, self._is_running = self._is_running, True
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._is_running = was_running
-
-        return call
 
     def is_missed(self, program: ExportedProgram) -> bool:
-        """Whether what was followed may be another program than with all tensors there: one that
-        was kept elsewhere, too, is taken for a constant."""
+        """Whether what was followed may be another program than with all tensors in sight: one
+        that was kept elsewhere, too, is taken for a constant."""
         return bool(self.tensors) and (
             self.was_looked_for
             or any(isinstance(one, FakeTensor) for one in program.constants.values())
         )
 
 
-class _Nothing(dict[str, Any]):
-    """The tensors of a module that has none in sight."""
+class _Unseen(dict[str, Any]):
+    """The tensors of a module: of none to torch, of all to others."""
 
-    def __init__(self, hidden: Hidden) -> None:
+    def __init__(self, hidden: Hidden, tensors: dict[str, Any]) -> None:
         super().__init__()
-        self.hidden = hidden
+        self.hidden, self.tensors = hidden, tensors
 
 
-def _noticed(name: str) -> Callable[..., Any]:
+def _watched(name: str) -> Callable[..., Any]:
     method = getattr(dict, name)
 
     @functools.wraps(method)
-    def call(self: _Nothing, *args: Any, **kwargs: Any) -> Any:
-        self.hidden.noticed()
-        return method(self, *args, **kwargs)
+    def call(self: _Unseen, *args: Any, **kwargs: Any) -> Any:
+        hidden = self.hidden
+        hidden.was_looked_for = hidden.was_looked_for or _is_asked_by_others()
+        return method(self.tensors if hidden.was_looked_for else self, *args, **kwargs)
 
     return call
 
 
-for _name in (
-    *("__contains__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__"),
-    *("get", "items", "keys", "values", "pop", "popitem", "setdefault", "update", "copy"),
-):
-    setattr(_Nothing, _name, _noticed(_name))
+def _is_asked_by_others() -> bool:
+    """Whether a user's code, or a library's, stands between the export and who asks."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not _BEGINS:
+        if is_users(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+for _name in sorted({*vars(dict)} - {*vars(object)} | {"__eq__", "__ne__", "__repr__"}):
+    if callable(getattr(dict, _name)) and _name not in ("__class_getitem__", "fromkeys"):
+        setattr(_Unseen, _name, _watched(_name))
+
+
+def exported(*args: Any, **kwargs: Any) -> ExportedProgram:
+    """What torch.export makes of a model; here the search for who asks ends."""
+    return torch.export.export(*args, **kwargs)
+
+
+_BEGINS = exported.__code__
 
 
 def is_hidden(block: nn.Module) -> bool:
     """Whether tensors of a block are out of sight."""
-    return any(isinstance(vars(one)["_parameters"], _Nothing) for one in block.modules())
+    return any(True for _ in _unseen(block))
+
+
+def looked_for(block: nn.Module) -> None:
+    """A block has to be followed, whose tensors are out of sight."""
+    for one in _unseen(block):
+        one.hidden.was_looked_for = True
+
+
+def _unseen(block: nn.Module) -> Iterator[_Unseen]:
+    held = (vars(module)["_parameters"] for module in block.modules())
+    return (one for one in held if isinstance(one, _Unseen))
 
 
 @contextmanager
-def hidden_in(model: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> Iterator[Hidden]:
-    """Within, the parameters of these blocks of `model`, by path, are out of sight."""
+def hidden_in(blocks: Iterable[tuple[str, nn.Module]]) -> Iterator[Hidden]:
+    """Within, the parameters of these blocks, by path, are out of sight."""
     hidden = Hidden()
     with ExitStack() as stack:
         for path, block in blocks:
@@ -100,7 +113,5 @@ def hidden_in(model: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> Iter
             for module in block.modules():
                 own = vars(module)
                 stack.callback(own.__setitem__, "_parameters", own["_parameters"])
-                own["_parameters"] = _Nothing(hidden)
-        if hidden.tensors:
-            stack.enter_context(replaced(model, "forward", hidden.around(model.forward)))
+                own["_parameters"] = _Unseen(hidden, own["_parameters"])
         yield hidden

@@ -27,7 +27,7 @@ from autopar.capture.attributes import PLAIN, Reads, has_same, is_equal, is_kept
 from autopar.capture.autocasts import active
 from autopar.capture.decisions import Asked
 from autopar.capture.fake import FakeTensor
-from autopar.capture.hidden import Hidden, hidden_in, is_hidden
+from autopar.capture.hidden import Hidden, hidden_in, is_hidden, looked_for
 from autopar.capture.hooks import replaced
 from autopar.capture.named import Named
 from autopar.capture.source import of_stack
@@ -110,7 +110,7 @@ def blocks_followed_once(model: nn.Module, hides: bool = True) -> Iterator[Hidde
             return asks(asked, tensor)
 
         stack.enter_context(replaced(Asked, "sliced", sliced))
-        yield stack.enter_context(hidden_in(model, _like_many(blocks) if hides else ()))
+        yield stack.enter_context(hidden_in(_like_many(blocks) if hides else ()))
 
 
 def _like_many(blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Module]]:
@@ -158,7 +158,8 @@ class _Follower:
             )
             if like is not None and like.is_apart and like.is_proved and _is_unread(block):
                 return like.again(path, leaves)
-            if len(known) >= _KINDS or (like is not None and not like.is_apart):
+            looked_for(block)
+            if len(known) >= _KINDS or (like is not None and not like.is_apart) or is_hidden(block):
                 return forward(*args, **kwargs)
             self.count += 1
             now = _Followed(self.count, block, path, how)

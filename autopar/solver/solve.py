@@ -18,7 +18,7 @@ import numpy as np
 from autopar.errors import Interrupted, InvalidInput
 from autopar.progress import Report
 from autopar.solver.branch_and_bound import branch_and_bound
-from autopar.solver.graph import CostGraph
+from autopar.solver.graph import CostGraph, UnequalBlocks
 from autopar.solver.lagrangian import LagrangianSearch
 from autopar.solver.optimum import SECONDS, Optimiser
 from autopar.solver.packed import Integers, Packed
@@ -128,6 +128,12 @@ def solve(
     choice, value, needed = graph.packed.alike(found, limit), search.value, search.memory
     if choice is not found:
         value, needed = graph.packed.evaluate(choice)
+        if not np.isfinite(value):
+            raise UnequalBlocks(
+                "a block that stands for several has one strategy for each node in all of them",
+                got="a graph in which every such choice has an infinite cost",
+                remedy="give the whole graph",
+            )
     report("done", f"{value:.6g} s in {taken:.3f} s")
     return Solution(
         choice=graph.packed.original(choice).tolist(),

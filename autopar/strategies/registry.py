@@ -188,7 +188,6 @@ class Traits:
 
 
 _RULES: dict[Operator, tuple[RuleFunction, Traits]] = {}
-_UNKNOWN = None, Traits()
 _MADE_OF: dict[Operator, tuple[Operator, RuleFunction]] = {}
 _FOUND: dict[int, tuple[Operator, tuple[RuleFunction | None, Traits]]] = {}  # by id
 
@@ -326,12 +325,13 @@ def registered() -> tuple[Operator, ...]:
 
 def _find(target: Operator) -> tuple[RuleFunction | None, Traits]:
     if (known := _FOUND.get(id(target))) is None:
-        one = target
-        if one not in _RULES and isinstance(one, torch._ops.OpOverload):
+        is_overload, one = isinstance(target, torch._ops.OpOverload), target
+        if one not in _RULES and is_overload:
             one = one.overloadpacket
         function, own = _MADE_OF.get(one, (one, None))
-        unknown = _UNKNOWN if own is None else (own, Traits())
-        known = _FOUND[id(target)] = target, _RULES.get(one, _RULES.get(function, unknown))
+        known = target, _RULES.get(one, _RULES.get(function, (own, Traits())))
+        if is_overload:  # which stays
+            _FOUND[id(target)] = known
     return known[1]
 
 

@@ -15,7 +15,7 @@ from autopar.pipeline.least_time import least_time
 from autopar.pipeline.schedule import Schedule
 from autopar.planner.choose import Planner
 from autopar.planner.ideal import Ideal
-from autopar.planner.promises import Promises
+from autopar.planner.promises import Promises, Size
 from autopar.planner.staged import StagedProgram, StagedWay
 from autopar.recompute import Recompute
 from autopar.schema import write
@@ -164,10 +164,8 @@ def test_in_whatever_order_sizes_are_weighed_the_choice_takes_as_long(
     assert own.memory.peak <= memory
     for sign in (1, -1):
 
-        def promise(
-            promises: Promises, *size: int, is_hosted: bool = False, sign: int = sign
-        ) -> tuple[float, int]:
-            return float(size[0]) ** sign, sign * size[1]
+        def promise(promises: Promises, size: Size, sign: int = sign) -> tuple[float, int]:
+            return float(size.stages) ** sign, sign * size.parts
 
         monkeypatch.setattr(Promises, "of", promise)
         other = plan(case, cluster, memory=memory)

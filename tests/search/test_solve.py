@@ -17,7 +17,7 @@ import pytest
 from autopar import solver
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.solver.cp_sat import new_model
-from autopar.solver.graph import CostGraph
+from autopar.solver.graph import CostGraph, UnequalBlocks
 from autopar.solver.lagrangian import LagrangianSearch
 from autopar.solver.optimum import Optimiser
 from autopar.solver.residual import solve_residual
@@ -207,3 +207,14 @@ def test_the_multiplier_goes_on_from_a_choice_of_least_memory_that_is_dear():
     search.relax()
     assert (round(search.value, 6), search.memory) == (150.0, 600.0)
     assert search.gap <= 0.01
+
+
+def test_blocks_that_cannot_be_alike_are_refused() -> None:
+    """One block stands for four, and no two in a row may have one strategy."""
+    graph, apart = CostGraph(), np.array([[np.inf, 0.0], [0.0, np.inf]])
+    nodes = [graph.add_node(np.array([1.0, 2.0])) for _ in range(5)]
+    for one, other in pairwise(nodes):
+        graph.add_edge(one, other, apart)
+    graph.repeat(nodes[2:3], 4)
+    with pytest.raises(UnequalBlocks, match="one strategy for each node in all of them"):
+        solve(graph)
