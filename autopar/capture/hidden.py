@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from autopar.capture.fake import FakeTensor
 from autopar.capture.source import is_users
@@ -37,9 +38,10 @@ class Hidden:
     def is_missed(self, program: ExportedProgram) -> bool:
         """Whether what was followed may be another program than with all tensors in sight: one
         that was kept elsewhere, too, is taken for a constant."""
-        return bool(self.tensors) and (
-            self.was_looked_for
-            or any(isinstance(one, FakeTensor) for one in program.constants.values())
+        specs = program.graph_signature.input_specs if self.tensors else ()
+        constants = (one.target for one in specs if one.kind is InputKind.CONSTANT_TENSOR)
+        return self.was_looked_for or any(
+            isinstance(program.constants[str(name)], FakeTensor) for name in constants
         )
 
 

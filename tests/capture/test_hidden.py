@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture, export, repeated
 from autopar.errors import InvalidInput
+from tests import models
 from tests.capture.test_repeated import Net, ReadsIndex, X, both
 
 MANY = repeated.MANY + 2
@@ -136,3 +137,28 @@ def test_export_sees_those_of_few_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(long.parameters) - len(short.parameters) == 4 * (MANY - repeated.SHOWN)
     assert seen[0] == seen[1]
     assert len(list(model.parameters())) == len(long.parameters)
+
+
+class Turned(Net):
+    """Has a buffer that is not saved, which export keeps among constants."""
+
+    def __init__(self) -> None:
+        super().__init__(count=MANY)
+        self.register_buffer("angles", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.angles)
+
+
+def test_models_that_hide_some_are_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, seen = export.exported, list[nn.Module]()
+
+    def seeing(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append(model)
+        return kept(model, *args, **kwargs)
+
+    monkeypatch.setattr(export, "exported", seeing)
+    for case in (models.gpt2(layers=MANY), models.llama(layers=MANY)):
+        capture(case.model, case.args, case.kwargs)
+    capture(Turned(), (X,))
+    assert len(seen) == 3
