@@ -125,15 +125,15 @@ def masters(
     named: dict[str, torch.Tensor] = dict(model.named_parameters())
     if precision is None:
         return named
-    return {
-        name: nn.Parameter(
-            _as(mode, value.detach(), precision.master_of(value.dtype)), value.requires_grad
-        )
-        for name, value in named.items()
-    }
+    for name, value in named.items():
+        if (kept := precision.master_of(value.dtype)) != value.dtype:
+            named[name] = nn.Parameter(_as(mode, value.detach(), kept), value.requires_grad)
+    return named
 
 
 def _as(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype != tensor.dtype and tensor.is_contiguous():
+        return fake_like(mode, tensor, dtype=dtype)  # which is faster
     with mode:
         return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
 
