@@ -62,7 +62,6 @@ from autopar.capture.gradients import mark_learning
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.grouped import groups_followed
 from autopar.capture.guards import refusals_kept
-from autopar.capture.hidden import Hidden, exported
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
 from autopar.capture.listing import operator_name
@@ -111,37 +110,25 @@ def capture(
         switched(()),
         blind,
     ):
+        mode = new_mode()
         leaves, input_spec = pytree.tree_flatten((args, kwargs))
         device = home(model, leaves)
         require_on(device, autocasts)
-        values = leaves if values is None else values
-        for hides in (True, False):  # each time with a copy of its own
-            mode = new_mode()
-            copy = fake_model(model, mode, device)
-            fakes = fake_inputs(leaves, mode, device)
-            call = pytree.tree_unflatten(fakes, input_spec)
-            run, inputs = (
-                (copy, fakes) if precision is None else computing(copy, fakes, mode, precision)
-            )
-            seen, asked = changes_seen(varies(len(leaves))), decisions_made(values)
-            with (
-                seen as changes,
-                hooks_refused() as lines,
-                inside(run, autocasts),
-                asked as decided,
-                put_back(run),
-                emptied_afterwards(run, files, own),
-            ):
-                own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
-                followed = _export(run, mode, own_args, own_kwargs, given, files, hides)
-            if followed is not None:
-                break
-        assert followed is not None
-        program, contents, hidden = followed
+        copy = fake_model(model, mode, device)
+        fakes = fake_inputs(leaves, mode, device)
+        call = pytree.tree_unflatten(fakes, input_spec)
+        run, inputs = (
+            (copy, fakes) if precision is None else computing(copy, fakes, mode, precision)
+        )
+        seen, values = changes_seen(varies(len(leaves))), leaves if values is None else values
+        asked = decisions_made(values)
+        with seen as changes, hooks_refused() as lines, inside(run, autocasts), asked as decided:
+            own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
+            with put_back(run), emptied_afterwards(run, files, own):
+                program, contents = _export(run, mode, own_args, own_kwargs, given, files)
         require_casting(program)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
-        read_in = {name: tensor.dtype for name, tensor in hidden.items()}
-        builder = flatten(program, mode, _canonical(copy), held, input_spec, fakes, read_in)
+        builder = flatten(program, mode, _canonical(copy), held, input_spec, fakes)
         normalise(builder)
         require_rows(builder)
         example = Example(copy, call[0], call[1], device, precision, autocasts)
@@ -171,24 +158,18 @@ def _export(
     kwargs: dict[str, Any],
     given: str,
     files: set[str],
-    hides: bool,
-) -> tuple[ExportedProgram, list[Content], dict[str, torch.Tensor]] | None:
-    """The program, what it leaves in containers, and the tensors that it was followed without; None
-    where it `hides` some, and may be another one with these there."""
-    contents, hidden = list[Content](), Hidden()
+) -> tuple[ExportedProgram, list[Content]]:
+    contents: list[Content] = []
     try:
         with ExitStack() as stack:
             stack.enter_context(generators_kept(model))
             stack.enter_context(whole_stacks(files))
             for around in _AROUND:
                 stack.enter_context(around())
-            hidden = stack.enter_context(blocks_followed_once(model, hides))
+            stack.enter_context(blocks_followed_once(model))
             stack.enter_context(contents_seen(model, contents))
-            program = exported(model, args, kwargs, strict=False)
-        return None if hidden.is_missed(program) else (program, contents, hidden.tensors)
+            return torch.export.export(model, args, kwargs, strict=False), contents
     except Exception as error:
-        if hidden.tensors:
-            return None
         with _quiet():
             explained = explain(error, model, mode, args, kwargs, given)
         raise explained from error

@@ -8,7 +8,7 @@ what an operator in an autocast region would have cast is cast by a node of its 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -49,7 +49,6 @@ from autopar.errors import InvalidInput, unforeseen
 from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
-_KEPT = InputKind.PARAMETER, InputKind.BUFFER
 
 
 @dataclass(frozen=True)
@@ -68,18 +67,16 @@ def flatten(
     fakes: dict[str, torch.Tensor],
     input_spec: pytree.TreeSpec,
     flat_inputs: list[Any],
-    hidden: Mapping[str, torch.dtype],
 ) -> GraphBuilder:
     """The flat graph of `program`.
 
     `fakes` holds a fake tensor for every parameter and buffer by its name, in the order wanted;
-    `names` leads from every name, alias or not, to the name in `fakes`; `hidden`: the parameters
-    that the program was followed without, and in which dtype it reads them.
+    `names` leads from every name, alias or not, to the name in `fakes`.
     """
     tied = {alias: name for alias, name in names.items() if alias != name}
     builder = GraphBuilder(mode, tied, input_spec, program.call_spec.out_spec)
     builder.shares_values = not _changes_values(program.graph_module)
-    values, held = _placeholders(builder, program, names, fakes, flat_inputs, hidden)
+    values, held = _placeholders(builder, program, names, fakes, flat_inputs)
     results = _Inliner(builder, held).inline(program.graph_module, values, Region())
     tensors = []
     for index, result in enumerate(results):
@@ -103,7 +100,6 @@ def _placeholders(
     names: dict[str, str],
     fakes: dict[str, torch.Tensor],
     flat_inputs: list[Any],
-    hidden: Mapping[str, torch.dtype],
 ) -> tuple[dict[fx.Node, Any], dict[str, Any]]:
     """Make all placeholders, in order, and map those of the program to them; of parameters and
     buffers, their names too."""
@@ -116,13 +112,13 @@ def _placeholders(
         (builder.parameters if is_parameter else builder.buffers)[node.name] = name
     placeholders = program.graph.find_nodes(op="placeholder")
     specs = dict(zip(placeholders, program.graph_signature.input_specs))
-    kept = {old: str(spec.target) for old, spec in specs.items() if spec.kind in _KEPT}
     values: dict[fx.Node, Any] = {}
     users = []
     for old, spec in specs.items():
-        if old in kept:
-            continue
-        if spec.kind is InputKind.CONSTANT_TENSOR:
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            assert spec.target is not None
+            values[old] = made[names[spec.target]]
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
             assert spec.target is not None
             value = program.constants[spec.target]
             name = spec.target.rpartition(".")[2]  # behind the path of a module
@@ -150,28 +146,22 @@ def _placeholders(
             builder.static_inputs[index] = given
             inputs.append(None)
     builder.inputs = tuple(inputs)
-    read = _Read(builder)
-    dtypes = {name: info(old).val.dtype for old, name in kept.items()} | {**hidden}
-    held = {name: read(made[names[name]], dtypes[name]) for name in names if name in dtypes}
+    values = _cast_to(builder, values)
+    held = (InputKind.PARAMETER, InputKind.BUFFER)
+    return values, {str(s.target): values[old] for old, s in specs.items() if s.kind in held}
+
+
+def _cast_to(builder: GraphBuilder, values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """Behind every placeholder that is kept, or given, in another dtype than the program reads it
+    in, its cast: once for all its names."""
+    casts: dict[fx.Node, fx.Node] = {}
     for old, node in values.items():
-        values[old] = read(node, info(old).val.dtype) if isinstance(node, fx.Node) else node
-    return {old: held[name] for old, name in kept.items()} | values, held
-
-
-class _Read:
-    """What is kept, or given, as the program reads it: behind a placeholder in another dtype its
-    cast, once for all its names."""
-
-    def __init__(self, builder: GraphBuilder) -> None:
-        self.builder = builder
-        self.casts: dict[fx.Node, fx.Node] = {}
-
-    def __call__(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        if info(node).val.dtype == dtype:
-            return node
-        if node not in self.casts:
-            self.casts[node] = self.builder.call(node, aten.to.dtype, node, dtype)
-        return self.casts[node]
+        if not isinstance(node, fx.Node) or info(node).val.dtype == info(old).val.dtype:
+            continue
+        if node not in casts:
+            casts[node] = builder.call(node, aten.to.dtype, node, info(old).val.dtype)
+        values[old] = casts[node]
+    return values
 
 
 @dataclass

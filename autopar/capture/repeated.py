@@ -27,17 +27,12 @@ from autopar.capture.attributes import PLAIN, Reads, has_same, is_equal, is_kept
 from autopar.capture.autocasts import active
 from autopar.capture.decisions import Asked
 from autopar.capture.fake import FakeTensor
-from autopar.capture.hidden import Hidden, hidden_in, is_hidden, looked_for
 from autopar.capture.hooks import replaced
 from autopar.capture.named import Named
 from autopar.capture.source import of_stack
 from autopar.capture.templates import AGAIN, BEGINS, ENDS
 
-Block = tuple[str, nn.Module, Hashable]  # by path, with its kind
-
 FEWEST = 3  # of a kind: two are followed anyway
-MANY = 12  # of a kind: the tensors of most of them are hidden
-SHOWN = 4  # of many: the first, which may be of two kinds in turn
 _KINDS = 8  # at most, of those that differ in what forward reads
 
 
@@ -94,13 +89,12 @@ class _Followed:
 
 
 @contextmanager
-def blocks_followed_once(model: nn.Module, hides: bool = True) -> Iterator[Hidden]:
+def blocks_followed_once(model: nn.Module) -> Iterator[None]:
     """Within, one block of each kind in `model` is followed, and the others stand for calls of it
-    in the graph: `Templates` has them written out. Of many the tensors are hidden, if it `hides`
-    any."""
-    follower, blocks = _Follower(), _blocks(model)
+    in the graph: `Templates` has them written out."""
+    follower = _Follower()
     with ExitStack() as stack:
-        for path, block, kind in blocks:
+        for path, block, kind in _blocks(model):
             block.__dict__["forward"] = follower.around(path, block, kind)
             stack.callback(block.__dict__.pop, "forward")
         asks = Asked.sliced
@@ -110,17 +104,7 @@ def blocks_followed_once(model: nn.Module, hides: bool = True) -> Iterator[Hidde
             return asks(asked, tensor)
 
         stack.enter_context(replaced(Asked, "sliced", sliced))
-        yield stack.enter_context(hidden_in(_like_many(blocks) if hides else ()))
-
-
-def _like_many(blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Module]]:
-    """Those blocks of many that will hardly have to be followed, and share no tensor."""
-    counts, seen = Counter(kind for _, _, kind in blocks), Counter[Hashable]()
-    for path, block, kind in blocks:
-        seen[kind] += 1
-        is_own = _is_apart(block, kind)
-        if counts[kind] >= MANY and seen[kind] > SHOWN and is_own:
-            yield path, block
+        yield
 
 
 class _Follower:
@@ -158,8 +142,7 @@ class _Follower:
             )
             if like is not None and like.is_apart and like.is_proved and _is_unread(block):
                 return like.again(path, leaves)
-            looked_for(block)
-            if len(known) >= _KINDS or (like is not None and not like.is_apart) or is_hidden(block):
+            if len(known) >= _KINDS or (like is not None and not like.is_apart):
                 return forward(*args, **kwargs)
             self.count += 1
             now = _Followed(self.count, block, path, how)
@@ -213,12 +196,6 @@ class _Follower:
         return made
 
 
-def _is_apart(block: nn.Module, kind: Any) -> bool:
-    """Whether a block of that kind has no buffers, and shares no tensor with what is around it."""
-    is_own = all(whose is None for *_, whose in (one for one in kind if len(one) == 3))
-    return is_own and next(block.buffers(), None) is None
-
-
 def _tensors(block: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from block.named_parameters()
     yield from block.named_buffers()
@@ -226,8 +203,7 @@ def _tensors(block: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _is_unread(block: nn.Module) -> bool:
     """Whether the tensors of a block are as they are given to the program."""
-    given = (_node(tensor).op == "placeholder" for _, tensor in _tensors(block))
-    return is_hidden(block) or all(given)
+    return all(_node(tensor).op == "placeholder" for _, tensor in _tensors(block))
 
 
 def _note_results(now: _Followed, made: Any, given: Sequence[Tensor]) -> bool:
@@ -360,7 +336,7 @@ def _said(leaves: Sequence[Any]) -> Hashable | None:
     return tuple(said) if tensors else None
 
 
-def _blocks(model: nn.Module) -> list[Block]:
+def _blocks(model: nn.Module) -> list[tuple[str, nn.Module, Hashable]]:
     """The repeated blocks of a model, none inside of another, by path and with their kinds."""
     tensors, modules = Counter[int](), Counter[int]()
     first: dict[int, str] = {}
@@ -385,7 +361,7 @@ def _blocks(model: nn.Module) -> list[Block]:
                     found.append((name, form, whose))
         return tuple(found)
 
-    found: list[Block] = []
+    found: list[tuple[str, nn.Module, Hashable]] = []
 
     def search(parent: nn.Module, prefix: str) -> None:
         is_list = isinstance(parent, nn.ModuleList | nn.Sequential)
