@@ -132,8 +132,6 @@ def masters(
 
 
 def _as(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if dtype != tensor.dtype and tensor.is_contiguous():
-        return fake_like(mode, tensor, dtype=dtype)  # which is faster
     with mode:
         return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
 

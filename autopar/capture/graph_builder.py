@@ -205,17 +205,14 @@ def _inherit(node: fx.Node, like: fx.Node) -> None:
 
 
 def fake_like(
-    mode: FakeTensorMode,
-    value: torch.Tensor,
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    mode: FakeTensorMode, value: torch.Tensor, device: torch.device | None = None
 ) -> torch.Tensor:
     """A fake tensor of the same shape, strides, dtype and need of a gradient."""
     with mode:
         return torch.empty_strided(
             value.shape,
             value.stride(),
-            dtype=dtype or value.dtype,
+            dtype=value.dtype,
             device=device or value.device,
             requires_grad=value.requires_grad,
         )

@@ -51,7 +51,7 @@ def run(
     waiting: dict[int, int] = {}
     starts: list[list[float]] = [[] for _ in schedule.orders]
     ends: list[list[float]] = [[] for _ in schedule.orders]
-    passages = latency if isinstance(latency, Mapping) else None
+    passages, alpha = (latency, 0.0) if isinstance(latency, Mapping) else (None, latency)
     runnable = list(range(schedule.ranks))
     leaving: list[tuple[int, bool, Action]] = []
     free: dict[Hashable, float] = {}  # from when on a link of a rank is
@@ -88,7 +88,7 @@ def run(
                         left += passage.leaves * len(done.microbatches)
                         free[link], arrivals[sent] = left, left + passage.alpha
                     else:
-                        arrivals[sent] = clock + latency  # type: ignore[operator]
+                        arrivals[sent] = clock + alpha
                     if sent in waiting:
                         runnable.append(waiting.pop(sent))
                 leaving.clear()

@@ -67,6 +67,10 @@ class Search:
             replace(one, seconds=None if one.seconds is None else one.seconds / ranks)
             for one in self.considered
         )
-        objective, bound = self.objective / ranks, self.bound / ranks
-        made = replace(self, objective=objective, bound=bound, considered=considered)
-        return replace(made, added_up=self.added_up / ranks)
+        return replace(
+            self,
+            objective=self.objective / ranks,
+            added_up=self.added_up / ranks,
+            bound=self.bound / ranks,
+            considered=considered,
+        )

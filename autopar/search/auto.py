@@ -38,10 +38,10 @@ _WIDENED = 2  # and raised again, where what fits then is not known to be about 
 _CLOSE = 0.01
 _SMALL = 500  # calls of a program that is finished so often
 _SURE = 0.7  # a part of the limit: of larger programs, what needs less fits when it is finished
-_ALIKE = 0.05  # relative: by so much more in smaller micro-batches, a mesh is as good as it was
 _FAR = 1.25  # times what the best takes: graphs of meshes that take more are not kept
 _TIE = 1e-6  # relative: of meshes that are as good, the one with fewer axes is taken
 # Of large programs, relative:
+_ALIKE = 0.05  # by so much more in smaller micro-batches, a mesh is as good as it was
 _SPARE = 0.0025  # under a limit, a mesh that may save less is not looked at
 _GAIN = 1e-3  # where an axis more, or one that is split, saved less, the next is to save nothing
 
