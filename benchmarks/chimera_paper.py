@@ -242,7 +242,7 @@ def cases(model: Model, name: str, cluster: Cluster, given: Assumptions) -> Iter
                         float(all_reduce(p=replicas, V=4.0 * count_, B=bandwidth, a=link.alpha))
                         for count_ in stages.parameters
                     )
-                    synced = synchronize(timeline, given.sync, costs, {})
+                    synced = synchronize(timeline, given.sync, costs, {}, (0.0,) * p)
                     yield Case(
                         model.name, nodes, name, p, nodes // p, b, m, recompute, scale,
                         synced.step_time, model.batch_per_node * nodes / synced.step_time,

@@ -21,7 +21,7 @@ from autopar.cluster import Device, Link, Node
 from autopar.options import KINDS, PlanOptions
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedules import schedule as make_schedule
-from autopar.pipeline.stages.costs import StageCost
+from autopar.pipeline.stages.stage_cost import StageCost
 from autopar.plan.diff import compare
 from autopar.plan.plan import SavedPlan
 from autopar.plan.saved import deciding

@@ -46,6 +46,7 @@ class Run:
     moved: NodeCost  # of its movements, and of keeping parameters where they are
     # What nothing hides of what it moves: inside of nodes, between them, and with the host.
     shown: Mapping[str, float]
+    reduced_between: float  # of what only a backward that is not split hides, the part between
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ class Cost:
     backward: float
     gradient_sync: float  # the part of communication that sums gradients, once a step
     gathered: float = 0.0  # the part of communication that gathers parameters once a step
-    updated: float = 0.0  # by how much the host updates states more slowly than the device would
+    # What shows of copies of states to and from the host, and by how much it updates these more
+    # slowly than the device would.
+    updated: float = 0.0
     hidden: float = 0.0  # the part of what is moved for each micro-batch that computing hides
     # How long the busiest rank of a pipeline waits for other ranks, and for their messages.
     bubble: float = 0.0
@@ -239,7 +242,7 @@ class NodePrices:
         forward, backward, once = ways.values()
         behind = self.states.hidden(once, self._beside(node).backward) if once else 0.0
         hidden = self.states.hidden(backward, self._weights(node)) if backward else 0.0
-        more = {"summed": once, "covered": behind, "reduced": hidden}
+        more = {"summed": once, "behind": behind, "reduced": hidden}
         return NodeCost(forward, backward - hidden, hidden, **more)
 
     def collectives(self, node: fx.Node) -> list[Collective]:
@@ -357,22 +360,24 @@ def _about(parameter: fx.Node) -> About:
 def program_run(graph: fx.Graph, prices: NodePrices, repeats: Repeats = NONE) -> Run:
     """One run of the rewritten `graph`: the sums of its nodes' prices."""
     worked, moved = NodeCost(), NodeCost()
-    shown = dict.fromkeys(("inside", "between", "host"), 0.0)
+    shown, reduced = (dict.fromkeys(("inside", "between", "host"), 0.0) for _ in range(2))
     take = repeats.along(lambda node: _taken(node, prices))
     for node in graph.nodes:
         (work, moves, levels), times = take(node), info(node).times
         worked = worked if work is None else worked + work.repeated(times)
         moved = sum((one.repeated(times) for one in moves), moved)
-        for level, seconds_ in levels:
+        for level, seconds_, behind in levels:
             shown[level] += seconds_ * times
-    return Run(worked, moved, shown)
+            reduced[level] += behind * times
+    return Run(worked, moved, shown, reduced["between"] / (sum(reduced.values()) or 1.0))
 
 
-Taken = tuple[NodeCost | None, list[NodeCost], list[tuple[str, float]]]
+Taken = tuple[NodeCost | None, list[NodeCost], list[tuple[str, float, float]]]
 
 
 def _taken(node: fx.Node, prices: NodePrices) -> Taken:
-    """What a node computes, all that it moves, and the seconds of these that show, by level."""
+    """What a node computes, all that it moves, and by level the seconds of these that show, and
+    those that only a backward that is not split hides."""
     about, work, cost = info(node), None, NodeCost()
     if about.movement is not None or about.places is not None:
         cost = prices.own(node)
@@ -380,12 +385,14 @@ def _taken(node: fx.Node, prices: NodePrices) -> Taken:
         work = prices.computed(node)
         if about.joint is not None:
             cost = prices.inside(node)
-    moves, levels = [cost], [(prices.level(_axes(node)), cost.forward + cost.backward)]
+    shown = cost.forward + cost.backward
+    moves, levels = [cost], [(prices.level(_axes(node)), shown, cost.reduced)]
     for region, kept in prices.elsewhere(node).items():
         moves.append(kept)
         # What goes to the host comes back; what is gathered is so in backward alone.
-        levels.append(("host", 2 * kept.forward))
-        levels.append((prices.level(about.away[region]), kept.backward - kept.forward))
+        levels.append(("host", 2 * kept.forward, 0.0))
+        gathered = kept.backward - kept.forward
+        levels.append((prices.level(about.away[region]), gathered, 0.0))
     return work, moves, levels
 
 

@@ -40,10 +40,17 @@ class NodeCost(NamedTuple):
     reduced: float = 0.0  # the part of these that only a backward that is not split hides
     summed: float = 0.0  # once a step: its part in summing the gradients of parameters
     gathered: float = 0.0  # once a step: its part in gathering parameters
-    updated: float = 0.0  # once a step: by how much the host updates states more slowly
+    # Once a step: what shows of copies to and from the host, and its slower update of states.
+    updated: float = 0.0
     cast: float = 0.0  # once a step: its part in casting parameters
-    covered: float = 0.0  # the part of `summed` and `gathered` that runs behind computing
+    behind: float = 0.0  # the part of `summed` that runs behind computing
+    ahead: float = 0.0  # the part of `gathered` that does
     again: float = 0.0  # the part of backward that is forward once more
+
+    @property
+    def covered(self) -> float:
+        """The part of `summed` and `gathered` that runs behind computing."""
+        return self.behind + self.ahead
 
     @property
     def seconds(self) -> float:
@@ -60,7 +67,8 @@ class NodeCost(NamedTuple):
             self.gathered + other.gathered,
             self.updated + other.updated,
             self.cast + other.cast,
-            self.covered + other.covered,
+            self.behind + other.behind,
+            self.ahead + other.ahead,
             self.again + other.again,
         )
 
@@ -106,7 +114,7 @@ class StatePrice:
     ) -> NodeCost:
         """What its gradient and its copy take, from and to where readers' gathers start."""
         shape, bytes_, learns = about
-        gathered = early = late = 0.0
+        gathered = early = late = up = down = updated = 0.0
         for one in self.moved_once(places, about, sync):
             seconds = float(self.price.bucketed(one.axes, one.bytes, one.kind))
             if one.when == "backward":
@@ -116,19 +124,25 @@ class StatePrice:
             else:
                 late += seconds
         if places.goes_up == ("optimizer", "storage"):
-            gathered += self._copied(places.optimizer, shape, bytes_.copy)
-        covered = self.hidden(gathered, beside.forward)
+            up = self._copied(places.optimizer, shape, bytes_.copy)
+        ahead, shown = self._beside_copy(gathered, up, beside.forward)
         if not learns:
-            return NodeCost(gathered=gathered, covered=covered)
-        updated = 0.0
+            return NodeCost(gathered=gathered, ahead=ahead, updated=shown)
         if "optimizer" in places.on_host:
             updated = self._updated(places.optimizer, shape, bytes_)
             if "gradient" not in places.on_host:
-                late += self._copied(places.optimizer, shape, bytes_.gradient)
-        behind = self.hidden(early, beside.backward)
-        covered = covered + self.hidden(late, beside.backward)
-        more = {"summed": late, "gathered": gathered, "covered": covered, "updated": updated}
-        return NodeCost(backward=early - behind, hidden=behind, **more)
+                down = self._copied(places.optimizer, shape, bytes_.gradient)
+        hidden = self.hidden(early, beside.backward)
+        behind, left = self._beside_copy(late, down, beside.backward)
+        once = {"summed": late, "gathered": gathered, "updated": updated + shown + left}
+        more = {"behind": behind, "ahead": ahead}
+        return NodeCost(backward=early - hidden, hidden=hidden, **once, **more)
+
+    def _beside_copy(self, moved: float, copied: float, computed: Any) -> tuple[Any, Any]:
+        """What computing hides of a movement between devices, and leaves of the copy from or to the
+        host that is made with it."""
+        hidden = self.hidden(moved, computed)
+        return hidden, copied - (self.hidden(moved + copied, computed) - hidden if copied else 0.0)
 
     def moved_once(
         self, places: ParameterPlacement, about: About, sync: Collection[str]

@@ -22,7 +22,7 @@ class Gantt:
     schedule: Schedule
     starts: Sequence[Sequence[float]]
     ends: Sequence[Sequence[float]]
-    sums: Sequence[tuple[str, Sequence[int], float, float]]  # of gradients: whose, ranks, from, to
+    after: Sequence[tuple[str, Sequence[int], float, float]]  # what is done once: ranks, from, to
     unit: Callable[[float], str]
 
     @cached_property
@@ -32,8 +32,8 @@ class Gantt:
 
     @cached_property
     def end(self) -> float:
-        """The same with sums of gradients."""
-        return max([self.last, *(end for *_, end in self.sums)])
+        """The same with what is done once a step."""
+        return max([self.last, *(end for *_, end in self.after)])
 
     @cached_property
     def idle(self) -> str:
@@ -42,8 +42,8 @@ class Gantt:
         return share_text(1 - busy / (self.last * self.schedule.ranks or 1.0))
 
     def drawn(self, until: float = 0.0) -> Drawing:
-        """What each rank does when: actions, sums of gradients, and in grey what is idle; time goes
-        on to `until` at least."""
+        """What each rank does when: actions, what it does once a step, and in grey what is idle;
+        time goes on to `until` at least."""
         made = self.schedule
         height = _ABOVE + made.ranks * (_ROW + _GAP) + _BELOW
         label = (
@@ -62,9 +62,9 @@ class Gantt:
             picture.text(_LEFT - 6, _top(rank) + _ROW / 2 + 4, f"rank {rank}", "end")
             picture.box(_LEFT, _top(rank), axis.at(self.last) - _LEFT, _ROW, "idle")
         self._actions(picture, axis)
-        for whose, ranks, start, end in self.sums:
+        for name, ranks, start, end in self.after:
             left, right = axis.at(start), axis.at(end)
-            title = f"sum of gradients of {whose}, {self.unit(end - start)}"
+            title = f"{name}, {self.unit(end - start)}"
             for rank in ranks:
                 picture.box(left, _top(rank) + _ROW - 5, right - left, 5, "sync", title)
         return picture
@@ -96,8 +96,8 @@ class Gantt:
         ):
             words = WORDS[kind] + (f", pipe {pipe}" if made.pipes > 1 else "")
             x = _entry(picture, x, f"{kind}{pipe}", words)
-        if self.sums:
-            x = _entry(picture, x, "sync", "sums of gradients")
+        if self.after:
+            x = _entry(picture, x, "sync", "sums of gradients, and what is done once a step")
         _entry(picture, x, "idle", f"idle: {self.idle}")
 
 

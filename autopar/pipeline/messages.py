@@ -12,7 +12,7 @@ from autopar.cluster.links import Way
 from autopar.cluster.part import Line
 from autopar.pipeline.execution import Passage, Passages
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.stages.costs import StageCost
+from autopar.pipeline.stages.stage_cost import StageCost
 from autopar.pipeline.stages.standing import Standing
 
 Placement = tuple[tuple[int, ...], ...]

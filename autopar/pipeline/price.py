@@ -19,6 +19,7 @@ from autopar.passes.stages import Cut
 from autopar.pipeline.messages import passages, replica_links
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.simulator import simulate
+from autopar.pipeline.stages.stage_cost import StageCost
 from autopar.pipeline.step_memory import StageMemory, host_in_step, kept_in_step, most_in_step
 from autopar.pipeline.timeline import Timeline
 from autopar.strategies.node_info import Readers
@@ -28,7 +29,7 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
     """The simulated step, latency and sums of gradients included."""
     made, stages = pipelining.schedule, pipelining.stages
     line = Line.of(pipelining.mesh, pipelining.axis)
-    sums, shared = [stage.once for stage in stages], dict[tuple[int, ...], float]()
+    sums, shared = [stage.late for stage in stages], dict[tuple[int, ...], float]()
     along = sums_along(pipelining)
     for one, link in zip(along, _links_of(along, cluster, line)):
         seconds = float(collective_seconds(one.moved.kind, link, one.moved.bytes))
@@ -51,6 +52,7 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
         passages=passages(made, stages, cluster, line),
         sync="eager-where-it-helps",
         sync_cost=sums,
+        after_sync=[stage.after for stage in stages],
         shared_sync=shared,
     )
 
@@ -96,17 +98,18 @@ def _links_of(along: Sequence[SumAlong], cluster: Cluster, line: Line) -> list[A
 
 def pipeline_cost(pipelining: Pipelining, run: Run, timeline: Timeline) -> Cost:
     """The parts of a simulated step; `run` is one micro-batch (or part) through all stages."""
-    once, cast = Cost.of(run), run.worked.cast
+    once, cast, stages = Cost.of(run), run.worked.cast, pipelining.stages
     busy, made = max(timeline.busy), pipelining.schedule
-    parts, work = made.all_parts, once.compute - cast + once.shown
+    # Where backward is split, nothing hides what the gradients of weights hide elsewhere.
+    split = sum(stages[index].reduced for index in made.split_stages)
+    parts, work = made.all_parts, once.compute - cast + once.shown + split
     share = (once.compute - cast) / work if work else 1.0
-    moved, hidden = busy * (1 - share), once.hidden * parts / made.ranks
+    moved, hidden = busy * (1 - share), (once.hidden - split) * parts / made.ranks
     times = busy / work if work else 0.0  # how often the busiest rank runs as much as that
-    gathered = sum(stage.gathering for stage in pipelining.stages)
-    every = sum(sync.end - sync.start for sync in timeline.synchronizations)
-    sums = every - gathered - sum(stage.updated + stage.cast for stage in pipelining.stages)
-    sums = sums if sums > ROUNDED * every else 0.0
-    updated, casts = (_shown(name, pipelining, timeline) for name in ("updated", "cast"))
+    gathered = sum(stage.gathering for stage in stages)
+    sums = sum(sync.end - sync.start for sync in timeline.synchronizations)
+    sums += sum(stage.behind for stage in stages)
+    updated, casts = _shown(timeline, stages)
     waits = timeline.makespan - busy
     return Cost(
         compute=busy * share + casts,
@@ -120,20 +123,21 @@ def pipeline_cost(pipelining: Pipelining, run: Run, timeline: Timeline) -> Cost:
         hidden=hidden,
         bubble=waits if waits > ROUNDED * timeline.makespan else 0.0,
         again=once.again * times,
-        between=once.between * times,
+        between=(once.between + split * run.reduced_between) * times,
         copied=once.copied * times,
     )
 
 
-def _shown(part: str, pipelining: Pipelining, timeline: Timeline) -> float:
-    """By how much a step is longer for a part of what its stages do once: of each that makes it
-    longer, the share of this part."""
-    lengths = {sync.stages: sync.end - sync.start for sync in timeline.synchronizations}
-    found = 0.0
-    for stages, seconds in timeline.last_sums.items():
-        if len(stages) == 1:  # others share parameters, and sum gradients alone
-            found += seconds * getattr(pipelining.stages[stages[0]], part) / lengths[stages]
-    return found
+def _shown(timeline: Timeline, stages: Sequence[StageCost]) -> tuple[float, float]:
+    """By how much a step is longer for updates on the host, and for casts: their share of what the
+    rank does that ends it, when it has summed all gradients."""
+    if (last := timeline.last_update) is None:
+        return 0.0, 0.0
+    own = [
+        stages[index] for index in {stage for _, stage in timeline.schedule.local_stages(last.rank)}
+    ]
+    longer = (last.end - max(last.start, timeline.makespan)) / sum(stage.after for stage in own)
+    return sum(stage.updated for stage in own) * longer, sum(stage.cast for stage in own) * longer
 
 
 def held_at(pipelining: Pipelining, cut: Cut, rank: int) -> list[fx.Node]:

@@ -37,6 +37,7 @@ def simulate(
     latency: float = 0,
     sync: Sync | None = None,
     sync_cost: Costs = 0,
+    after_sync: Costs = 0,
     activation: Costs = 1,
     passages: Passages | None = None,
     shared_sync: Mapping[tuple[int, ...], float] = _NONE,
@@ -48,7 +49,8 @@ def simulate(
     `backward_weight` the part that W takes where it is split off (half by default). `latency` is
     the time a message is under way between two ranks, `passages` what each of them takes. `sync`
     says when the replicas of a stage all-reduce its gradient (see `synchronization`), which takes
-    `sync_cost`; `shared_sync` is what it takes stages, by their numbers, that share parameters.
+    `sync_cost`; `shared_sync` is what it takes stages, by their numbers, that share parameters;
+    `after_sync` what a rank does for each of its stages when it has summed all.
     `activation` is what a micro-batch keeps for backward, 1 by default.
     """
     times = stage_times(
@@ -63,5 +65,8 @@ def simulate(
     timeline = Timeline(schedule, result.starts, result.ends, result.arrivals, kept)
     if sync is None:
         return timeline
-    costs = per_stage("sync_cost", sync_cost, schedule.stages, schedule.chunks)
-    return synchronize(timeline, sync, costs, shared_sync)
+    costs, after = (
+        per_stage(name, cost, schedule.stages, schedule.chunks)
+        for name, cost in (("sync_cost", sync_cost), ("after_sync", after_sync))
+    )
+    return synchronize(timeline, sync, costs, shared_sync, after)

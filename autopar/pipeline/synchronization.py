@@ -7,6 +7,7 @@ share parameters the gradients of these.
   and the rank's last action, as a running all-reduce slows the work beside it; after for the rest.
 
 An all-reduce starts when all its ranks are ready. A rank runs one at a time, beside its actions.
+What follows for its stages, as updates on the host do, begins when it is done with all of these.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 
 from autopar.errors import require_one_of
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.timeline import Synchronization, Timeline
+from autopar.pipeline.timeline import Synchronization, Timeline, Update
 
 MODES = ("after", "eager", "eager-where-it-helps")
 
@@ -56,6 +57,7 @@ def synchronize(
     mode: str,
     costs: tuple[float, ...],
     shared: Mapping[tuple[int, ...], float],
+    after: tuple[float, ...],
 ) -> Timeline:
     """The timeline with the all-reduces of all stages, and of those that share parameters, first
     ready first."""
@@ -86,4 +88,9 @@ def synchronize(
             free[rank] = end
         early = any(start < done[rank] for rank in ranks)
         found.append(Synchronization(some, ranks, start, end, early))
-    return dataclasses.replace(timeline, synchronizations=tuple(found))
+    updates = []
+    for rank, begins in enumerate(map(max, free, done)):
+        seconds = sum(after[stage] for stage in {own for _, own in schedule.local_stages(rank)})
+        if seconds:
+            updates.append(Update(rank, begins, begins + seconds))
+    return dataclasses.replace(timeline, synchronizations=tuple(found), updates=tuple(updates))

@@ -14,6 +14,8 @@ from autopar.pipeline.schedule import Action, Schedule
 from autopar.units import counted
 
 WIDTH = 160  # columns
+SUM = "sum of gradients"
+UPDATES = "gathers, casts and updates of parameters"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,15 @@ class Synchronization:
         """Whose gradients, in words."""
         word = "stage" if len(self.stages) == 1 else "stages"
         return f"{word} {' and '.join(map(str, self.stages))}"
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a rank does for its stages when it has summed all gradients."""
+
+    rank: int
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,7 @@ class Timeline:
     # What each stage keeps of a part of a micro-batch for its backward.
     activations: tuple[float, ...]
     synchronizations: tuple[Synchronization, ...] = ()
+    updates: tuple[Update, ...] = ()
 
     @cached_property
     def makespan(self) -> float:
@@ -95,25 +107,19 @@ class Timeline:
 
     @property
     def step_time(self) -> float:
-        """The makespan and what synchronisation adds to it."""
-        return max([self.makespan, *(sync.end for sync in self.synchronizations)])
+        """The makespan and what synchronisation adds to it, and what follows on that."""
+        ends = *(one.end for one in self.synchronizations), *(one.end for one in self.updates)
+        return max([self.makespan, *ends])
 
     @property
     def uncovered_sync(self) -> float:
-        """How much longer the step is for gradient synchronisation."""
+        """How much longer the step is for gradient synchronisation, and what follows on it."""
         return self.step_time - self.makespan
 
-    @cached_property
-    def last_sums(self) -> dict[tuple[int, ...], float]:
-        """How much longer the step is for the synchronisation of which stages: of the last ones,
-        each of which starts as another ends."""
-        found, end = dict[tuple[int, ...], float](), self.step_time
-        while end > self.makespan:
-            every = self.synchronizations
-            one = next(sync for sync in every if sync.end == end and sync.start < end)
-            found[one.stages] = end - max(one.start, self.makespan)
-            end = one.start
-        return found
+    @property
+    def last_update(self) -> Update | None:
+        """That which ends the step, if one does."""
+        return next((one for one in self.updates if one.end == self.step_time), None)
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
@@ -163,8 +169,9 @@ class Timeline:
 
     def gantt(self, unit: Callable[[float], str] = "{:g}".format) -> Gantt:
         """The same as a picture, with times as `unit` writes them."""
-        sums = [(one.name, one.ranks, one.start, one.end) for one in self.synchronizations]
-        return Gantt(self.schedule, self.starts, self.ends, sums, unit)
+        after = [(f"{SUM} of {s.name}", s.ranks, s.start, s.end) for s in self.synchronizations]
+        after += [(UPDATES, (one.rank,), one.start, one.end) for one in self.updates]
+        return Gantt(self.schedule, self.starts, self.ends, after, unit)
 
     def save(self, path: str | Path) -> None:
         """Write the picture to a file, as SVG: a row for each rank, time to the right."""

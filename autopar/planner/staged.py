@@ -23,8 +23,9 @@ from autopar.pipeline.activation_counts import Live, peaks
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.price import price_step
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.stages.costs import StageCost, StageCosts
+from autopar.pipeline.stages.costs import StageCosts
 from autopar.pipeline.stages.cut import choose_stages
+from autopar.pipeline.stages.stage_cost import StageCost
 from autopar.pipeline.stages.standing import Standing
 from autopar.pipeline.timeline import Timeline
 from autopar.planner.candidate import Candidate

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from autopar.errors import InvalidInput, written
 from autopar.pipeline.schedule import Action, one_stage
+from autopar.pipeline.timeline import UPDATES
 from autopar.planner.candidate import Candidate
 from autopar.report.model import Call, calls_of
 from autopar.schema import Index, Mismatch, NotNegative
@@ -77,6 +78,7 @@ def events_of(candidate: Candidate) -> list[Event]:
             for sync in timeline.synchronizations
             for place in sync.ranks
         ]
+        found += [Event(one.rank, UPDATES, one.start, one.end, SUMS) for one in timeline.updates]
     ranks = range(mesh.size)
     if mesh.size > _RANKS:
         ranks_by_place = {candidate.place_of(rank): rank for rank in reversed(ranks)}

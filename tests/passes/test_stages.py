@@ -11,8 +11,9 @@ from torch import nn
 import autopar as ap
 from autopar.cost.state_price import NodeCost
 from autopar.passes.flow import flow_of
-from autopar.pipeline.stages.costs import StageCosts, imbalance
+from autopar.pipeline.stages.costs import StageCosts
 from autopar.pipeline.stages.cut import choose_stages
+from autopar.pipeline.stages.stage_cost import imbalance
 from autopar.pipeline.stages.standing import Standing
 from tests.models import gpt, mlp, resnet
 

@@ -143,14 +143,25 @@ def test_uncovered_synchronisation():
     assert spans[7,].early
     assert not spans[0,].early
     assert all(sync.end - sync.start == sync.stages[0] + 1 for sync in spans.values())
-    for mode in ("after", "eager"):
-        for costs in (3, [1, 2, 3, 4, 5, 6, 7, 8], [1, 0, 0, 0, 0, 0, 0, 0]):
-            timeline = simulate(made, sync=mode, sync_cost=costs)
-            assert sum(timeline.last_sums.values()) == timeline.uncovered_sync
-    assert timeline.last_sums == {(0,): 1}
-    timeline = simulate(made, sync="after", sync_cost=3)
-    assert sorted(timeline.last_sums.values()) == [3, 3]  # the two stages of a rank
-    assert simulate(made).last_sums == {}
+
+
+def test_what_follows_on_sums_begins_when_a_rank_has_summed_all():
+    """Not between a stage's own sum and one that it shares, which others would wait for."""
+    made = schedule("1f1b", stages=4, microbatches=4)
+    alone = simulate(made, sync="eager", sync_cost=1.0, shared_sync={(0, 3): 2.0})
+    assert alone.updates == ()
+    assert alone.last_update is None
+    found = simulate(
+        made, sync="eager", sync_cost=1.0, shared_sync={(0, 3): 2.0}, after_sync=[5, 0, 0, 7]
+    )
+    assert found.synchronizations == alone.synchronizations
+    first, last = found.updates
+    for update, seconds in ((first, 5), (last, 7)):
+        own = [sync.end for sync in found.synchronizations if update.rank in sync.ranks]
+        assert update.start == max(own)
+        assert update.end == update.start + seconds
+    assert found.last_update is last
+    assert found.step_time == alone.step_time + 7
 
 
 def test_last_backwards_are_where_a_gradient_is_complete():

@@ -10,14 +10,13 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from autopar.cost.footprint import HELD, Held, held_bytes, parameter_bytes, summed_bytes
+from autopar.cost.footprint import HELD, held_bytes, parameter_bytes, summed_bytes
 from autopar.cost.saved_tensors import KeptOnce
 from autopar.cost.state_price import NodeCost
 from autopar.errors import InvalidInput
@@ -25,6 +24,17 @@ from autopar.layout import ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow, ancestors
 from autopar.pipeline.stages.kept import Halves, Remade, kept_by_stages
+from autopar.pipeline.stages.stage_cost import (
+    BYTES,
+    COLUMNS,
+    ONCE,
+    SECONDS,
+    WORK,
+    SharedSum,
+    StageCost,
+    columns_of,
+    seconds_once,
+)
 from autopar.pipeline.stages.standing import ANYWHERE, Standing
 from autopar.pipeline.stages.stretch import Stretch
 from autopar.pipeline.stages.table import StageTable
@@ -35,55 +45,7 @@ Array = NDArray[np.float64]
 PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
 Rows = list[list[float]]  # of each kind of machines, the columns
 Mark = tuple[bool, bool]  # whether a node runs again, and whether its value is kept elsewhere
-_WORK = ("forward", "backward")
-_ONCE = ("summed", "gathering", "updated", "cast")  # seconds, once a step
-_SECONDS = (*_WORK, "again", "reduced", *_ONCE)
-_BYTES = ("sums", *HELD)
-COLUMNS = (*_SECONDS, *_BYTES)
 _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """What one stage takes for one micro-batch (or a part, where they are cut), predicted."""
-
-    starts: str  # the first operator
-    module: str  # where in the model that is
-    forward: float  # seconds
-    backward: float
-    again: float  # seconds of backward that are forward once more
-    reduced: float  # seconds that backward takes besides where it is split
-    summed: float  # seconds once a step, of summing its gradients over the mesh
-    gathering: float  # seconds once a step, of gathering its parameters
-    updated: float  # seconds once a step, by which the host updates states more slowly
-    cast: float  # seconds once a step, of casting its parameters
-    sums: int  # bytes of its gradients, of their sums over the mesh
-    parameters: int  # bytes
-    gradients: int  # bytes of those of parameters that learn
-    optimizer: int  # bytes that an optimizer keeps of these
-    buffers: int  # bytes
-    gathered: int  # bytes of copies of parameters that live a step
-    activations: int  # bytes kept from forward to backward, besides what comes from before
-    receives: int  # bytes that come from the stage before
-    weight_halves: int  # bytes kept from the gradients of inputs to those of weights
-    remade: int  # bytes by which the backward of one micro-batch keeps more, of what it makes again
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward
-
-    @property
-    def once(self) -> float:
-        """Seconds once a step, behind its last backward."""
-        return self.summed + self.gathering + self.updated + self.cast
-
-
-@dataclass(frozen=True)
-class SharedSum:
-    """Of the gradients of parameters that several stages read, which are summed over all these."""
-
-    stages: tuple[int, ...]
-    bytes: int  # of their sums over the mesh inside of a stage
 
 
 def price_stages(
@@ -99,13 +61,6 @@ def price_stages(
             remedy="plan again for this model",
         )
     return costs.stages([points[name] for name in starts], standing)
-
-
-def imbalance(stages: Sequence[StageCost]) -> float:
-    """By how much the slowest stage exceeds the mean: 0 for equal stages."""
-    seconds = [stage.seconds for stage in stages]
-    mean = sum(seconds) / len(seconds)
-    return max(seconds) / mean - 1 if mean else 0.0
 
 
 class StageCosts:
@@ -220,7 +175,7 @@ class StageCosts:
     def _rows_of(self, node: fx.Node, costs: Sequence[PriceOf]) -> Rows:
         """The columns of one node, for each kind of machines."""
         held, sums = self._held_by(node), summed_bytes(node, info(node).places, self.mesh)
-        return [_columns(cost(node), sums, held) for cost in costs]
+        return [columns_of(cost(node), sums, held) for cost in costs]
 
     def restated(
         self,
@@ -243,7 +198,7 @@ class StageCosts:
             mark, before = self._rows[node.name]
             held = parameter_bytes(node, at, self.mesh)
             sums = summed_bytes(node, at, self.mesh)
-            rows = [_columns(cost(node, at), sums, held) for cost in costs]
+            rows = [columns_of(cost(node, at), sums, held) for cost in costs]
             made._rows[node.name] = mark, rows
             more = np.array(rows) - np.array(before)
             if len(readers) == 1:
@@ -314,7 +269,7 @@ class StageCosts:
         key = points, at
         if key not in self._times:
             table, bounds = self.table(points), [*points, self.count]
-            kinds = [self.sums(bounds, kind, _WORK) for kind in at.kinds if kind]
+            kinds = [self.sums(bounds, kind, WORK) for kind in at.kinds if kind]
             every = [found[..., 0] + found[..., 1] for found in kinds]
             every += [table.seconds] * (0 in at.kinds)
             waiting = 2 * table.received[:, None] / at.bandwidth
@@ -322,7 +277,7 @@ class StageCosts:
         return self._times[key]
 
     def _table(self, bounds: Sequence[int]) -> StageTable:
-        forward, backward, *held = np.moveaxis(self.sums(bounds, of=(*_WORK, *HELD)), -1, 0)
+        forward, backward, *held = np.moveaxis(self.sums(bounds, of=(*WORK, *HELD)), -1, 0)
         received = np.array([*map(self.received, bounds[:-1]), 0])
         holding = np.array(self._holding)[list(bounds)]
         return StageTable(
@@ -353,13 +308,13 @@ class StageCosts:
         first = min(start, self.count - 1)
         # Copies of a stage wait for the slowest of them.
         every = np.array([self.sums([start, end], kind)[0, 1] for kind in at.kinds])
-        most, once = every.max(axis=0), slice(_SECONDS.index(_ONCE[0]), len(_SECONDS))
-        most[once] = every[every[:, once].sum(axis=1).argmax(), once]
+        most = every.max(axis=0)
+        most[ONCE] = every[seconds_once(every).argmax(), ONCE]
         return StageCost(
             starts=self._name(first),
             module=info(self.node(first)).module,
-            **dict(zip(_SECONDS, most.tolist())),
-            **dict(zip(_BYTES, map(round, most[len(_SECONDS) :].tolist()))),
+            **dict(zip(SECONDS, most.tolist())),
+            **dict(zip(BYTES, map(round, most[len(SECONDS) :].tolist()))),
             activations=self.kept.bytes(start, end),
             receives=self.received(start),
             weight_halves=self.weight_halves.bytes(start, end),
@@ -427,11 +382,6 @@ def _nearest_below(values: Sequence[int], row: Iterable[int]) -> dict[int, int]:
             found[place] = below[-1]
         below.append(place)
     return found
-
-
-def _columns(price: NodeCost, sums: int, held: Held) -> list[float]:
-    once = price.summed, price.gathered, price.updated, price.cast
-    return [price.forward, price.backward, price.again, price.reduced, *once, sums, *held]
 
 
 def _parameters(flow: Flow, node: fx.Node) -> set[fx.Node]:
