@@ -35,7 +35,7 @@ from autopar.capture.fake import FakeTensor, has_no_data
 from autopar.capture.graph_builder import is_mutable
 from autopar.capture.grouped import Sizes
 from autopar.capture.guards import held_guard
-from autopar.capture.hooks import replaced
+from autopar.capture.hooks import replaced, while_it_runs
 from autopar.capture.plainly import fakes_told_apart
 from autopar.capture.randomness import may_be_random
 from autopar.capture.selections import selections_counted
@@ -108,8 +108,9 @@ class Decision:
 
 
 @contextmanager
-def decisions_made(leaves: Sequence[Any]) -> Iterator[list[Decision]]:
-    """While forward is followed, questions to values are answered by those of the flat inputs."""
+def decisions_made(model: nn.Module, leaves: Sequence[Any]) -> Iterator[list[Decision]]:
+    """While forward of the model is followed, questions to values are answered by those of its flat
+    inputs."""
     made: list[Decision] = []
     asked = Asked(leaves, made)
 
@@ -151,7 +152,7 @@ def decisions_made(leaves: Sequence[Any]) -> Iterator[list[Decision]]:
     plain = {name: getattr(Tensor, name) for name in ("__bool__", *names)}
     one_hot_of, plain_list = functional.one_hot, FakeTensor.tolist
     with ExitStack() as stack:
-        stack.enter_context(_GivenPlain())
+        stack.enter_context(while_it_runs(model, _GivenPlain))
         for owner, given in ((torch, _OF_TORCH), (Tensor, _OF_TENSORS)):
             for name in given.split():
                 stack.enter_context(replaced(owner, name, _given_plain(getattr(owner, name))))
@@ -160,7 +161,7 @@ def decisions_made(leaves: Sequence[Any]) -> Iterator[list[Decision]]:
             stack.enter_context(replaced(Tensor, name, as_number(name)))
         stack.enter_context(replaced(FakeTensor, "tolist", as_list))
         stack.enter_context(replaced(functional, "one_hot", one_hot))
-        stack.enter_context(selections_counted(count))
+        stack.enter_context(selections_counted(model, count))
         stack.enter_context(fakes_told_apart(lambda fake: not asked.is_constant(fake)))
         yield made
 

@@ -12,7 +12,8 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -113,6 +114,20 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
+
+
+@contextmanager
+def while_it_runs(model: nn.Module, around: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """Forward of the model runs within `around()`, and not what is done before and after it."""
+    forward = model.forward
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return forward(*args, **kwargs)
+
+    with replaced(model, "forward", run):
+        yield
 
 
 class _Node:

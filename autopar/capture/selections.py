@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar._torch import traced_node
 from autopar.capture.fake import FakeTensor
 from autopar.capture.graph_builder import is_mutable
-from autopar.capture.hooks import replaced
+from autopar.capture.hooks import replaced, while_it_runs
 
 _aten = torch.ops.aten
 
@@ -88,7 +89,7 @@ class _Indexed(TorchFunctionMode):
 
 
 @contextmanager
-def selections_counted(count: Callable[[Tensor], int | None]) -> Iterator[None]:
+def selections_counted(model: nn.Module, count: Callable[[Tensor], int | None]) -> Iterator[None]:
     """Within, selections by masks of which `count` knows how many they choose have a shape."""
 
     def places(mask: Tensor) -> tuple[Tensor, ...] | None:
@@ -139,7 +140,7 @@ def selections_counted(count: Callable[[Tensor], int | None]) -> Iterator[None]:
     plain_nonzero: Callable[..., Any] = Tensor.nonzero
     plain_where: Callable[..., Any] = torch.where
     with ExitStack() as stack:
-        stack.enter_context(_Indexed(get_item))
+        stack.enter_context(while_it_runs(model, partial(_Indexed, get_item)))
         for owner in (Tensor, torch):
             stack.enter_context(replaced(owner, "masked_select", masked_select))
             stack.enter_context(replaced(owner, "nonzero", nonzero))
