@@ -47,9 +47,19 @@ class Placements(tuple[Placement, ...]):
         return cls._known[key]
 
 
-@lru_cache(maxsize=32)
 def reshard_table(mesh: Mesh, ndim: int, parts: Parts = ()) -> ReshardTable:
-    """The table for tensors of `ndim` dims on `mesh`, which may be cut in `parts`."""
+    """The table for tensors of `ndim` dims on `mesh`, which may be cut in `parts`. Those of meshes
+    with many axes are large."""
+    return (_small if len(mesh.names) < 3 else _large)(mesh, ndim, parts)
+
+
+@lru_cache(maxsize=256)
+def _small(mesh: Mesh, ndim: int, parts: Parts) -> ReshardTable:
+    return ReshardTable(mesh, ndim, parts)
+
+
+@lru_cache(maxsize=32)
+def _large(mesh: Mesh, ndim: int, parts: Parts) -> ReshardTable:
     return ReshardTable(mesh, ndim, parts)
 
 
