@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from autopar.search.reshard import Placements, reshard_table
 from autopar.strategies import KernelCall, Rule, Strategy, tensor_inputs
 from autopar.strategies.node_info import info
 from autopar.strategies.rule import Facts
+from autopar.strategies.signature import Signatures
 
 Array = NDArray[np.float64]
 
@@ -134,13 +135,11 @@ class NodeClasses:
         forward, backward = seconds(facts, done, self.device)
         if copied_parameter(node) is not None:  # made once a step
             forward = forward / self.microbatches
-        signatures = [rule.signature(strategy) for strategy in strategies]
-        learns = [info(value).differentiable for value in inputs]
+        learns = tuple(info(value).differentiable for value in inputs)
         return Candidates(
             facts,
             tuple(strategies),
-            tuple(map(Placements, zip(*(each.wants(learns) for each in signatures)))),
-            tuple(map(Placements, zip(*(map(Placement, each.outputs) for each in signatures)))),
+            *_layouts(rule.signatures, tuple(strategies), learns),
             forward,
             backward,
             self._moved(node, facts, strategies, pieces, (forward, backward)),
@@ -183,6 +182,17 @@ class NodeClasses:
         """What the messages of a joint kernel take, but for what computing hides."""
         moved = messages_inside(facts, strategy, self.price, self.device.overlap, computed)
         return moved.forward + moved.backward
+
+
+@lru_cache(maxsize=1 << 12)
+def _layouts(
+    signatures: Signatures, strategies: tuple[Strategy, ...], learns: tuple[bool, ...]
+) -> tuple[tuple[Placements, ...], tuple[Placements, ...]]:
+    """For each input, what each strategy wants; for each output, what each gives."""
+    found = [signatures.of(strategy) for strategy in strategies]
+    wanted = zip(*(each.wants(learns) for each in found))
+    given = zip(*(map(Placement, each.outputs) for each in found))
+    return tuple(map(Placements, wanted)), tuple(map(Placements, given))
 
 
 def _mark(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:

@@ -24,7 +24,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -167,10 +167,10 @@ class Rule:
 
     def signature(self, strategy: Strategy) -> Signature:
         """The layouts of inputs, of their gradients and of outputs under `strategy`."""
-        return self._signatures.of(strategy)
+        return self.signatures.of(strategy)
 
     @cached_property
-    def _signatures(self) -> Signatures:
+    def signatures(self) -> Signatures:
         """Shared by all calls that are alike but for sizes."""
         at_once = tuple(self.joints.items()), tuple(self.parts.items())
         return signatures(self.inputs, self.outputs, self.passes, self.gathered, *at_once)
@@ -180,32 +180,16 @@ class Rule:
 
         Several axes on one factor come in every order, or only in the mesh's if not `ordered`.
         """
-        axes = [axis for axis in mesh if mesh[axis] > 1]
-        choices = [*self.choices, *range(len(self.passes))]
-        fits = cache(self.fits)
-        found = []
-        for assignment in itertools.product([None, *choices], repeat=len(axes)):
-            cuts: dict[str, list[str]] = {}
-            passes: list[tuple[str, int]] = []
-            for axis, choice in zip(axes, assignment):
-                if isinstance(choice, str):
-                    cuts.setdefault(choice, []).append(axis)
-                elif choice is not None:
-                    passes.append((axis, choice))
-            if not all(fits(factor, mesh.degree(cuts[factor])) for factor in cuts):
-                continue
-            if (self.joints or self.parts) and not self.go_together(cuts, mesh):
-                continue
-            factors = sorted(cuts)
-            orders = [
-                itertools.permutations(cuts[factor])
-                if ordered and factor not in self.joints
-                else [tuple(cuts[factor])]
-                for factor in factors
-            ]
-            for order in itertools.product(*orders):
-                found.append(Strategy(tuple(zip(factors, order)), tuple(sorted(passes))))
-        return found
+        axes = tuple(axis for axis in mesh if mesh[axis] > 1)
+        degrees = [mesh.degree(some) for some in _subsets(axes)]
+        fitting = tuple(
+            (choice, tuple(self.fits(choice, degree) for degree in degrees))
+            for choice in self.choices
+        )
+        found = _assigned(axes, fitting, len(self.passes), ordered, frozenset(self.joints))
+        if not (self.joints or self.parts):
+            return [*found]
+        return [way for way in found if self.go_together(way.by_factor, mesh)]
 
     def go_together(self, cuts: Mapping[str, Sequence[str]], mesh: Mesh) -> bool:
         """Whether there is one joint at most, and what it cuts besides others is large enough; a
@@ -400,3 +384,42 @@ def product(sizes: Mapping[str, int]) -> int:
 
 def _has(tensors: Sequence[Sequence[Dim]], factor: str, quantifier: Quantifier) -> bool:
     return quantifier(any(factor in dim for dim in dims) for dims in tensors)
+
+
+@lru_cache
+def _subsets(axes: Axes) -> tuple[Axes, ...]:
+    """All choices of some of the axes, in their order."""
+    sizes = range(len(axes) + 1)
+    return tuple(itertools.chain(*(itertools.combinations(axes, size) for size in sizes)))
+
+
+@lru_cache(maxsize=1 << 12)
+def _assigned(
+    axes: Axes,
+    fitting: tuple[tuple[str, tuple[bool, ...]], ...],
+    passes: int,
+    ordered: bool,
+    in_order: frozenset[str],
+) -> tuple[Strategy, ...]:
+    """Each axis to a choice, to one of so many passes, or to nothing. `fitting`: the choices, and
+    which subsets of the axes each may have; `in_order`: those that have theirs as they stand."""
+    fits = {name: dict(zip(_subsets(axes), fit)) for name, fit in fitting}
+    found = []
+    for assignment in itertools.product([None, *fits, *range(passes)], repeat=len(axes)):
+        cuts: dict[str, Axes] = {}
+        passed: list[tuple[str, int]] = []
+        for axis, choice in zip(axes, assignment):
+            if isinstance(choice, str):
+                cuts[choice] = (*cuts.get(choice, ()), axis)
+            elif choice is not None:
+                passed.append((axis, choice))
+        if not all(fits[name][own] for name, own in cuts.items()):
+            continue
+        names = sorted(cuts)
+        orders = [
+            itertools.permutations(cuts[name]) if ordered and name not in in_order else [cuts[name]]
+            for name in names
+        ]
+        for order in itertools.product(*orders):
+            found.append(Strategy(tuple(zip(names, order)), tuple(sorted(passed))))
+    return tuple(found)
