@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 
 from autopar.capture.annotations import Pin
@@ -150,14 +150,20 @@ class StagedProgram:
         self._memory = request.memory
         self._standing = cache(lambda placed: tuple(laid.standings(placed, request.memory)))
         self._fastest = cache(
-            lambda standing, kind: choose_stages(
-                self._lines(kind), len(standing), pins=pins, standing=standing
+            lambda standing, kind: tuple(
+                choose_stages(self._lines(kind), len(standing), pins=pins, standing=standing)
             )
         )
 
     def fastest(self, made: Schedule, kind: Recompute) -> StagedWay:
-        """In the stages of which the slowest is fastest."""
-        return self._way(made, kind, self._fastest(self._standing(made.placement), kind))
+        """In the stages of which the slowest is fastest, if they wait for messages or do not: some
+        schedules do other work meanwhile."""
+        standing = self._standing(made.placement)
+        cuts = {self._fastest(standing, kind): None}
+        if self._lines(kind).waits(standing):
+            free = tuple(replace(at, bandwidth=math.inf) for at in standing)
+            cuts[self._fastest(free, kind)] = None
+        return min((self._way(made, kind, cut) for cut in cuts), key=lambda way: way.seconds)
 
     def within(self, made: Schedule, kind: Recompute, memory: float) -> StagedWay | None:
         """The same of stages that fit into memory, as far as their sums tell."""

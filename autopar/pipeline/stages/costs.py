@@ -45,6 +45,7 @@ Array = NDArray[np.float64]
 PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
 Rows = list[list[float]]  # of each kind of machines, the columns
 Mark = tuple[bool, bool]  # whether a node runs again, and whether its value is kept elsewhere
+NOTED = 0.02  # of the work of a stage: messages that take less change no cut
 _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
 
 
@@ -262,6 +263,12 @@ class StageCosts:
         if points not in self._tables:
             self._tables[points] = self._table([*points, self.count])
         return self._tables[points]
+
+    def waits(self, standing: Sequence[Standing]) -> bool:
+        """Whether what stages that stand there receive takes long, beside what they do."""
+        slowest = min(at.bandwidth for at in standing)
+        received = self.table(tuple(self.cut_points(len(standing), {}))).received.max()
+        return bool(2 * received / slowest > NOTED * self.total / len(standing))
 
     def times(self, points: tuple[int, ...], at: Standing) -> Array:
         """Of the table, the seconds of a stage that stands there, which also waits for what it
