@@ -30,7 +30,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.deep import DeepPlanner
 from autopar.planner.offers import Choice, has_world
 from autopar.planner.request import Mode, Request
-from autopar.planner.verdict import tell
+from autopar.planner.verdict import tell, warn
 from autopar.precision import Precision
 from autopar.progress import Report, reporter
 
@@ -120,6 +120,8 @@ def make_plans(
         best, planner = choice.best()
         others = choice.kept.others
     tell(captured, best)
+    if best.search is not None and best.search.interrupted:
+        warn("planning was interrupted: the plan is the best so far; what was left may be better")
     return [
         Plan.of(
             one,

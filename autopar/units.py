@@ -23,6 +23,8 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BYTES = {"": 1.0, "B": 1.0} | {f"{name.upper()}B": size for size, name in _PREFIXES}
 _BYTES |= {f"{name}IB": 2.0 ** (10 * power) for power, name in enumerate("KMGTP", 1)}
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_BITS = re.compile("([kKMGTP]i?)(?:b|bit|bits)")
+_EITHER = re.compile("[mgtp]i?b")
 LEAST_MEMORY = 1000  # bytes: who says less has meant another unit
 
 
@@ -61,8 +63,22 @@ def read_bytes(given: object) -> float:
         except OverflowError:
             return math.inf
     match = _AMOUNT.fullmatch(given) if isinstance(given, str) else None
-    unit = None if match is None else _BYTES.get(match[2].upper())
-    return math.nan if match is None or unit is None else float(match[1]) * unit
+    if match is None or _BITS.fullmatch(match[2]):
+        return math.nan
+    return float(match[1]) * _BYTES.get(match[2].upper(), math.nan)
+
+
+def read_rate(given: object) -> float:
+    """The bytes a second that a number says, or a text as `100GB/s`, or `400Gb/s` or `400Gbit/s`
+    in bits; not a number where it says neither, or one cannot tell which."""
+    if not isinstance(given, str):
+        return read_bytes(given)
+    match = _AMOUNT.fullmatch(given.strip().removesuffix("/s").removesuffix("ps"))
+    if match is None or _EITHER.fullmatch(match[2]):
+        return math.nan
+    bits = _BITS.fullmatch(match[2])
+    unit = match[2] if bits is None else f"{bits[1]}B"
+    return float(match[1]) * _BYTES.get(unit.upper(), math.nan) / (1 if bits is None else 8)
 
 
 def scaled(value: float, unit: str, digits: int = 4) -> str:

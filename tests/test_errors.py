@@ -366,7 +366,7 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: ap.plan(nn.Linear(4, 2), (ones(),), cluster=LOCAL, pipeline=2),
         [
             "in some number",
-            "2 stages, 8 micro-batches: a step needs",
+            "2 stages, 2 micro-batches (and 2 others): a step needs",
             "8 in 16",
             "remedy: return the loss",
             "or leave pipeline out",

@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_told_with_its_bytes() -> None:
     why = plans.chosen().explain("stages")
     large = replace(why.others[0].best, fits=False, seconds=why.way.seconds / 2, memory=9e12)
     told = replace(why, others=(WeighedValue("8 ranks deep", large, 1),))
-    assert "nothing else fits" in told.why
+    assert "nothing else that was built fits" in told.why
     assert "less (-50%)" in told.against(large)
     assert "holds 9 TB" in told.against(large)
     slower = replace(why.others[0].best, seconds=4 * why.way.seconds)

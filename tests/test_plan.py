@@ -301,7 +301,7 @@ def test_every_field_that_decides_stands_in_files_diffs_and_what_ranks_compare(m
     name, type_ = next(iter(saved.others.items()))
     steered = replace(made.decisions, ways={("a", "b", 0): ()})
     schedule = make_schedule("gpipe", stages=2, microbatches=2)
-    stages = (StageCost("linear", "0", 1.0, 1.0, *[0] * 18),) * 2
+    stages = (StageCost("linear", "0", 1.0, 1.0, *[0] * 16),) * 2
     others = {
         "mode": "data",
         "limit": 1e9,

@@ -111,7 +111,7 @@ class Cost:
             backward=worked.backward * microbatches,
             gradient_sync=moved.summed,
             gathered=moved.gathered,
-            updated=moved.updated,
+            updated=moved.updated - moved.behind,
             hidden=moved.hidden * microbatches,
             again=worked.again * microbatches,
             between=run.shown["between"] * microbatches,
@@ -242,7 +242,7 @@ class NodePrices:
         forward, backward, once = ways.values()
         behind = self.states.hidden(once, self._beside(node).backward) if once else 0.0
         hidden = self.states.hidden(backward, self._weights(node)) if backward else 0.0
-        more = {"summed": once, "behind": behind, "reduced": hidden}
+        more = {"summed": once, "covered": behind, "reduced": hidden}
         return NodeCost(forward, backward - hidden, hidden, **more)
 
     def collectives(self, node: fx.Node) -> list[Collective]:

@@ -40,17 +40,12 @@ class NodeCost(NamedTuple):
     reduced: float = 0.0  # the part of these that only a backward that is not split hides
     summed: float = 0.0  # once a step: its part in summing the gradients of parameters
     gathered: float = 0.0  # once a step: its part in gathering parameters
-    # Once a step: what shows of copies to and from the host, and its slower update of states.
+    # Once a step: copies of states to and from the host, and its slower update of these.
     updated: float = 0.0
     cast: float = 0.0  # once a step: its part in casting parameters
-    behind: float = 0.0  # the part of `summed` that runs behind computing
-    ahead: float = 0.0  # the part of `gathered` that does
+    covered: float = 0.0  # the part of `summed` and `gathered` that runs behind computing
+    behind: float = 0.0  # the part of `updated` that does
     again: float = 0.0  # the part of backward that is forward once more
-
-    @property
-    def covered(self) -> float:
-        """The part of `summed` and `gathered` that runs behind computing."""
-        return self.behind + self.ahead
 
     @property
     def seconds(self) -> float:
@@ -67,8 +62,8 @@ class NodeCost(NamedTuple):
             self.gathered + other.gathered,
             self.updated + other.updated,
             self.cast + other.cast,
+            self.covered + other.covered,
             self.behind + other.behind,
-            self.ahead + other.ahead,
             self.again + other.again,
         )
 
@@ -125,24 +120,29 @@ class StatePrice:
                 late += seconds
         if places.goes_up == ("optimizer", "storage"):
             up = self._copied(places.optimizer, shape, bytes_.copy)
-        ahead, shown = self._beside_copy(gathered, up, beside.forward)
+        covered, behind = self._hidden_in_turn(beside.forward, gathered, up)
         if not learns:
-            return NodeCost(gathered=gathered, ahead=ahead, updated=shown)
+            return NodeCost(gathered=gathered, covered=covered, updated=up, behind=behind)
         if "optimizer" in places.on_host:
             updated = self._updated(places.optimizer, shape, bytes_)
             if "gradient" not in places.on_host:
                 down = self._copied(places.optimizer, shape, bytes_.gradient)
-        hidden = self.hidden(early, beside.backward)
-        behind, left = self._beside_copy(late, down, beside.backward)
-        once = {"summed": late, "gathered": gathered, "updated": updated + shown + left}
-        more = {"behind": behind, "ahead": ahead}
-        return NodeCost(backward=early - hidden, hidden=hidden, **once, **more)
+        hidden, *more = self._hidden_in_turn(beside.backward, early, late, down)
+        covered, behind = covered + more[0], behind + more[1]
+        once = {"summed": late, "gathered": gathered, "updated": updated + up + down}
+        parts = {"covered": covered, "behind": behind}
+        return NodeCost(backward=early - hidden, hidden=hidden, **once, **parts)
 
-    def _beside_copy(self, moved: float, copied: float, computed: Any) -> tuple[Any, Any]:
-        """What computing hides of a movement between devices, and leaves of the copy from or to the
-        host that is made with it."""
-        hidden = self.hidden(moved, computed)
-        return hidden, copied - (self.hidden(moved + copied, computed) - hidden if copied else 0.0)
+    def _hidden_in_turn(self, computed: Any, *moved: float) -> list[Any]:
+        """What the same computing hides of each of several movements: of the first what it can, of
+        the next what is left."""
+        found, so_far, before = [], 0.0, 0.0
+        for one in moved:
+            so_far += one
+            hidden = self.hidden(so_far, computed) if one else before
+            found.append(hidden - before)
+            before = hidden
+        return found
 
     def moved_once(
         self, places: ParameterPlacement, about: About, sync: Collection[str]

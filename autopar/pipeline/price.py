@@ -29,7 +29,7 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
     """The simulated step, latency and sums of gradients included."""
     made, stages = pipelining.schedule, pipelining.stages
     line = Line.of(pipelining.mesh, pipelining.axis)
-    sums, shared = [stage.late for stage in stages], dict[tuple[int, ...], float]()
+    sums, shared = [stage.summed for stage in stages], dict[tuple[int, ...], float]()
     along = sums_along(pipelining)
     for one, link in zip(along, _links_of(along, cluster, line)):
         seconds = float(collective_seconds(one.moved.kind, link, one.moved.bytes))
@@ -101,20 +101,23 @@ def pipeline_cost(pipelining: Pipelining, run: Run, timeline: Timeline) -> Cost:
     once, cast, stages = Cost.of(run), run.worked.cast, pipelining.stages
     busy, made = max(timeline.busy), pipelining.schedule
     # Where backward is split, nothing hides what the gradients of weights hide elsewhere.
-    split = sum(stages[index].reduced for index in made.split_stages)
+    reduced, apart = (
+        [stages[at].reduced for at in some] for some in (range(len(stages)), made.split_stages)
+    )
+    split = run.moved.reduced * sum(apart) / (sum(reduced) or 1.0)
     parts, work = made.all_parts, once.compute - cast + once.shown + split
     share = (once.compute - cast) / work if work else 1.0
-    moved, hidden = busy * (1 - share), (once.hidden - split) * parts / made.ranks
+    moved = busy * (1 - share)
+    hidden = max(0.0, once.hidden - split) * parts / made.ranks
     times = busy / work if work else 0.0  # how often the busiest rank runs as much as that
     gathered = sum(stage.gathering for stage in stages)
     sums = sum(sync.end - sync.start for sync in timeline.synchronizations)
-    sums += sum(stage.behind for stage in stages)
     updated, casts = _shown(timeline, stages)
     waits = timeline.makespan - busy
     return Cost(
         compute=busy * share + casts,
         communication=moved + hidden + sums + gathered,
-        exposed=moved + timeline.uncovered_sync - updated - casts,
+        exposed=max(0.0, moved + timeline.uncovered_sync - updated - casts),
         forward=((once.forward - cast) * parts + cast) / made.ranks,
         backward=once.backward * parts / made.ranks,
         gradient_sync=sums,

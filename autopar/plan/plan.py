@@ -49,7 +49,7 @@ from autopar.planner.hosting import require_room
 from autopar.schema import Mismatch, read, write
 from autopar.search.constraints import LayoutConstraint, read_constraints
 
-FORMAT, VERSION = "autopar plan", 15
+FORMAT, VERSION = "autopar plan", 14
 
 
 class Plan(PlanValue):

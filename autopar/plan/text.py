@@ -101,7 +101,8 @@ def _no_loss(plan: PlanValue) -> list[tuple[str, str]]:
     back = f"; backward of all its outputs, {seconds_text(cost.backward)}" if cost.backward else ""
     words = (
         f"none in the model: priced are forward, {seconds_text(cost.forward)}{back}; not a loss "
-        "outside of it, nor in memory what backward makes on its way"
+        "outside of it, nor in memory what backward makes on its way; stages and micro-batches, "
+        "which need it, are not weighed"
     )
     return [("loss", words)]
 

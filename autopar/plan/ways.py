@@ -60,6 +60,8 @@ _LEAST = {
     ("recompute", "nothing"): "nothing is computed twice",
 }
 
+_OF_A_LOSS = ("stages", "schedule", "microbatches")
+
 
 @dataclass(frozen=True)
 class WeighedValue:
@@ -82,6 +84,8 @@ class WayExplanation:
     left_out: Mapping[str, int]  # how many bounds ruled out, of each kind, or a guess
     searched: bool  # not asked for by name
     meshes: tuple[Considered, ...] = ()  # that the search for layouts looked at
+    is_cut_short: bool = False  # by Ctrl-C
+    has_loss: bool = True  # stages and micro-batches need it
     # Measured seconds of those that were run, by how they run: they decided.
     ran: Mapping[str, float] = field(default_factory=dict)
 
@@ -97,7 +101,7 @@ class WayExplanation:
             return [self._alone()]
         first = self.others[0]
         if not first.best.fits:
-            return [f"nothing else fits into {bytes_text(self.limit)}"]
+            return [f"nothing else that was built fits into {bytes_text(self.limit)}"]
         takes, *rest = self._told(first.best)
         rest += ["of equals the first that was found is taken"] if takes == _AS_FAST else []
         return [f"the next, {first.value}, {takes}", *rest]
@@ -107,8 +111,13 @@ class WayExplanation:
         if least := _LEAST.get((self.name, self.chosen)):
             held = f"{bytes_text(self.way.memory)} of {bytes_text(self.limit)}"
             return f"nothing else was weighed: {least}, and {held} are held with it"
+        if not self.has_loss and self.name in _OF_A_LOSS:
+            needed = "stages and micro-batches need the loss, which the model does not return"
+            return f"nothing else was weighed: {needed}"
         if not self.searched:
             return "it was asked for: nothing was searched"
+        if self.is_cut_short:
+            return "nothing else was weighed before the search was interrupted"
         if self.left_out:
             why = "cannot be faster by a bound, or is not likely to be"
             return f"nothing else was weighed: it was asked for, or all else {why}"
@@ -167,6 +176,8 @@ class WayExplanation:
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.chosen}", *self._fastest(), *_lines(self._reason())]
+        if self.is_cut_short:
+            lines.append("  the search was interrupted: what was not weighed may be better")
         for one in (*self.others[1:_IN_WORDS], *self._too_large):
             takes, *rest = self._told(one.best)
             lines += _lines([f"{one.value} {takes}", *rest])
@@ -223,8 +234,17 @@ def explain_way(plan: PlanValue, name: str) -> WayExplanation:
     others.sort(key=lambda one: (not one.best.fits, one.best.seconds))
     considered = () if plan.search is None or name != "mesh" else plan.search.considered
     about = limit, plan.left_out, plan.search is not None
-    run = tuple(considered), measured(plan.trials)
-    return WayExplanation(name, chosen, way, tuple(others), *about, *run)
+    return WayExplanation(
+        name,
+        chosen,
+        way,
+        tuple(others),
+        *about,
+        meshes=tuple(considered),
+        is_cut_short=plan.search is not None and plan.search.interrupted,
+        has_loss=plan.loss is not None,
+        ran=measured(plan.trials),
+    )
 
 
 def _best(ways: Sequence[Alternative]) -> Alternative:

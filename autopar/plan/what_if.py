@@ -33,7 +33,7 @@ from autopar.planner.verdict import refuse_random, require_rules
 from autopar.progress import reporter
 from autopar.search.smallest_footprint import NothingFits
 from autopar.strategies.node_info import info
-from autopar.units import LEAST_MEMORY, counted, read_bytes, scaled
+from autopar.units import LEAST_MEMORY, counted, read_bytes, read_rate, scaled
 
 Change = float | str  # what something becomes, or how many times as much, as "2x"
 _BYTES = {"bandwidth": "B/s", "inside": "B/s", "memory": "B"}  # what is said with a unit
@@ -272,9 +272,10 @@ def _count(name: str, given: Change, now: int) -> int:
 def _changed(name: str, given: Any, now: float) -> float:
     """What is given, or so many times what is now."""
     value = _read(name, given, now)
-    least = LEAST_MEMORY if name == "memory" else 0  # who says less has meant another unit
+    least = LEAST_MEMORY if name in _BYTES else 0  # who says less has meant another unit
     if not least < value < math.inf:
         other = f'"100G{_BYTES[name]}"' if name in _BYTES else f"{2 * now:g}"
+        other += ' (or "400Gb/s", of bits)' if _BYTES.get(name) == "B/s" else ""
         raise InvalidInput(
             f"{name} is a number above {least}, or how many times as much as now",
             got=repr(given),
@@ -289,7 +290,7 @@ def _read(name: str, given: Any, now: float) -> float:
     if match := _TIMES.fullmatch(given):
         return float(match[1]) * now
     if name in _BYTES:
-        return read_bytes(given.removesuffix("/s") if _BYTES[name] == "B/s" else given)
+        return read_rate(given) if _BYTES[name] == "B/s" else read_bytes(given)
     with suppress(ValueError):
         return float(given)
     return math.nan

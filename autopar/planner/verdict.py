@@ -99,11 +99,11 @@ def refuse_random(captured: Captured, mesh: Mesh, microbatches: int) -> None:
 
 def no_size(reasons: Mapping[str, InvalidInput], request: Request) -> InvalidInput:
     """What is said where no number of stages and micro-batches can be: the one reason as it is, or
-    that of each."""
-    sizes: dict[tuple[str, str], list[str]] = {}
+    each with the first that it holds for."""
+    sizes: dict[str, list[str]] = {}
     for size, error in reasons.items():
-        sizes.setdefault((error.rule, str(error.got)), []).append(size)
-    if len(sizes) == 1:
+        sizes.setdefault(error.rule, []).append(size)
+    if len({(error.rule, str(error.got)) for error in reasons.values()}) == 1:
         return [*reasons.values()][-1]
     often = sorted(sizes.items(), key=lambda one: -len(one[1]))  # what holds for most, first
     remedies = [str(reasons[of[0]].remedy) for _, of in often[:1]]
@@ -111,9 +111,14 @@ def no_size(reasons: Mapping[str, InvalidInput], request: Request) -> InvalidInp
         remedies.append(f"leave {' or '.join(request.given)} out, which is then chosen")
     return InvalidInput(
         "a model can be run in some number of stages and micro-batches",
-        got="\n".join(f"{'; '.join(of)}: {rule}: {got}" for (rule, got), of in often),
+        got="\n".join(f"{_first_of(of)}: {rule}: {reasons[of[0]].got}" for rule, of in often),
         remedy="; or ".join(remedies) or None,
     )
+
+
+def _first_of(sizes: Sequence[str]) -> str:
+    more = f" (and {counted(len(sizes) - 1, 'other')})" if len(sizes) > 1 else ""
+    return f"{sizes[0]}{more}"
 
 
 def named_statistics(statistics: Sequence[fx.Node]) -> str:

@@ -157,7 +157,8 @@ class Edges:
     def _seconds(self, cost: NodeCost) -> Any:
         """Of one micro-batch, what nothing hides."""
         once = cost.summed + cost.gathered - cost.covered
-        return cost.forward + cost.backward + (once + cost.updated) * self.share
+        there = cost.updated - cost.behind
+        return cost.forward + cost.backward + (once + there) * self.share
 
     def _hidden(
         self, value: fx.Node, first: Placements, second: Placements, cost: Array, beside: Beside

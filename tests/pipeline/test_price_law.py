@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
+from autopar.cluster import Link, Node
 from autopar.cost.program import NodePrices
 from autopar.passes.flow import flow_of
 from autopar.pipeline.stages.costs import StageCosts
@@ -206,3 +207,41 @@ def test_nothing_is_predicted_faster_than_its_flops(seed: int) -> None:
         seconds = [plan.cost.seconds, *(one.seconds for one in plan.alternatives)]
         assert min(seconds) >= flops / (1e9 * devices) * (1 - 1e-9), way
     assert told >= 2
+
+
+def _on(*links: Link, overlap: float = 0.84) -> ap.Cluster:
+    """Nodes of two devices, with these links inside."""
+    device = replace(ap.Cluster.preset("dgx-a100").device, overlap=overlap)
+    return ap.Cluster(tuple(Node(device, 2, link) for link in links), Link(5e-6, 3e9), "nodes")
+
+
+FASTER, SLOWER = Link(5e-6, 300e9), Link(5e-6, 30e9)
+
+
+@pytest.mark.parametrize("links", [(FASTER, FASTER), (FASTER, SLOWER)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "chimera"])
+def test_what_a_split_backward_shows_is_no_more_than_what_was_hidden(schedule, links) -> None:
+    """Also where stages stand on unlike machines, each of which hides another part."""
+    case = megatron(ZOO["gpt"](layers=4, tied=False))
+    options = {"mesh": ap.Mesh(pp=2, tp=2), "microbatches": 4, "mode": "propagate"}
+    plan = ap.plan(
+        case.model, case.args, case.kwargs, cluster=_on(*links), schedule=schedule, **options
+    )
+    cost = plan.cost
+    assert cost.hidden >= 0
+    assert 0 <= cost.exposed <= cost.communication * (1 + 1e-9)
+    assert cost.hidden == 0 or schedule in ("1f1b", "chimera")
+    assert sum(cost.parts.values()) == pytest.approx(cost.seconds)
+
+
+@pytest.mark.parametrize("states", ["whole", "zero1", THERE])
+@pytest.mark.parametrize("overlap", [0.0, 1.0])
+def test_stages_that_share_parameters_are_no_faster(states, overlap) -> None:
+    """And where computing hides all, nothing that is left is below zero."""
+    options = {"mode": "data", "mesh": ap.Mesh(pp=2, dp=2), "schedule": "1f1b", "microbatches": 4}
+    found = []
+    for tied in (False, True):
+        case, cluster = ZOO["gpt"](layers=4, tied=tied), _on(FASTER, FASTER, overlap=overlap)
+        plan = ap.plan(case.model, case.args, cluster=cluster, states=states, **options)
+        found.append(plan.seconds)
+    assert found[0] <= found[1]

@@ -33,7 +33,6 @@ from autopar.pipeline.stages.stage_cost import (
     SharedSum,
     StageCost,
     columns_of,
-    seconds_once,
 )
 from autopar.pipeline.stages.standing import ANYWHERE, Standing
 from autopar.pipeline.stages.stretch import Stretch
@@ -314,9 +313,10 @@ class StageCosts:
     def stage(self, start: int, end: int, at: Standing = ANYWHERE) -> StageCost:
         first = min(start, self.count - 1)
         # Copies of a stage wait for the slowest of them.
-        every = np.array([self.sums([start, end], kind)[0, 1] for kind in at.kinds])
+        found = np.array([self.sums([start, end], kind)[0, 1] for kind in at.kinds])
+        every = np.maximum(found, 0.0)  # differences of sums, which round
         most = every.max(axis=0)
-        most[ONCE] = every[seconds_once(every).argmax(), ONCE]
+        most[ONCE] = every[every[:, ONCE].sum(axis=1).argmax(), ONCE]
         return StageCost(
             starts=self._name(first),
             module=info(self.node(first)).module,

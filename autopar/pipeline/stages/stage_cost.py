@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from autopar.cost.footprint import HELD, Held
 from autopar.cost.state_price import NodeCost
 
 WORK = ("forward", "backward")
-_ONCE = ("summed", "behind", "gathering", "ahead", "updated", "cast")  # seconds, once a step
+_ONCE = ("summed", "gathering", "updated", "cast")  # seconds, once a step
 SECONDS = (*WORK, "again", "reduced", *_ONCE)
 BYTES = ("sums", *HELD)
 ONCE = slice(SECONDS.index(_ONCE[0]), len(SECONDS))
@@ -30,9 +27,7 @@ class StageCost:
     again: float  # seconds of backward that are forward once more
     reduced: float  # seconds that backward takes besides where it is split
     summed: float  # seconds once a step, of summing its gradients over the mesh
-    behind: float  # seconds of these that computing hides
     gathering: float  # seconds once a step, of gathering its parameters
-    ahead: float  # seconds of these that computing hides
     updated: float  # seconds once a step, for the sake of states on the host
     cast: float  # seconds once a step, of casting its parameters
     sums: int  # bytes of its gradients, of their sums over the mesh
@@ -51,14 +46,9 @@ class StageCost:
         return self.forward + self.backward
 
     @property
-    def late(self) -> float:
-        """Seconds once a step, behind its last backward: of summing its gradients."""
-        return self.summed - self.behind
-
-    @property
     def after(self) -> float:
         """Seconds once a step, when all that it reads is summed."""
-        return self.gathering - self.ahead + self.updated + self.cast
+        return self.gathering + self.updated + self.cast
 
 
 @dataclass(frozen=True)
@@ -77,12 +67,5 @@ def imbalance(stages: Sequence[StageCost]) -> float:
 
 
 def columns_of(price: NodeCost, sums: int, held: Held) -> list[float]:
-    work = price.forward, price.backward, price.again, price.reduced
-    sums_, gathers = (price.summed, price.behind), (price.gathered, price.ahead)
-    return [*work, *sums_, *gathers, price.updated, price.cast, sums, *held]
-
-
-def seconds_once(columns: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What shows of the seconds once a step, of each row of columns."""
-    summed, behind, gathering, ahead, updated, cast = np.moveaxis(columns[:, ONCE], 1, 0)
-    return summed - behind + gathering - ahead + updated + cast
+    once = price.summed, price.gathered, price.updated, price.cast
+    return [price.forward, price.backward, price.again, price.reduced, *once, sums, *held]
