@@ -49,6 +49,10 @@ from autopar.states import States
 LARGE = 2000  # calls of a program that is not looked at where it cannot be the best
 MOST_LEANEST = 3  # numbers of stages in which the leanest way of a large program is looked for
 LEANER = 0.9  # than their memory asks for: few layouts are in between
+NEARLY = (
+    0.01  # relative: layouts that take no more than that longer may be better where memory is short
+)
+MOST_NEAR = 2  # meshes of such layouts
 
 
 class Planner:
@@ -297,7 +301,9 @@ class Planner:
         """Ways in which some regions are recomputed, so that they fit: with the layouts that are
         best without a limit or, where none of these fits, if all regions are recomputed."""
         self.report("memory", "recomputing regions")
-        every = (free, *(free.placed(states) for states in settings[1:]))
+        every = [free, *(free.placed(states) for states in settings[1:])]
+        if not self._is_large:
+            every += [other.placed(settings[-1]) for other in self._nearly_as_fast(free, asked)]
         sources = [way for way in every if way.seconds < self._fastest]  # the rest is slower yet
         tried = len(self.ledger.dropped) + len(sources)
         ways = [way for way in map(self._mixed, sources) if way is not None]
@@ -311,6 +317,14 @@ class Planner:
                 # With the same states, none that fits is faster than the best without a limit.
                 account = account.made(way.seconds, free.search.bound)
             yield way.changed(account)
+
+    def _nearly_as_fast(self, free: Candidate, asked: LayoutRequest) -> Iterator[Candidate]:
+        """The layouts of a few other meshes, of which states may be cut over more ranks."""
+        others = () if free.search is None else free.search.considered
+        near = free.seconds * (1 + NEARLY)
+        meshes = [one.mesh for one in others if one.seconds is not None and one.seconds <= near]
+        for mesh in [mesh for mesh in meshes if mesh != free.mesh][:MOST_NEAR]:
+            yield self._layouts.find(replace(asked, offered=[mesh]))[0]
 
     def _regions_of(self, laid: Candidate) -> Regions:
         return self.regions if not self._whole or laid.captured.times > 1 else self._whole.regions
