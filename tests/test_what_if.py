@@ -20,6 +20,8 @@ from autopar.errors import InvalidInput
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.plan.situation import Situation, WhatIf
 from autopar.planner.candidate import Candidate
+from autopar.planner.moved import idle_axes
+from autopar.units import read_rate
 from tests import models
 from tests.pipeline.models import share_captures  # noqa: F401
 from tests.test_mixed_machines import FAST, SLOWEST, cluster
@@ -37,6 +39,16 @@ def machines(nodes: int = 2, bandwidth: float = 10e9, inside: float = 300e9) -> 
     device = ap.Cluster.preset("dgx-a100").device
     node = Node(device, 2, Link(1e-6, inside))
     return ap.Cluster((node,) * nodes, Link(1e-5, bandwidth), "small")
+
+
+class Squared(nn.Sequential):
+    """A chain of linears."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(1024, 1024) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
 
 
 @lru_cache
@@ -305,6 +317,9 @@ def wide() -> Plan:
             {"sequence": 4},
             r"a sequence: the second dim.*\n.*for f32\[8, 16\], which",
         ),
+        (lambda: made("tensor"), {"bandwidth": "400gb/s"}, 'or "400Gb/s", of bits'),
+        (lambda: made("tensor"), {"bandwidth": 2.0}, "bandwidth is a number above 1000"),
+        (lambda: made("tensor"), {"memory": "40Gb"}, "memory is a number above 1000"),
         (lambda: made("tensor"), {"memory": "lots"}, 'memory="100GB", or memory="2x"'),
         (lambda: made("tensor"), {"memory": "40GB/s"}, "memory is a number above 1000"),
         (lambda: made("tensor"), {"node": 4}, r"takes nodes, .*memory, .*node=4\n.*nodes=\.\.\."),
@@ -314,6 +329,26 @@ def wide() -> Plan:
 def test_what_cannot_be_asked_is_refused(plan, changes, words) -> None:
     with pytest.raises(InvalidInput, match="(?s)" + words.replace("(", r"\(")):
         plan().what_if(**changes)
+
+
+@pytest.mark.parametrize("words", ["400Gb/s", "400 Gbit/s", "400Gbps", "50GB/s", "50GBps", 50e9])
+def test_what_is_said_in_bits_is_an_eighth_of_that_in_bytes(words: str | float) -> None:
+    assert read_rate(words) == 50e9
+
+
+def test_fewer_nodes_leave_out_what_all_ranks_do_the_same() -> None:
+    """Before they leave out ranks that are of use."""
+    with torch.device("meta"):
+        model, x = Squared(), torch.empty(2048, 1024)
+    node = Node(ap.Cluster.preset("dgx-a100").device, 4, Link(1e-6, 300e9))
+    slow = ap.Cluster((node,) * 4, Link(1e-5, 1e7), "slow")
+    plan = ap.plan(model, (x,), cluster=slow, mesh=ap.Mesh(x=4, y=4), microbatches=1)
+    assert idle_axes(plan) == ["x"]
+    what = plan.what_if(nodes=2)
+    assert what.then is not None
+    assert what.then.way.mesh == ap.Mesh(x=2, y=4)
+    assert what.then.way.seconds == pytest.approx(plan.seconds)
+    assert "x, along which all ranks do the same, goes from 4 to 2 ranks" in str(what)
 
 
 def test_arguments_that_are_none_are_refused() -> None:

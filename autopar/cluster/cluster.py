@@ -17,6 +17,7 @@ The eight `tp` groups of one node share its way out, so that each `dp` group get
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -266,7 +267,11 @@ class Cluster:
         every = sum(node.devices for node in self.nodes)
         some = f"{self.devices} of {every} devices used, " if self.devices < every else ""
         nodes = counted(sum(used > 0 for used in self.used_of_nodes), "node")
-        return f"{some}{self.devices} x {self.device.name} in {nodes}"
+        kinds = Counter[str]()
+        for node, used in zip(self.nodes, self.used_of_nodes):
+            kinds[node.device.name] += used
+        found = ", ".join(f"{count} x {name}" for name, count in kinds.items() if count)
+        return f"{some}{found} in {nodes}"
 
     def to_form(self) -> ClusterForm:
         runs = (EqualNodes(*_fields(node), count=count) for node, count in self._runs())

@@ -19,6 +19,7 @@ from autopar.plan.grouping import grouped
 from autopar.plan.saved import SavedValue
 from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Alternative
+from autopar.planner.moved import idle_axes
 from autopar.planner.recomputation import summary
 from autopar.planner.trial import rows_of_trials
 from autopar.recompute import Recompute
@@ -109,11 +110,7 @@ def _no_loss(plan: PlanValue) -> list[tuple[str, str]]:
 
 def _repeated(plan: PlanValue) -> list[tuple[str, str]]:
     """The axes along which all ranks do the same, which is more than is of use."""
-    layouts = {t.layout for n in plan.rewritten.nodes if "type" in n.meta for t in info(n).types}
-    layouts |= {at.optimizer for at in plan.decisions.apart.values()}
-    cut = {axis for layout in layouts for axis in (*layout.axes, *layout.partial)}
-    axes = [axis for axis in plan.mesh.names if axis not in cut and plan.mesh[axis] > 1]
-    if not axes:
+    if not (axes := idle_axes(plan)):
         return []
     along, fewer = " and ".join(axes), plan.whole_mesh.size // plan.mesh.degree(axes)
     words = f"all ranks along {along} do the same: {counted(fewer, 'device')} would do as well"

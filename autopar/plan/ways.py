@@ -129,14 +129,13 @@ class WayExplanation:
         return first + (f": {'; '.join(rest)}" if rest else "")
 
     def _told(self, other: Alternative) -> list[str]:
-        more = other.seconds - self.way.seconds
-        told = [_AS_FAST]
-        if abs(more) > _SAME * self.way.seconds:
-            took = f"takes {seconds_text(abs(more))} {'more' if more > 0 else 'less'}"
-            told = [f"{took} ({change_text(self.way.seconds, other.seconds)})"]
+        more = _more(self.way.seconds, other.seconds)
+        told = [f"takes {more}" if more else _AS_FAST]
         if (ran := self.ran.get(self.way.how)) and (other_ran := self.ran.get(other.how)):
-            run = f"{seconds_text(other_ran)} when both were run, not {seconds_text(ran)}"
-            told.append(f"took {run}")
+            told = [
+                f"took {_more(ran, other_ran) or 'as long'} when both were run",
+                f"was predicted to take {more or 'as long'}",
+            ]
         told += [f"{what} {parts}" for what, parts in self._changes(other).items() if parts]
         held, own = bytes_text(other.memory), bytes_text(self.way.memory)
         if not other.fits:
@@ -245,6 +244,15 @@ def explain_way(plan: PlanValue, name: str) -> WayExplanation:
         has_loss=plan.loss is not None,
         ran=measured(plan.trials),
     )
+
+
+def _more(before: float, after: float) -> str:
+    """By how much something takes more or less; empty: by nothing."""
+    more = after - before
+    if abs(more) <= _SAME * before:
+        return ""
+    word = "more" if more > 0 else "less"
+    return f"{seconds_text(abs(more))} {word} ({change_text(before, after)})"
 
 
 def _best(ways: Sequence[Alternative]) -> Alternative:

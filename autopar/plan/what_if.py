@@ -26,7 +26,7 @@ from autopar.plan.situation import Situation, WhatIf
 from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Candidate
 from autopar.planner.deep import DeepPlanner
-from autopar.planner.moved import data_axis, moved
+from autopar.planner.moved import data_axis, idle_axes, moved
 from autopar.planner.offers import Choice, has_world
 from autopar.planner.request import AXIS, Request
 from autopar.planner.verdict import refuse_random, require_rules
@@ -101,6 +101,8 @@ def what_if(
     whole = whole if wanted == now else _of_sizes(whole, now, wanted)
     found, why, note = _carried_over(plan, cluster, whole, search)
     searched, failed = _searched(plan, cluster, limit, whole) if search else (None, "")
+    if searched is not None and found is not None and found.fits(limit):
+        searched = min(found, searched, key=lambda one: one.seconds)
     return WhatIf(
         asked=str(asked),
         note=note,
@@ -130,6 +132,11 @@ def _grown(plan: PlanValue, cluster: Cluster) -> tuple[dict[str, int], str]:
     before, after = len(plan.cluster.nodes), len(cluster.nodes)
     if before == after:
         return {}, ""
+    for axis in idle_axes(plan) if after < before else ():
+        ranks, rest = divmod(plan.mesh[axis] * after, before)
+        if ranks and not rest:
+            words = f"goes from {plan.mesh[axis]} to {counted(ranks, 'rank')}"
+            return {axis: ranks}, f"{axis}, along which all ranks do the same, {words}"
     found = data_axis(plan, sizes_of(plan.original).sequence)
     remedy = "search=True, which decides anew"
     if found is None:

@@ -51,6 +51,14 @@ def data_axis(source: Candidate, sequence: int | None) -> tuple[str, str] | None
     return None
 
 
+def idle_axes(source: Candidate) -> list[str]:
+    """The axes along which all ranks do the same: they cut nothing."""
+    layouts = {t.layout for n in source.rewritten.nodes if "type" in n.meta for t in info(n).types}
+    layouts |= {at.optimizer for at in source.decisions.apart.values()}
+    cut = {axis for layout in layouts for axis in (*layout.axes, *layout.partial)}
+    return [axis for axis in source.mesh if axis not in cut and source.mesh[axis] > 1]
+
+
 def _given(decisions: Decisions, node: fx.Node) -> Layout:
     rule, strategy = rule_of(node), decisions.strategies[node.name]
     assert rule is not None
