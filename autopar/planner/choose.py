@@ -230,7 +230,9 @@ class Planner:
         def weighed(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
             try:
                 for candidate in candidates:
-                    found.append(candidate.fits(self.memory))
+                    found.append(
+                        candidate.fits(self.memory) and not candidate.decisions.keeps_on_host
+                    )
                     yield candidate
             except NothingFits as error:
                 refused.append(error)
@@ -253,7 +255,7 @@ class Planner:
         if len(self.regions.kinds) > 1 and not self.is_interrupted:
             if asked.is_all:
                 yield from weighed(self._recomputing(free, asked, settings))
-            elif not any(found) and not self.ledger.fits_device:
+            elif not any(found) and not self.ledger.fits_itself:
                 lean = self.regions.all(self.regions.kinds[-1])
                 leaner = replace(asked, states=settings[-1], recompute=lean)
                 yield from weighed(self._with_states(leaner, stages, parts))

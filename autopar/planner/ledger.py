@@ -41,6 +41,7 @@ class Ledger:
     dropped: list[Candidate] = field(default_factory=list)  # too large though all runs again
     is_bound: bool = False  # memory kept the last layouts from what would be faster
     fits_device: bool = False  # some way does, with no states on the host
+    fits_itself: bool = False  # some way does, with nothing there
     leanest: StagedWay | None = None  # of those of which it was clear that they are too large
     _too_large_for_host: list[Candidate] = field(default_factory=list)
 
@@ -58,7 +59,9 @@ class Ledger:
         """A way with its figures."""
         self.weighed.append(figures)
         memory = self.request.memory
-        self.fits_device |= figures.fits and candidate.states not in self.request.hosted
+        on_device = figures.fits and candidate.states not in self.request.hosted
+        self.fits_device |= on_device
+        self.fits_itself |= on_device and not candidate.decisions.keeps_on_host
         if candidate.needed(memory) <= memory and candidate.host_room < 0:
             self._too_large_for_host.append(candidate)
         elif not figures.fits:

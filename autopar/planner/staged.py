@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache, partial
 
 from autopar.capture.annotations import Pin
@@ -158,15 +158,18 @@ class StagedProgram:
     def fastest(self, made: Schedule, kind: Recompute) -> StagedWay:
         """In the stages of which the slowest is fastest, if they wait for messages or do not: some
         schedules do other work meanwhile."""
+        return min(self._ways(made, kind), key=lambda way: way.seconds)
+
+    def _ways(self, made: Schedule, kind: Recompute) -> list[StagedWay]:
         standing = self._standing(made.placement)
-        cuts = {self._fastest(standing, kind): None}
+        cuts = [self._fastest(standing, kind)]
         if self._lines(kind).waits(standing):
-            free = tuple(replace(at, bandwidth=math.inf) for at in standing)
-            cuts[self._fastest(free, kind)] = None
-        return min((self._way(made, kind, cut) for cut in cuts), key=lambda way: way.seconds)
+            cuts.append(self._fastest(tuple(at.near for at in standing), kind))
+        return [self._way(made, kind, cut) for cut in dict.fromkeys(cuts)]
 
     def within(self, made: Schedule, kind: Recompute, memory: float) -> StagedWay | None:
         """The same of stages that fit into memory, as far as their sums tell."""
+        found = [way for way in self._ways(made, kind) if way.fits(memory)]
         line, live = self._lines(kind), self._live(made, kind)
         with suppress(InvalidInput):
             cut = choose_stages(
@@ -177,8 +180,8 @@ class StagedProgram:
                 peaks=live,
                 standing=self._standing(made.placement),
             )
-            return self._way(made, kind, cut)
-        return None
+            found.append(self._way(made, kind, cut))
+        return min(found, key=lambda way: way.seconds, default=None)
 
     def lacks_room(self, made: Schedule, kind: Recompute, memory: float) -> bool:
         """Whether the fastest stages do not fit into memory, but might if their regions, which are

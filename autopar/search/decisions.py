@@ -47,6 +47,11 @@ class Decisions:
     # Regions whose forward runs again in backward, by the names of capture/regions.py.
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
 
+    @property
+    def keeps_on_host(self) -> bool:
+        """Whether what some region keeps for backward goes there."""
+        return any(how.keep == "host" for how in self.recompute.values())
+
     def parameter(self, placeholder: str) -> ParameterPlacement:
         """The places of a parameter."""
         working = self.placeholders[placeholder]
