@@ -29,7 +29,7 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
     """The simulated step, latency and sums of gradients included."""
     made, stages = pipelining.schedule, pipelining.stages
     line = Line.of(pipelining.mesh, pipelining.axis)
-    sums, shared = [stage.summed for stage in stages], dict[tuple[int, ...], float]()
+    sums, shared = [stage.synced for stage in stages], dict[tuple[int, ...], float]()
     along = sums_along(pipelining)
     for one, link in zip(along, _links_of(along, cluster, line)):
         seconds = float(collective_seconds(one.moved.kind, link, one.moved.bytes))
@@ -111,7 +111,8 @@ def pipeline_cost(pipelining: Pipelining, run: Run, timeline: Timeline) -> Cost:
     hidden = max(0.0, once.hidden - split) * parts / made.ranks
     times = busy / work if work else 0.0  # how often the busiest rank runs as much as that
     gathered = sum(stage.gathering for stage in stages)
-    sums = sum(sync.end - sync.start for sync in timeline.synchronizations)
+    every = sum(sync.end - sync.start for sync in timeline.synchronizations)
+    sums = every - gathered if every - gathered > ROUNDED * every else 0.0
     updated, casts = _shown(timeline, stages)
     waits = timeline.makespan - busy
     return Cost(

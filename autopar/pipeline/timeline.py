@@ -15,7 +15,7 @@ from autopar.units import counted
 
 WIDTH = 160  # columns
 SUM = "sum of gradients"
-UPDATES = "gathers, casts and updates of parameters"
+UPDATES = "casts and updates of parameters"
 
 
 @dataclass(frozen=True)

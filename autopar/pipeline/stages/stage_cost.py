@@ -46,9 +46,15 @@ class StageCost:
         return self.forward + self.backward
 
     @property
+    def synced(self) -> float:
+        """Seconds once a step of what it moves: sums behind its last backward; gathers, which go
+        before its first forward, where ranks idle as long."""
+        return self.summed + self.gathering
+
+    @property
     def after(self) -> float:
         """Seconds once a step, when all that it reads is summed."""
-        return self.gathering + self.updated + self.cast
+        return self.updated + self.cast
 
 
 @dataclass(frozen=True)
