@@ -115,10 +115,11 @@ def pipeline_cost(pipelining: Pipelining, run: Run, timeline: Timeline) -> Cost:
     sums = every - gathered if every - gathered > ROUNDED * every else 0.0
     updated, casts = _shown(timeline, stages)
     waits = timeline.makespan - busy
+    exposed = moved + timeline.uncovered_sync - updated - casts
     return Cost(
         compute=busy * share + casts,
         communication=moved + hidden + sums + gathered,
-        exposed=max(0.0, moved + timeline.uncovered_sync - updated - casts),
+        exposed=exposed if exposed > ROUNDED * timeline.step_time else 0.0,
         forward=((once.forward - cast) * parts + cast) / made.ranks,
         backward=once.backward * parts / made.ranks,
         gradient_sync=sums,
