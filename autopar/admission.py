@@ -226,7 +226,7 @@ def admit(captured: Captured, request: Request, options: PlanOptions) -> Request
     statistics = batch_statistics(captured)
     if statistics and options.microbatches == "auto" and not isinstance(options.schedule, Schedule):
         request = _in_one(statistics, request, options)
-    elif not _has_loss(captured) and options.microbatches == "auto" and options.schedule == "auto":
+    elif not captured.has_loss and options.microbatches == "auto" and options.schedule == "auto":
         request = _at_once(request, options)
     if request.mesh is not None:
         refuse_random(captured, request.mesh, request.microbatches or 1)
@@ -243,12 +243,6 @@ def tell_of_virtual_mesh() -> None:
             f"--nproc-per-node {devices} gives each of the {devices} devices here a rank; "
             'backend="virtual" says that one process is meant'
         )
-
-
-def _has_loss(captured: Captured) -> bool:
-    with suppress(InvalidInput):
-        return captured.loss_index >= 0
-    return False
 
 
 def _at_once(request: Request, options: PlanOptions) -> Request:

@@ -10,20 +10,20 @@ alike wherever it is called; where nothing was captured, nothing can be cast lat
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from autopar.capture.hooks import while_it_runs
 from autopar.capture.source import of_stack
 from autopar.errors import InvalidInput
 from autopar.lines import caller
@@ -84,21 +84,8 @@ def inside(model: nn.Module, autocasts: Sequence[Autocast]) -> Iterator[None]:
     if not autocasts:
         yield
         return
-    forward, own = model.forward, vars(model).get("forward")
-
-    @functools.wraps(forward)
-    def casting(*args: Any, **kwargs: Any) -> Any:
-        with switched(autocasts):
-            return forward(*args, **kwargs)
-
-    casting.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-    model.__dict__["forward"] = casting
-    try:
+    with while_it_runs(model, partial(switched, autocasts)):
         yield
-    finally:
-        del model.__dict__["forward"]
-        if own is not None:
-            model.__dict__["forward"] = own
 
 
 @contextmanager

@@ -91,6 +91,13 @@ class Captured:
         return sum(node is not None for node in nodes[:place])
 
     @cached_property
+    def has_loss(self) -> bool:
+        """Whether a step knows what to differentiate."""
+        with suppress(InvalidInput):
+            return self.loss_index >= 0
+        return False
+
+    @cached_property
     def differentiated(self) -> tuple[int, ...]:
         """Which of the results a step differentiates: the loss, or all outputs if there is none."""
         with suppress(InvalidInput):

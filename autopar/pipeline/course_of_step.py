@@ -22,7 +22,6 @@ from autopar.pipeline.step_memory import (
     counts_by_action,
     kinds_of,
     most_of,
-    stages_of,
 )
 
 _AGAIN = (Part.B_AGAIN, Part.B_LAST)  # gradients of parameters are there from runs before
@@ -31,7 +30,7 @@ _LAST = (Part.B_LAST, Part.B_ONLY)  # these are summed
 
 def course_of_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> list[Held]:
     """When each action of a rank takes most."""
-    held = [stages[stage] for stage in stages_of(schedule, rank)]
+    held = [stages[stage] for stage in schedule.stages_on(rank)]
     return [most_of(counts, held) for counts in counts_by_action(schedule, rank, stages)]
 
 

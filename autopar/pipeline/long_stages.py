@@ -12,7 +12,7 @@ from autopar.pipeline.alike_stages import StageMemories
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.stages.costs import StageCosts
-from autopar.pipeline.step_memory import StageMemory, stages_of
+from autopar.pipeline.step_memory import StageMemory
 
 
 def taken_by_long_stages(
@@ -56,7 +56,7 @@ def in_three(
 def bounds_by_place(costs: StageCosts, pipelining: Pipelining) -> list[list[tuple[int, int]]]:
     """Where the stages start and end that each place along the pipeline has."""
     bounds, made = _bounds(costs, pipelining), pipelining.schedule
-    return [[bounds[stage] for stage in stages_of(made, place)] for place in range(made.ranks)]
+    return [[bounds[stage] for stage in made.stages_on(place)] for place in range(made.ranks)]
 
 
 def _bounds(costs: StageCosts, pipelining: Pipelining) -> list[tuple[int, int]]:

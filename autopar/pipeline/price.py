@@ -101,10 +101,8 @@ def pipeline_cost(pipelining: Pipelining, run: Run, timeline: Timeline) -> Cost:
     once, cast, stages = Cost.of(run), run.worked.cast, pipelining.stages
     busy, made = max(timeline.busy), pipelining.schedule
     # Where backward is split, nothing hides what the gradients of weights hide elsewhere.
-    reduced, apart = (
-        [stages[at].reduced for at in some] for some in (range(len(stages)), made.split_stages)
-    )
-    split = run.moved.reduced * sum(apart) / (sum(reduced) or 1.0)
+    reduced = sum(stage.reduced for stage in stages) or 1.0
+    split = run.moved.reduced * sum(stages[at].reduced for at in made.split_stages) / reduced
     parts, work = made.all_parts, once.compute - cast + once.shown + split
     share = (once.compute - cast) / work if work else 1.0
     moved = busy * (1 - share)
@@ -138,16 +136,14 @@ def _shown(timeline: Timeline, stages: Sequence[StageCost]) -> tuple[float, floa
     rank does that ends it, when it has summed all gradients."""
     if (last := timeline.last_update) is None:
         return 0.0, 0.0
-    own = [
-        stages[index] for index in {stage for _, stage in timeline.schedule.local_stages(last.rank)}
-    ]
+    own = [stages[index] for index in timeline.schedule.stages_on(last.rank)]
     longer = (last.end - max(last.start, timeline.makespan)) / sum(stage.after for stage in own)
     return sum(stage.updated for stage in own) * longer, sum(stage.cast for stage in own) * longer
 
 
 def held_at(pipelining: Pipelining, cut: Cut, rank: int) -> list[fx.Node]:
     """The parameters and buffers that a rank along the pipeline's axis has, each once."""
-    own = {stage for _, stage in pipelining.schedule.local_stages(rank)}
+    own = {*pipelining.schedule.stages_on(rank)}
     return [node for node, read in cut.stages.items() if not own.isdisjoint(read)]
 
 

@@ -174,6 +174,10 @@ class Schedule:
             if its_rank == rank
         )
 
+    def stages_on(self, rank: int) -> list[int]:
+        """The stages of which `rank` holds a copy, in any pipe, each once."""
+        return sorted({stage for _, stage in self.local_stages(rank)})
+
     def replicas_of(self, stage: int) -> tuple[int, ...]:
         """The ranks that hold a copy of `stage`, by pipe: they share its gradient."""
         return tuple(ranks[stage] for ranks in self.placement)

@@ -202,7 +202,7 @@ def _running(moments: Sequence[Moment]) -> list[list[float]]:
 def most_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> Held:
     """The most bytes that a rank makes at one time, gradients of parameters among them."""
     counts = _counts(schedule, rank, stages)
-    return most_of(counts, [stages[stage] for stage in stages_of(schedule, rank)])
+    return most_of(counts, [stages[stage] for stage in schedule.stages_on(rank)])
 
 
 def most_of(counts: Counts, held: Sequence[StageMemory]) -> Held:
@@ -241,19 +241,14 @@ def kept_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory
     """The most of that which is kept for backward."""
     parts = [Part.KEPT, Part.RECEIVED, Part.HALVES]
     counts = _counts(schedule, rank, stages)[:, :, parts]
-    held = [stages[stage].sizes[parts] for stage in stages_of(schedule, rank)]
+    held = [stages[stage].sizes[parts] for stage in schedule.stages_on(rank)]
     return float(np.einsum("msp,sp->m", counts, np.array(held)).max(initial=0.0))
 
 
 def host_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> float:
     """The most bytes that are kept for backward on the host."""
-    host = np.array([stages[stage].host for stage in stages_of(schedule, rank)])
+    host = np.array([stages[stage].host for stage in schedule.stages_on(rank)])
     return float((_counts(schedule, rank, stages)[:, :, Part.KEPT] @ host).max(initial=0.0))
-
-
-def stages_of(schedule: Schedule, rank: int) -> list[int]:
-    """Those that a rank holds, each once."""
-    return sorted({stage for _, stage in schedule.local_stages(rank)})
 
 
 def _counts(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> Counts:
@@ -278,7 +273,7 @@ class _Counting:
     def __init__(self, schedule: Schedule, rank: int, groups: Sequence[Groups]) -> None:
         self.schedule, self.rank, self._groups = schedule, rank, groups
         self._left: list[int] = []  # the groups of copies that are here, by place in `_now`
-        own = stages_of(schedule, rank)
+        own = schedule.stages_on(rank)
         self._first = {stage: number * len(Part) for number, stage in enumerate(own)}
         self._now = [0] * (len(own) * len(Part))
         self._sent: list[tuple[int, int, int, int]] = []  # to, read there at, where, how many

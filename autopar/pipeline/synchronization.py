@@ -90,7 +90,7 @@ def synchronize(
         found.append(Synchronization(some, ranks, start, end, early))
     updates = []
     for rank, begins in enumerate(map(max, free, done)):
-        seconds = sum(after[stage] for stage in {own for _, own in schedule.local_stages(rank)})
+        seconds = sum(after[stage] for stage in schedule.stages_on(rank))
         if seconds:
             updates.append(Update(rank, begins, begins + seconds))
     return dataclasses.replace(timeline, synchronizations=tuple(found), updates=tuple(updates))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +13,6 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
 from autopar.capture.gradients import reached
-from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
@@ -96,9 +94,7 @@ class Program:
     @cached_property
     def has_loss(self) -> bool:
         """Whether a step knows what to differentiate."""
-        with suppress(InvalidInput):
-            return self.captured.loss_index >= 0
-        return False
+        return self.captured.has_loss
 
     @cached_property
     def loss_dtype(self) -> torch.dtype:

@@ -49,9 +49,7 @@ from autopar.states import States
 LARGE = 2000  # calls of a program that is not looked at where it cannot be the best
 MOST_LEANEST = 3  # numbers of stages in which the leanest way of a large program is looked for
 LEANER = 0.9  # than their memory asks for: few layouts are in between
-NEARLY = (
-    0.01  # relative: layouts that take no more than that longer may be better where memory is short
-)
+NEARLY = 0.01  # relative: where memory is short, layouts that are so much slower may win
 MOST_NEAR = 2  # meshes of such layouts
 
 

@@ -149,6 +149,7 @@ class StagedProgram:
         self._lines = cache(self._line)
         self._memory = request.memory
         self._standing = cache(lambda placed: tuple(laid.standings(placed, request.memory)))
+        self._cut_ways = cache(self._ways)
         self._fastest = cache(
             lambda standing, kind: tuple(
                 choose_stages(self._lines(kind), len(standing), pins=pins, standing=standing)
@@ -158,7 +159,7 @@ class StagedProgram:
     def fastest(self, made: Schedule, kind: Recompute) -> StagedWay:
         """In the stages of which the slowest is fastest, if they wait for messages or do not: some
         schedules do other work meanwhile."""
-        return min(self._ways(made, kind), key=lambda way: way.seconds)
+        return min(self._cut_ways(made, kind), key=lambda way: way.seconds)
 
     def _ways(self, made: Schedule, kind: Recompute) -> list[StagedWay]:
         standing = self._standing(made.placement)
@@ -169,7 +170,7 @@ class StagedProgram:
 
     def within(self, made: Schedule, kind: Recompute, memory: float) -> StagedWay | None:
         """The same of stages that fit into memory, as far as their sums tell."""
-        found = [way for way in self._ways(made, kind) if way.fits(memory)]
+        found = [way for way in self._cut_ways(made, kind) if way.fits(memory)]
         line, live = self._lines(kind), self._live(made, kind)
         with suppress(InvalidInput):
             cut = choose_stages(

@@ -18,7 +18,6 @@ from autopar.pipeline.step_memory import (
     Part,
     StageMemory,
     most_in_step,
-    stages_of,
     step_counts,
 )
 from autopar.runtime.copies import Group, Window
@@ -31,7 +30,7 @@ def test_activations_and_halves_are_those_of_the_order(name: str) -> None:
     made = ap.pipeline.schedule(name, stages=4, microbatches=8)
     for rank, counts in enumerate(step_counts(made)):
         assert (counts >= 0).all()
-        for number, stage in enumerate(stages_of(made, rank)):
+        for number, stage in enumerate(made.stages_on(rank)):
             live = [moment[stage] for moment in live_microbatches(made, rank)]
             assert counts[:, number, Part.KEPT].max() == max(whole for whole, *_ in live)
             assert counts[:, number, Part.HALVES].max() == max(later for _, _, later, *_ in live)
@@ -75,7 +74,7 @@ def copies(made: Schedule, counts: tuple[int, ...]) -> dict[int, list[Group]]:
 
 def seen_in_window(made: Schedule, rank: int, by_stage: dict[int, list[Group]]) -> int:
     """The most bytes of copies that are here while a rank's forwards and backwards run."""
-    own = {stage: by_stage[stage] for stage in stages_of(made, rank)}
+    own = {stage: by_stage[stage] for stage in made.stages_on(rank)}
     window, most = Window([group for groups in by_stage.values() for group in groups]), 0
     for action in made.orders[rank]:
         numbers = [group.number for group in own[action.stage]]
