@@ -31,6 +31,7 @@ from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.options import DynamicShapesLike, PlanOptions, RecomputeLike, ScheduleLike, StatesLike
 from autopar.plan.plan import Plan, SavedPlan
+from autopar.planner.patience import SECONDS
 from autopar.planner.request import Mode
 from autopar.planner.verdict import tell_of_statistics, warn
 from autopar.planning import make_plans
@@ -85,6 +86,7 @@ def parallelize(
     precision: Precision | None = None,
     states: StatesLike = "auto",
     dynamic_shapes: DynamicShapesLike = None,
+    seconds: float | None = SECONDS,
     progress: Report | bool | None = None,
 ) -> ParallelModule:
     """The same model as a parallel program.

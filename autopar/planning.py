@@ -5,6 +5,7 @@ options ──▶ request ──▶ candidates ──price──▶ the best of 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -29,8 +30,9 @@ from autopar.options import (
 from autopar.plan.plan import Plan
 from autopar.planner.deep import DeepPlanner
 from autopar.planner.offers import Choice, has_world
+from autopar.planner.patience import SECONDS
 from autopar.planner.request import Mode, Request
-from autopar.planner.verdict import tell, warn
+from autopar.planner.verdict import cut_short, tell, warn
 from autopar.precision import Precision
 from autopar.progress import Report, reporter
 
@@ -53,6 +55,7 @@ def plan(
     precision: Precision | None = None,
     states: StatesLike = "auto",
     dynamic_shapes: DynamicShapesLike = None,
+    seconds: float | None = SECONDS,
     progress: Report | bool | None = None,
 ) -> Plan:
     """Decide where every tensor of `model`, called with `args` and `kwargs`, lives.
@@ -81,7 +84,10 @@ def plan(
     computes and sums gradients, with parameters kept in more digits. `dynamic_shapes`: which dims
     of the inputs vary, and in what range, as `torch.export` takes it: these decisions then serve
     every size in it, with no other search. `torch.autocast` around this
-    call is kept for every call of the program, as that in forward is. `progress` is told of each
+    call is kept for every call of the program, as that in forward is. `seconds`: of this process
+    (of all its cores together) that the choice may take once the model is captured: then the best
+    so far is taken, which a warning says, with how much faster the rest might be (None: it takes
+    all that it needs, and is the same each time). `progress` is told of each
     phase of a search and its detail, of later programs too; True shows them, False is silent, None
     shows those of this call on a terminal.
     """
@@ -108,7 +114,9 @@ def make_plans(
     with reporter(options.progress) as report:
         report("capture", type(model).__name__)
         dynamic = _declared(model, args, kwargs, options)
+        started = time.process_time()
         captured = capture(model, args, kwargs, options.precision)
+        request.patience.begin(time.process_time() - started)
         if profile is not None:
             require_loss(captured, profile)
         admitted = admit(captured, request, options)
@@ -121,7 +129,7 @@ def make_plans(
         others = choice.kept.others
     tell(captured, best)
     if best.search is not None and best.search.interrupted:
-        warn("planning was interrupted: the plan is the best so far; what was left may be better")
+        warn(cut_short(request.patience, best.search))
     return [
         Plan.of(
             one,

@@ -27,6 +27,7 @@ from autopar.mesh import Mesh
 from autopar.options import DynamicShapesLike, PlanOptions, RecomputeLike, ScheduleLike, StatesLike
 from autopar.passes.microbatches import batch_statistics
 from autopar.plan.plan import Plan, SavedPlan
+from autopar.planner.patience import SECONDS
 from autopar.planner.request import Mode
 from autopar.planner.verdict import named_statistics
 from autopar.precision import Precision
@@ -88,6 +89,7 @@ def verify(
     precision: Precision | None = None,
     states: StatesLike = "auto",
     dynamic_shapes: DynamicShapesLike = None,
+    seconds: float | None = SECONDS,
     progress: Report | bool | None = None,
 ) -> Verification:
     """Train the plain model, its captured program and the parallel program for a few `steps`.

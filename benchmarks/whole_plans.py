@@ -80,6 +80,8 @@ def measure_plan(name: str, layers: int = 0) -> dict[str, Any]:
         "capture_seconds": round(captured - warm, 3),
         "plan_seconds": round(ended - captured, 3),
         "step": made.cost.seconds,
+        "gap": None if made.search is None else made.search.gap,
+        "ended_early": made.search is not None and made.search.interrupted,
         "mesh": str(made.whole_mesh),
         "schedule": best.said("recompute", "states"),
         "states": str(made.states),

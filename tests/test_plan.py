@@ -559,9 +559,9 @@ def test_an_interrupt_keeps_the_best_so_far():
     plan = ap.plan(wide(), (WIDE_INPUT,), cluster=CLUSTER, mode="auto", progress=interrupt)
     assert plan.search.interrupted
     assert (plan.search.bound, plan.search.gap) == (0.0, 1.0)  # the others might take no time
-    assert plan.search.considered[-1].why == "the search was interrupted"
+    assert plan.search.considered[-1].why == "the search ended before"
     assert "no bound" in str(plan)
-    assert "interrupted: what was not weighed may be better" in str(plan)
+    assert "ended early: what was not weighed may be better" in str(plan)
 
 
 @pytest.mark.parametrize("interrupted", [1, 2])
@@ -586,7 +586,7 @@ def test_an_interrupt_while_a_mesh_is_solved_ends_the_search(interrupted, monkey
     assert len(solved) == interrupted
     meshes = [considered.mesh for considered in plan.search.considered]
     assert len(set(meshes)) == len(meshes) == 2
-    left = [c for c in plan.search.considered if c.why == "the search was interrupted"]
+    left = [c for c in plan.search.considered if c.why == "the search ended before"]
     assert len(left) == 2 - interrupted
     assert bool(plan.search.bound) == (not left)
 
@@ -609,7 +609,8 @@ def test_an_interrupt_between_pipelines_takes_the_best_so_far():
     plan = ap.plan(case.model, case.args, cluster=CLUSTER, mode="auto", progress=interrupt)
     assert plan.search.interrupted
     assert len(plan.alternatives) == 1
-    assert (plan.search.bound, plan.search.gap) == (0.0, 1.0)
+    least = ap.plan(case.model, case.args, cluster=CLUSTER, mode="auto").seconds
+    assert 0.0 < plan.search.bound <= least  # what is left takes that at least
 
 
 @pytest.mark.parametrize("words", ["1 of 1", "pricing operators", "layouts"])

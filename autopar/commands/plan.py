@@ -21,6 +21,7 @@ from autopar.commands.arguments import (
 from autopar.commands.printing import show, show_json
 from autopar.commands.streams import to_results
 from autopar.plan.plan import Plan
+from autopar.planner.patience import SECONDS
 from autopar.planning import plan
 
 
@@ -41,6 +42,12 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, help="nodes of a preset (default: 1)")
     add_decisions(parser, "all meshes are tried")
     parser.add_argument("--memory", help="40GB of each device (default: what it has)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help=f"that the choice may take, of the processor (default: {SECONDS:g})",
+    )
 
 
 def decided(arguments: argparse.Namespace) -> list[str]:
@@ -56,6 +63,7 @@ def make_plan(spec: str, arguments: argparse.Namespace) -> Plan:
         **read_decisions(arguments),
         "cluster": read_cluster(arguments.cluster, arguments.nodes),
         "memory": arguments.memory,
+        "seconds": arguments.seconds,
     }
     model, args, kwargs = load_call(spec)
     with warnings.catch_warnings():

@@ -176,7 +176,7 @@ def _search(search: Search | None, is_staged: bool) -> str:
     sizes = search.sizes
     folded = max((count for count, _ in sizes.runs), default=0)
     blocks = f", {folded} equal blocks folded" if folded else ""
-    cut = "; interrupted: what was not weighed may be better" if search.interrupted else ""
+    cut = "; ended early: what was not weighed may be better" if search.interrupted else ""
     proof = f"layouts: gap {share_text(search.gap)} to their bound {seconds_text(search.bound)}"
     proof += " of a step in which no stage waits" * is_staged
     if not search.bound:

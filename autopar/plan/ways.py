@@ -84,7 +84,7 @@ class WayExplanation:
     left_out: Mapping[str, int]  # how many bounds ruled out, of each kind, or a guess
     searched: bool  # not asked for by name
     meshes: tuple[Considered, ...] = ()  # that the search for layouts looked at
-    is_cut_short: bool = False  # by Ctrl-C
+    is_cut_short: bool = False  # by time, or Ctrl-C
     has_loss: bool = True  # stages and micro-batches need it
     # Measured seconds of those that were run, by how they run: they decided.
     ran: Mapping[str, float] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class WayExplanation:
         if not self.searched:
             return "it was asked for: nothing was searched"
         if self.is_cut_short:
-            return "nothing else was weighed before the search was interrupted"
+            return "nothing else was weighed before the search ended early"
         if self.left_out:
             why = "cannot be faster by a bound, or is not likely to be"
             return f"nothing else was weighed: it was asked for, or all else {why}"
@@ -176,7 +176,7 @@ class WayExplanation:
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.chosen}", *self._fastest(), *_lines(self._reason())]
         if self.is_cut_short:
-            lines.append("  the search was interrupted: what was not weighed may be better")
+            lines.append("  the search ended early: what was not weighed may be better")
         for one in (*self.others[1:_IN_WORDS], *self._too_large):
             takes, *rest = self._told(one.best)
             lines += _lines([f"{one.value} {takes}", *rest])

@@ -28,6 +28,7 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.deep import DeepPlanner
 from autopar.planner.moved import data_axis, idle_axes, moved
 from autopar.planner.offers import Choice, has_world
+from autopar.planner.patience import SECONDS, Patience
 from autopar.planner.request import AXIS, Request
 from autopar.planner.verdict import refuse_random, require_rules
 from autopar.progress import reporter
@@ -74,6 +75,7 @@ def what_if(
     sequence: Change | None = None,
     memory: Change | None = None,
     search: bool = False,
+    seconds: float | None = SECONDS,
 ) -> WhatIf:
     """What a step of the same decisions would take with this many `nodes`, this `bandwidth` of each
     node's way out, and of links `inside` of nodes (bytes/s), with inputs of another `batch` or
@@ -81,7 +83,8 @@ def what_if(
     also as "100GB/s" and "40GB", or how many times as much: "2x".
 
     With the nodes grows the axis of the mesh that cuts the batch (or else the sequence), and the
-    global batch stays, if not told otherwise. `search`: decide anew there, too, all free."""
+    global batch stays, if not told otherwise. `search`: decide anew there, too, all free,
+    within so many `seconds`, as `plan` does."""
     asked = _Changes(nodes, bandwidth, inside, batch, sequence, memory)
     if not str(asked):
         raise InvalidInput(
@@ -100,7 +103,12 @@ def what_if(
     )
     whole = whole if wanted == now else _of_sizes(whole, now, wanted)
     found, why, note = _carried_over(plan, cluster, whole, search)
-    searched, failed = _searched(plan, cluster, limit, whole) if search else (None, "")
+    patience = Patience.of(seconds)
+    searched, failed = None, ""
+    if search:
+        searched, failed = _searched(plan, cluster, limit, whole, patience)
+        early = searched is not None and searched.search is not None and searched.search.interrupted
+        note = "; ".join(filter(None, (note, "the search ended early" if early else "")))
     if searched is not None and found is not None and found.fits(limit):
         searched = min(found, searched, key=lambda one: one.seconds)
     return WhatIf(
@@ -160,13 +168,13 @@ def _grown(plan: PlanValue, cluster: Cluster) -> tuple[dict[str, int], str]:
 
 
 def _searched(
-    plan: PlanValue, cluster: Cluster, limit: float, whole: Captured
+    plan: PlanValue, cluster: Cluster, limit: float, whole: Captured, patience: Patience
 ) -> tuple[Candidate | None, str]:
     """The best there is there, or why there is none."""
     model, axis = whole.example.model, AXIS if plan.pipelining is None else plan.pipelining.axis
     parts = 1 if batch_statistics(whole) else None  # more would change the loss
     free = cluster if has_world() else replace(cluster, used=())
-    request = Request(free, "auto", limit, True, axis=axis, microbatches=parts)
+    request = Request(free, "auto", limit, True, axis=axis, microbatches=parts, patience=patience)
     try:
         if plan.strict:
             require_rules(whole)
@@ -176,6 +184,7 @@ def _searched(
             def planner_of(asked: Request) -> DeepPlanner:
                 return DeepPlanner(model, whole, asked, report)
 
+            patience.begin()
             best, _ = Choice(request, planner_of, has_world()).best()
         refuse_random(whole, best.whole_mesh, best.microbatches)
     except (InvalidInput, NothingFits) as error:

@@ -82,7 +82,10 @@ class Planner:
             request, count, self._regions_of, stage_pins(model), about, self._is_large
         )
         self._is_short_of_memory = False  # and all that would be with states on the device
-        self.is_interrupted = self._has_left = False  # the best so far is taken, with some left
+        self.is_interrupted, self._left = (
+            False,
+            list[Size](),
+        )  # the best so far is taken, with some left
 
     @property
     def _fastest(self) -> float:
@@ -135,12 +138,17 @@ class Planner:
                 raise NotAlike
             if self.request.fastest < math.inf and not self.ledger.refused:
                 raise NothingFaster
-            self._weigh_leanest(sizes)
+            try:
+                self._weigh_leanest(sizes)
+            except Interrupted:
+                if self.ledger.kept.best is None:
+                    raise
+                self.is_interrupted = True
         if (best := self.ledger.kept.best) is None:
             if self.is_interrupted:
                 raise too_early()
             raise self.ledger.refusal(self.regions, self.captured) or no_size(reasons, self.request)
-        self._has_left = bool(left)
+        self._left = left
         return self._finished(best)
 
     def _likely(self, left: Sequence[Size]) -> list[Size]:
@@ -175,6 +183,7 @@ class Planner:
         self.ledger.add(figures, candidate, self._finished)
         if candidate.search is not None and candidate.search.interrupted:
             self.is_interrupted = True
+        self.ledger.go_on()
 
     def _finished(self, best: Candidate) -> Candidate:
         """Of the whole program, with a bound for all cut states, if the search chose these."""
@@ -184,8 +193,9 @@ class Planner:
         if best.pipelining is None:  # of what runs again the search adds up some alone
             search = search.taken(best.seconds)
             best = best.changed(search)
-        if self._has_left or (self.is_interrupted and not search.interrupted):
-            return best.changed(search.cut_short())
+        if self._left or (self.is_interrupted and not search.interrupted):
+            least = (self._promises.at_least(size) for size in self._left)
+            return best.changed(search.cut_short(min(least, default=0.0)))
         if not best.states.is_cut or self.request.states is not None:
             return best
         stages = 1 if best.pipelining is None else best.pipelining.schedule.ranks

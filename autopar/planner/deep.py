@@ -78,7 +78,7 @@ class DeepPlanner:
         if self._short is not None:
             with suppress(NotAlike):
                 return self._planner.best()
-            if self._planner.is_interrupted:
+            if self._planner.is_interrupted and not self.request.patience.is_over:
                 raise too_early()
             self._planner = self._of(None)
         return self._planner.best()

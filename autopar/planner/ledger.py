@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from autopar.capture.captured import Captured
-from autopar.errors import InvalidInput
+from autopar.errors import Interrupted, InvalidInput
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.fastest import Fastest, Kept
 from autopar.planner.hosting import no_room_on_host
@@ -69,6 +69,15 @@ class Ledger:
         elif figures.seconds < self.fastest * (1 - EQUAL):
             self.kept.add(Kept(figures, candidate, self.request.limit, finish))
             self.fastest = min(self.fastest, self.kept.cutoff)
+
+    def go_on(self) -> None:
+        """Raise where the time is over, and there is something to take."""
+        if self.kept.found and self.request.patience.is_over:
+            raise Interrupted(
+                "a search ends with its seconds",
+                got=f"seconds={self.request.patience.seconds:g}",
+                remedy="more of them, or seconds=None for all that it takes",
+            )
 
     def refuse(self, smallest: Iterable[SmallestFootprint], stages: int) -> None:
         """What layouts need in so many stages."""

@@ -85,6 +85,7 @@ class Pipelines:
                     continue
             taken = dict[Recompute, float]()  # with these states
             for kind in kinds:
+                ledger.go_on()
                 in_pieces = kind.keep == "cut"  # which takes longer; the next may not
                 if is_known and tried.seconds.get((number, kind), 0.0) >= ledger.fastest:
                     if in_pieces:

@@ -25,6 +25,7 @@ from autopar.recompute import Recompute
 AGAIN = 1.15  # times what a step takes with states on the host: others are looked at first
 _LIKELY = 1.1  # times what a step is to take: what promises more does not take that
 _CLOSE = 1.03  # the same where layouts are known
+_ABOUT = 1.2  # times what the best promises, as long as nothing was found
 _MOVES = 1.15  # times what its operators take, as long as nothing is known of what moves
 
 
@@ -55,11 +56,11 @@ class Promises:
         With states on the host it takes longer than what else there is."""
         stages, parts, is_hosted = size
         inner = self._request.inner(stages)
-        run = parts / stages * self._ideal.run(parts * inner)
         waits = 1 + max(0, stages - 2) / parts / most_chunks(stages, parts, self._blocks)
         most_room = -parts if self.states > self._request.memory else 0
-        run *= 1.0 if (stages, parts) in self.known else _MOVES
-        seconds = max(run, self.least(stages, parts)) * waits
+        moves = 1.0 if (stages, parts) in self.known else _MOVES
+        run = parts / stages * self._ideal.run(parts * inner)
+        seconds = max(run * moves, self.least(stages, parts)) * waits
         pieces = parts * inner
         if stages > 1:
             times, share = parts / stages * waits, min(stages, parts) / parts
@@ -108,6 +109,13 @@ class Promises:
         known = self.known.items()
         return max((t for (n, m), t in known if n == stages and parts % m == 0), default=0.0)
 
+    def at_least(self, size: Size) -> float:
+        """The same, also by what its operators take at least."""
+        stages, parts, is_hosted = size
+        run = self._ideal.run(parts * self._request.inner(stages), stages > 1)
+        update = self.update if is_hosted else 0.0
+        return max(parts / stages * run, self.least(stages, parts)) + update
+
     def likely(self, size: Size, seconds: float) -> bool:
         """Whether a step may well take about so many seconds: what is known of its layouts is the
         least that they take."""
@@ -124,7 +132,7 @@ class Promises:
             return 0
         stages, best = left[0].stages, self.of(left[0])[0]
         if not has_found:
-            alike = [one for one in left if not one.is_hosted and self.likely(one, best)]
+            alike = [s for s in left if not s.is_hosted and self.of(s)[0] <= _ABOUT * best]
             if known := [one for one in alike if one[:2] in self.known]:
                 return left.index(known[0])
             stages = min(alike).stages

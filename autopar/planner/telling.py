@@ -20,7 +20,7 @@ def size_words(stages: int, microbatches: int) -> str:
 
 
 class Telling:
-    """Tells of each phase beside what is looked at."""
+    """Tells of each phase beside what is looked at; no phase begins when the time is over."""
 
     def __init__(self, report: Report, ledger: Ledger) -> None:
         self._report, self._ledger, self._size = report, ledger, ""
@@ -32,6 +32,7 @@ class Telling:
         self._size = size
 
     def __call__(self, phase: str, detail: str) -> None:
+        self._ledger.go_on()
         found = self._ledger.kept.found
         best = f"best so far {seconds_text(found[0].figures.seconds)}" if found else ""
         self._report(phase, "; ".join(filter(None, (detail, self._size, best))))

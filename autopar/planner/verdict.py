@@ -26,13 +26,15 @@ from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import batch_statistics
 from autopar.planner.candidate import Candidate
+from autopar.planner.patience import Patience
 from autopar.planner.recomputation import PLAIN, Regions
 from autopar.planner.request import Request
+from autopar.search.account import Search
 from autopar.search.decisions import Fallback
 from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
 from autopar.states import HOSTED
 from autopar.strategies.node_info import info
-from autopar.units import counted
+from autopar.units import counted, share_text
 
 
 def tell(captured: Captured, best: Candidate, before: Candidate | None = None) -> None:
@@ -126,6 +128,17 @@ def named_statistics(statistics: Sequence[fx.Node]) -> str:
     names = list(dict.fromkeys(info(node).module or "the model" for node in statistics))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"batch norm ({', '.join(names[:3])}{more})"
+
+
+def cut_short(patience: Patience, search: Search) -> str:
+    """What is to tell of planning that ended early."""
+    how = f"ended with its {patience.seconds:g} seconds" if patience.is_over else "was interrupted"
+    most = f" by {share_text(search.gap)} at most" if search.bound else ""
+    more = "; seconds=None weighs all" if patience.is_over else ""
+    return (
+        f"planning {how}: the plan is the best so far; "
+        f"what was not weighed may be faster{most}{more}"
+    )
 
 
 def warn(message: str) -> None:

@@ -38,9 +38,9 @@ class Search:
     interrupted: bool = False  # the best so far; what was not weighed may be better
     multiplier: float = 0.0  # under a memory limit: seconds that one more byte would save
 
-    def cut_short(self) -> Search:
-        """The same, with something left that was not weighed: it might take no time at all."""
-        return replace(self, interrupted=True, bound=0.0, gap=relative_gap(self.objective, 0.0))
+    def cut_short(self, bound: float = 0.0) -> Search:
+        """The same, with something left that was not weighed, and might take as little."""
+        return replace(self.lowered(bound), interrupted=True)
 
     def taken(self, seconds: float) -> Search:
         """The same of a plan that takes longer than what was found; or less, where movements share

@@ -145,7 +145,7 @@ class LayoutSearch:
         return SearchResult(self._best.decisions, account, self._best.memory)
 
     def _weigh_all(self, meshes: Sequence[Mesh]) -> tuple[bool, Sequence[Mesh]]:
-        """Whether Ctrl-C came, and the meshes that it left. Those come first of which most is
+        """Whether it ended early, and the meshes that it left. Those come first of which most is
         known: what they take at least, the best of them first. Of many axes, the last, which is
         inside of nodes, is best split up."""
         known = sorted((mesh for mesh in meshes if self._is_known(mesh)), key=self._least)
@@ -164,7 +164,7 @@ class LayoutSearch:
             except (KeyboardInterrupt, Interrupted):
                 is_interrupted, left = True, meshes[number:]
             if is_interrupted:
-                why = "the search was interrupted"
+                why = "the search ended before"
                 self._considered += [Considered(m, None, None, why) for m in left]
                 return True, left
         return False, ()
@@ -209,7 +209,7 @@ class LayoutSearch:
         return min((taken for taken in found if taken is not None), default=math.inf)
 
     def _weigh(self, mesh: Mesh) -> bool:
-        """Solve one mesh, unless it cannot be the best; keep it if it is. Whether Ctrl-C came."""
+        """Solve one mesh, unless it cannot be the best; keep it if it is. Whether time is over."""
         so_far = self._objective
         if (least := self._least(mesh)) >= so_far * self._part:
             self._leave_out(mesh, least, "takes at least that", least)

@@ -1,0 +1,113 @@
+"""Patience: a choice ends with its seconds, and says what it left."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+
+import autopar as ap
+from autopar.errors import InvalidInput
+from autopar.planner.patience import Patience
+from tests.large_models import gpt2_xl
+from tests.models import Case, gpt, mlp
+from tests.parity import assert_equal, parallel_outcome, single_outcome
+
+CLUSTER = ap.Cluster.preset("dgx-h100", 2)
+AT_ONCE = 1e-9  # seconds: the first way is taken
+CASES: dict[str, Callable[[], Case]] = {
+    "mlp": cache(lambda: mlp(layers=4)),
+    "gpt": cache(lambda: gpt(layers=2, batch=8)),
+}
+
+
+def plan(case: Case, **options: object) -> ap.Plan:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ap.plan(case.model, case.args, case.kwargs, **{"cluster": CLUSTER, **options})
+
+
+@pytest.mark.parametrize("part", [None, 0.5, 0.2])
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_taken_at_once_fits_and_no_better_one_is_below_its_bound(name, part) -> None:
+    case = CASES[name]()
+    whole = plan(case, seconds=None)
+    memory = None if part is None else part * whole.memory.peak
+    try:
+        best = plan(case, seconds=None, memory=memory)
+    except InvalidInput:
+        with pytest.raises(InvalidInput, match="fits into the memory"):
+            plan(case, seconds=AT_ONCE, memory=memory)
+        return
+    made = plan(case, seconds=AT_ONCE, memory=memory)
+    assert not best.search.interrupted
+    assert made.search.interrupted
+    assert made.memory.peak <= (memory or CLUSTER.device.memory)
+    assert made.search.bound <= best.seconds <= made.seconds
+    assert made.search.gap == pytest.approx(1 - made.search.bound / made.search.objective)
+    assert len(made.alternatives) < len(best.alternatives)
+
+
+def test_what_is_taken_at_once_computes_the_same() -> None:
+    case = CASES["gpt"]()
+    made = plan(case, seconds=AT_ONCE, cluster=ap.Cluster.preset("dgx-h100"))
+    module = ap.parallelize(case.model, plan=made, backend="virtual")
+    assert_equal(parallel_outcome(module, case), single_outcome(case))
+
+
+def test_a_warning_and_the_pages_say_that_it_ended_early() -> None:
+    case = CASES["mlp"]()
+    with pytest.warns(UserWarning, match="ended with its 1e-09 seconds.*may be faster") as told:
+        made = ap.plan(case.model, case.args, cluster=CLUSTER, seconds=AT_ONCE)
+    assert [one.filename for one in told] == [__file__]
+    assert "ended early: what was not weighed may be better" in " ".join(str(made).split())
+    assert "the search ended early" in str(made.explain("stages"))
+
+
+def test_enough_seconds_are_as_good_as_no_end() -> None:
+    case = CASES["gpt"]()
+    some, every = plan(case, seconds=600), plan(case, seconds=None)
+    assert str(some.decisions) == str(every.decisions)
+    assert not some.search.interrupted
+
+
+def test_what_cannot_be_lengthened_is_chosen_anew_though_the_time_is_over(monkeypatch) -> None:
+    """A short program that is not like the whole one is left; the whole one then has a plan."""
+    from autopar.pipeline.stages.stretch import NotAlike
+    from autopar.planner.whole import Whole
+
+    def refuse(self: Whole, found: object) -> object:
+        raise NotAlike
+
+    monkeypatch.setattr(Whole, "same", refuse)
+    with torch.device("meta"):
+        case = gpt2_xl(batch=4, sequence=16, layers=24)
+    made = plan(case, seconds=AT_ONCE, cluster=ap.Cluster.preset("dgx-h100"))
+    assert made.search.interrupted
+
+
+@pytest.mark.parametrize("given", [0, -1, "10", True, float("nan")])
+def test_seconds_are_a_number_above_zero(given) -> None:
+    case = CASES["mlp"]()
+    with pytest.raises(InvalidInput, match="seconds is a number above 0"):
+        ap.plan(case.model, case.args, cluster=CLUSTER, seconds=given)
+
+
+def test_asking_what_if_keeps_to_seconds_too() -> None:
+    made = plan(CASES["mlp"](), seconds=None)
+    found = made.what_if(nodes=4, search=True, seconds=AT_ONCE)
+    assert "ended early" in found.note
+    assert "ended early" not in made.what_if(nodes=4, search=True, seconds=None).note
+
+
+def test_time_is_left_to_make_the_program_of_what_was_chosen() -> None:
+    patience = Patience(10.0)
+    assert not patience.is_over  # it did not begin
+    patience.begin(captured=1e6)  # half of it at most
+    assert not patience.is_over
+    short = Patience(1e-9)
+    short.begin()
+    assert short.is_over
