@@ -257,8 +257,7 @@ def _at_once(request: Request, options: PlanOptions) -> Request:
 def _in_one(statistics: Sequence[fx.Node], request: Request, options: PlanOptions) -> Request:
     """With one micro-batch, where more, which nobody asked for, change the loss."""
     with suppress(InvalidInput):
-        one = read_request(replace(options, microbatches=1))
-        one = replace(one, wanted=request.wanted, patience=request.patience)
+        one = replace(read_request(replace(options, microbatches=1)), wanted=request.wanted)
         if one.microbatches == 1:
             return one
     made = request.schedule

@@ -161,7 +161,7 @@ class ExecutionError(AutoparError, RuntimeError):
 
 
 class Interrupted(ExecutionError):
-    """A search ends with what it has: after Ctrl-C, or since its time is over."""
+    """Ctrl-C came to a search before it had anything to show."""
 
 
 def unforeseen(doing: str, node: fx.Node | None, error: Exception) -> AutoparError:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,7 +28,7 @@ from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import FROM_FILE, known_names
 from autopar.pipeline.schedules import schedule as make_schedule
-from autopar.planner.patience import SECONDS, Patience
+from autopar.planner.patience import SECONDS, require_seconds
 from autopar.planner.recomputation import AskedRecomputation
 from autopar.planner.request import AXIS, Mode, Request
 from autopar.precision import Precision
@@ -70,10 +70,6 @@ class Kind:
 
 def _is_named(given: object) -> bool:
     return isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
-
-
-def _is_above_zero(given: object) -> bool:
-    return isinstance(given, Real) and not isinstance(given, bool) and float(given) > 0
 
 
 def _require_schedule(name: str, given: object) -> None:
@@ -178,11 +174,7 @@ KINDS: Mapping[str, Callable[[str, Any], None]] = {
         lambda given: given is None or isinstance(given, tuple | list) or _is_named(given),
         '{"ids": {0: torch.export.Dim("batch", max=64)}}',
     ),
-    "seconds": Kind(
-        "a number above 0, or None for all that the choice takes",
-        lambda given: given is None or _is_above_zero(given),
-        "60",
-    ),
+    "seconds": require_seconds,
     "progress": Kind(
         "True, False, None or a function of phase and detail",
         lambda given: isinstance(given, bool | None) or callable(given),
@@ -251,10 +243,7 @@ def read_request(options: PlanOptions) -> Request:
         cluster.require_room(mesh)
     limit = read_limit(options.memory, cluster)
     is_limited = options.mode == "auto" or options.memory is not None
-    patience = Patience.of(options.seconds)
-    request = Request(
-        cluster, options.mode, limit, is_limited, microbatches=count, patience=patience
-    )
+    request = Request(cluster, options.mode, limit, is_limited, microbatches=count)
     if options.states != "auto":
         given = options.states
         request = replace(request, states=given if isinstance(given, States) else States.of(given))

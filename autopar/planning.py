@@ -30,7 +30,7 @@ from autopar.options import (
 from autopar.plan.plan import Plan
 from autopar.planner.deep import DeepPlanner
 from autopar.planner.offers import Choice, has_world
-from autopar.planner.patience import SECONDS
+from autopar.planner.patience import SECONDS, Patience
 from autopar.planner.request import Mode, Request
 from autopar.planner.verdict import cut_short, tell, warn
 from autopar.precision import Precision
@@ -116,10 +116,10 @@ def make_plans(
         dynamic = _declared(model, args, kwargs, options)
         started = time.process_time()
         captured = capture(model, args, kwargs, options.precision)
-        request.patience.begin(time.process_time() - started)
+        patience = Patience.begun(options.seconds, time.process_time() - started)
         if profile is not None:
             require_loss(captured, profile)
-        admitted = admit(captured, request, options)
+        admitted = replace(admit(captured, request, options), patience=patience)
 
         def planner_of(asked: Request) -> DeepPlanner:
             return DeepPlanner(model, captured, asked, report)
@@ -128,8 +128,8 @@ def make_plans(
         best, planner = choice.best()
         others = choice.kept.others
     tell(captured, best)
-    if best.search is not None and best.search.interrupted:
-        warn(cut_short(request.patience, best.search))
+    if choice.ended:
+        warn(cut_short(choice.ended, patience.seconds, best.search))
     return [
         Plan.of(
             one,

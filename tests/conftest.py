@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+from collections.abc import Iterator
 from multiprocessing import forkserver
 
 import pytest
 import torch
+
+from autopar.planner.patience import SECONDS, Patience
 
 torch.set_num_threads(1)  # tiny tensors: threads only cost
 gc.set_threshold(20_000, 50, 100)  # of the many small objects of graphs few are in cycles
@@ -52,6 +55,19 @@ def pytest_collection_finish() -> None:
 def pytest_make_parametrize_id(config, val, argname):
     """Functions are named: their addresses would differ between the processes of one run."""
     return getattr(val, "__name__", None) if callable(val) else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def all_is_weighed() -> Iterator[None]:
+    """The seconds that a choice has by default end none: what is found depends on no machine."""
+    is_over = Patience.is_over
+
+    def is_over_if_given(patience: Patience, times: int = 1) -> bool:
+        return patience.seconds != SECONDS and is_over(patience, times)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Patience, "is_over", is_over_if_given)
+        yield
 
 
 @pytest.fixture(scope="session")

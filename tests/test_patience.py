@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
 import autopar as ap
+from autopar.cluster import Device, Link, Node
 from autopar.errors import InvalidInput
+from autopar.options import PlanOptions
 from autopar.planner.patience import Patience
+from autopar.planning import make_plans
 from tests.large_models import gpt2_xl
 from tests.models import Case, gpt, mlp
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 
 CLUSTER = ap.Cluster.preset("dgx-h100", 2)
+LINK = Link(1e-7, 1e9)
+SLOW = Device("slow", {"f32": 1e9, "f64": 1e9}, 1e9, 4e9, overhead=0.0, efficiency=1.0)
+FAST = replace(SLOW, name="fast", flops={"f32": 3e9, "f64": 3e9}, bandwidth=12e9)
 AT_ONCE = 1e-9  # seconds: the first way is taken
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": cache(lambda: mlp(layers=4)),
@@ -94,6 +101,8 @@ def test_seconds_are_a_number_above_zero(given) -> None:
     case = CASES["mlp"]()
     with pytest.raises(InvalidInput, match="seconds is a number above 0"):
         ap.plan(case.model, case.args, cluster=CLUSTER, seconds=given)
+    with pytest.raises(InvalidInput, match="seconds is a number above 0"):
+        plan(case).what_if(nodes=4, search=True, seconds=given)
 
 
 def test_asking_what_if_keeps_to_seconds_too() -> None:
@@ -104,10 +113,49 @@ def test_asking_what_if_keeps_to_seconds_too() -> None:
 
 
 def test_time_is_left_to_make_the_program_of_what_was_chosen() -> None:
-    patience = Patience(10.0)
-    assert not patience.is_over  # it did not begin
-    patience.begin(captured=1e6)  # half of it at most
-    assert not patience.is_over
-    short = Patience(1e-9)
-    short.begin()
-    assert short.is_over
+    assert not Patience.begun(20.0, captured=1e6).is_over()  # half of it at most
+    assert not Patience.begun(None).is_over()
+    short = Patience.begun(1e-9)
+    assert short.is_over()
+    assert short.is_over(times=2)
+    assert not Patience(20.0, until=0.0).is_over(times=100_000_000)
+
+
+UNLIKE = {
+    "one and two": (Node(SLOW, 1, LINK), Node(FAST, 2, LINK)),
+    "four and eight": (Node(FAST, 4, LINK), Node(SLOW, 8, LINK)),
+}
+
+
+@pytest.mark.parametrize("wanted", [1, 3])
+@pytest.mark.parametrize("nodes", UNLIKE)
+def test_on_unlike_machines_it_ends_on_all_of_their_parts(nodes, wanted) -> None:
+    """Time is over when the first part has a way: no other is begun, and nothing is known of it."""
+    case = CASES["mlp"]()
+    machines = ap.Cluster(UNLIKE[nodes], Link(1e-6, 1e8), "unlike")
+    options = PlanOptions(cluster=machines, seconds=AT_ONCE)
+    best = plan(case, cluster=machines, seconds=None)
+    told: list[str] = []
+    options = replace(options, progress=lambda phase, detail: told.append(phase))
+    with pytest.warns(UserWarning, match="ended with its"):
+        made = make_plans(case.model, case.args, case.kwargs, options, wanted)[0]
+    assert made.search.interrupted
+    assert made.search.bound <= best.seconds <= made.seconds
+    assert told.count("plan") <= 2
+
+
+@pytest.mark.parametrize("after", range(1, 12))
+def test_ctrl_c_leaves_a_bound_that_holds_too(after) -> None:
+    case, told = CASES["gpt"](), []
+
+    def interrupt(phase: str, detail: str) -> None:
+        told.append(phase)
+        if len(told) == 5 * after:
+            raise KeyboardInterrupt
+
+    try:
+        made = plan(case, seconds=None, progress=interrupt)
+    except ap.ExecutionError:
+        return  # before the first one was found
+    assert made.search.interrupted == (len(told) >= 5 * after)
+    assert made.search.bound <= plan(case, seconds=None).seconds

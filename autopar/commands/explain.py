@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     _require_one_question(arguments)
     made = _plan(arguments)
     if changes:
-        answer: Any = made.what_if(**changes, search=arguments.search)
+        about = {"search": arguments.search, "seconds": arguments.seconds}
+        answer: Any = made.what_if(**changes, **about)
     else:
         answer = made.explain(arguments.name)
     if arguments.json:
@@ -103,7 +104,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             got=f"{Path(arguments.plan).name} alone",
             remedy=f"--model {SPEC}",
         )
-    if changed := decided(arguments):
+    changed = [one for one in decided(arguments) if one != "seconds" or not arguments.search]
+    if changed:
         raise InvalidInput(
             "a plan from a file has been decided",
             got=", ".join(f"--{name}" for name in changed),

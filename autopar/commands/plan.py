@@ -46,7 +46,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=float,
         default=SECONDS,
-        help=f"that the choice may take, of the processor (default: {SECONDS:g})",
+        help=f"of the processor, that a choice may take; inf: all it needs (default: {SECONDS:g})",
     )
 
 

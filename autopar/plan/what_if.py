@@ -28,7 +28,7 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.deep import DeepPlanner
 from autopar.planner.moved import data_axis, idle_axes, moved
 from autopar.planner.offers import Choice, has_world
-from autopar.planner.patience import SECONDS, Patience
+from autopar.planner.patience import SECONDS, Patience, require_seconds
 from autopar.planner.request import AXIS, Request
 from autopar.planner.verdict import refuse_random, require_rules
 from autopar.progress import reporter
@@ -103,11 +103,10 @@ def what_if(
     )
     whole = whole if wanted == now else _of_sizes(whole, now, wanted)
     found, why, note = _carried_over(plan, cluster, whole, search)
-    patience = Patience.of(seconds)
+    require_seconds("seconds", seconds)
     searched, failed = None, ""
     if search:
-        searched, failed = _searched(plan, cluster, limit, whole, patience)
-        early = searched is not None and searched.search is not None and searched.search.interrupted
+        searched, failed, early = _searched(plan, cluster, limit, whole, seconds)
         note = "; ".join(filter(None, (note, "the search ended early" if early else "")))
     if searched is not None and found is not None and found.fits(limit):
         searched = min(found, searched, key=lambda one: one.seconds)
@@ -168,12 +167,13 @@ def _grown(plan: PlanValue, cluster: Cluster) -> tuple[dict[str, int], str]:
 
 
 def _searched(
-    plan: PlanValue, cluster: Cluster, limit: float, whole: Captured, patience: Patience
-) -> tuple[Candidate | None, str]:
-    """The best there is there, or why there is none."""
+    plan: PlanValue, cluster: Cluster, limit: float, whole: Captured, seconds: float | None
+) -> tuple[Candidate | None, str, bool]:
+    """The best there is there, or why there is none; and whether the search ended early."""
     model, axis = whole.example.model, AXIS if plan.pipelining is None else plan.pipelining.axis
     parts = 1 if batch_statistics(whole) else None  # more would change the loss
     free = cluster if has_world() else replace(cluster, used=())
+    patience = Patience.begun(seconds)
     request = Request(free, "auto", limit, True, axis=axis, microbatches=parts, patience=patience)
     try:
         if plan.strict:
@@ -184,12 +184,12 @@ def _searched(
             def planner_of(asked: Request) -> DeepPlanner:
                 return DeepPlanner(model, whole, asked, report)
 
-            patience.begin()
-            best, _ = Choice(request, planner_of, has_world()).best()
+            choice = Choice(request, planner_of, has_world())
+            best, _ = choice.best()
         refuse_random(whole, best.whole_mesh, best.microbatches)
     except (InvalidInput, NothingFits) as error:
-        return None, f"{error.rule}: {error.got}"
-    return best, ""
+        return None, f"{error.rule}: {error.got}", False
+    return best, "", bool(choice.ended)
 
 
 def _of_sizes(planned: Captured, now: Sizes, wanted: Sizes) -> Captured:

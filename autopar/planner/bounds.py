@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import combinations
 
 from autopar.capture.captured import Captured
@@ -18,6 +19,7 @@ from autopar.errors import Interrupted
 from autopar.mesh import Mesh
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.search.account import Search
+from autopar.search.auto import TimeIsOver
 from autopar.states import States
 from autopar.strategies.node_info import info
 
@@ -59,21 +61,17 @@ def most_saved(captured: Captured, cluster: Cluster, meshes: Sequence[Mesh]) -> 
 
 
 def lowered(
-    known: Search, asked: LayoutRequest, layouts: Layouts, stages: int, is_large: bool
+    known: Search, asked: LayoutRequest, layouts: Layouts, stages: int, is_huge: bool
 ) -> Search:
     """What is known of a plan in so many stages, with a bound for all cut states.
 
-    The layouts that are `asked` for have the cheapest; of large programs they are not looked for.
-    If Ctrl-C comes, they might take no time at all.
+    The layouts that are `asked` for have the cheapest; where they are not looked for, as of huge
+    programs, or the search for them ends early, it is by what cut states save at most.
     """
-    if is_large:
-        machines = asked.machines(layouts.request.cluster)
-        saved = most_saved(asked.captured, machines, asked.offered)
-        return known.lowered(known.bound - saved / stages)
-    try:
-        search = layouts.find(asked)[0].search
-    except (KeyboardInterrupt, Interrupted):
-        return known.cut_short()
-    if search is None or search.interrupted:
-        return known.cut_short()
-    return known.lowered(search.bound / stages)
+    with suppress(KeyboardInterrupt, Interrupted, TimeIsOver):
+        search = None if is_huge else layouts.find(asked)[0].search
+        if search is not None and not search.interrupted:
+            return known.lowered(search.bound / stages)
+    machines = asked.machines(layouts.request.cluster)
+    saved = most_saved(asked.captured, machines, asked.offered)
+    return known.lowered(known.bound - saved / stages)

@@ -30,6 +30,7 @@ from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.leanest import in_each_number_of_stages, leanest
 from autopar.planner.ledger import Ledger
 from autopar.planner.mixed import ATTEMPTS, mixed
+from autopar.planner.patience import Ended
 from autopar.planner.pipelines import Pipelines
 from autopar.planner.promises import Promises, Size
 from autopar.planner.recomputation import Regions
@@ -40,14 +41,14 @@ from autopar.planner.verdict import no_size
 from autopar.planner.whole import Whole
 from autopar.progress import Report
 from autopar.recompute import Recompute
-from autopar.search.auto import NothingFaster, is_large, too_early
+from autopar.search.auto import NothingFaster, TimeIsOver, is_large, too_early
 from autopar.search.constraints import Constraints, read_constraints
 from autopar.search.smallest_footprint import NothingFits
 from autopar.solver.graph import UnequalBlocks
 from autopar.states import States
 
-LARGE = 2000  # calls of a program that is not looked at where it cannot be the best
-MOST_LEANEST = 3  # numbers of stages in which the leanest way of a large program is looked for
+HUGE = 2000  # calls of a program that is not looked at where it cannot be the best
+MOST_LEANEST = 3  # numbers of stages in which the leanest way of a huge program is looked for
 LEANER = 0.9  # than their memory asks for: few layouts are in between
 NEARLY = 0.01  # relative: where memory is short, layouts that are so much slower may win
 MOST_NEAR = 2  # meshes of such layouts
@@ -76,16 +77,14 @@ class Planner:
         self.report = Telling(report, self.ledger)
         self._hosted = request.hosted if may_go(model, request.states) else ()
         self._layouts = Layouts(request, self.constraints, self.report, whole)
-        self._whole, self._is_large = whole, captured.length > LARGE
+        self._whole, self._is_huge = whole, captured.length > HUGE
         about = self.ledger, self._promises, self.ideal
         self._pipelines = Pipelines(
-            request, count, self._regions_of, stage_pins(model), about, self._is_large
+            request, count, self._regions_of, stage_pins(model), about, self._is_huge
         )
         self._is_short_of_memory = False  # and all that would be with states on the device
-        self.is_interrupted, self._left = (
-            False,
-            list[Size](),
-        )  # the best so far is taken, with some left
+        self.ended: Ended = ""  # early: the best so far is taken
+        self._left: list[Size] = []  # then, also what was only guessed not to be faster
 
     @property
     def _fastest(self) -> float:
@@ -98,7 +97,7 @@ class Planner:
         reasons: dict[str, InvalidInput] = {}  # by size
         sizes = list(self.request.sizes())
         left = [Size(*size) for size in sizes]
-        while left and not self.is_interrupted:
+        while left and not self.ended:
             left.sort(key=self._promises.of)
             if is_large(self.captured) and not (left := self._likely(left)):
                 break
@@ -117,9 +116,10 @@ class Planner:
                 ways = self._on_host if is_hosted else self._candidates
                 for candidate in ways(stages, parts):
                     self._weigh(candidate)
+            except TimeIsOver:
+                self.ended = "time"
             except (KeyboardInterrupt, Interrupted):
-                self.is_interrupted = True
-                break
+                self.ended = "Ctrl-C"
             except NothingFaster:
                 pass
             except NothingFits as error:
@@ -131,39 +131,40 @@ class Planner:
                 if len(sizes) == 1 or (is_straight and parts == 1):
                     raise
                 reasons[size] = error.with_traceback(None)
+            if self.ended:
+                break
             is_short = not is_hosted and self._is_short_of_memory
             left[:1] = [Size(stages, parts, is_hosted=True)] if is_short and self._hosted else []
-        if self.ledger.kept.best is None and not self.is_interrupted:
+        self._left += left
+        if self.ledger.kept.best is None and self.ended != "Ctrl-C":
             if self.ledger.left_out["unlike"]:
                 raise NotAlike
             if self.request.fastest < math.inf and not self.ledger.refused:
                 raise NothingFaster
             try:
                 self._weigh_leanest(sizes)
-            except Interrupted:
-                if self.ledger.kept.best is None:
-                    raise
-                self.is_interrupted = True
+            except TimeIsOver:  # something fits
+                self.ended = "time"
         if (best := self.ledger.kept.best) is None:
-            if self.is_interrupted:
+            if self.ended == "Ctrl-C":
                 raise too_early()
             raise self.ledger.refusal(self.regions, self.captured) or no_size(reasons, self.request)
-        self._left = left
         return self._finished(best)
 
     def _likely(self, left: Sequence[Size]) -> list[Size]:
         """Those of the sizes that are left which may well be faster than what fits already."""
         found = [size for size in left if self._promises.likely(size, self._fastest)]
-        for size in (size for size in left if size not in found and not size.is_hosted):
-            is_sure = self._promises.least(size.stages, size.parts) >= self._fastest
-            self.ledger.left_out["sizes" if is_sure else "unlikely"] += 1
+        for size in (size for size in left if size not in found):
+            is_sure = self._promises.known_least(size.stages, size.parts) >= self._fastest
+            self.ledger.left_out["sizes" if is_sure else "unlikely"] += not size.is_hosted
+            self._left += [] if is_sure else [size]
         return found
 
     def _may_win(self, size: Size) -> bool:
         """Whether some way of that size may be faster than what fits."""
         stages, parts, is_hosted = size
         fastest = self._fastest - self._promises.update * is_hosted
-        least = self._promises.least(stages, parts)
+        least = self._promises.known_least(stages, parts)
         if fastest == math.inf or least >= fastest:
             return fastest == math.inf
         made = None if self._is_straight(stages) else self._pipelines.schedules(stages, parts)
@@ -181,9 +182,9 @@ class Planner:
         figures = candidate.alternative(self.memory)
         figures = figures if self._whole is None else self._whole.told(figures, candidate)
         self.ledger.add(figures, candidate, self._finished)
-        if candidate.search is not None and candidate.search.interrupted:
-            self.is_interrupted = True
         self.ledger.go_on()
+        if candidate.search is not None and candidate.search.interrupted:
+            self.ended = "Ctrl-C"
 
     def _finished(self, best: Candidate) -> Candidate:
         """Of the whole program, with a bound for all cut states, if the search chose these."""
@@ -193,19 +194,20 @@ class Planner:
         if best.pipelining is None:  # of what runs again the search adds up some alone
             search = search.taken(best.seconds)
             best = best.changed(search)
-        if self._left or (self.is_interrupted and not search.interrupted):
-            least = (self._promises.at_least(size) for size in self._left)
+        if self.ended:
+            least = (self._promises.least(size) for size in self._left)
             return best.changed(search.cut_short(min(least, default=0.0)))
         if not best.states.is_cut or self.request.states is not None:
             return best
         stages = 1 if best.pipelining is None else best.pipelining.schedule.ranks
         asked = replace(self._layout_request(stages, best.microbatches), states=CHEAPEST)
-        return best.changed(lowered(search, asked, self._layouts, stages, self._is_large))
+        return best.changed(lowered(search, asked, self._layouts, stages, self._is_huge))
 
     def _weigh_leanest(self, sizes: Sequence[tuple[int, int]]) -> None:
         """What takes least is told of, or fits though nothing else does."""
+        self.ledger.is_last = True
         self.report("memory", "the least that is needed")
-        most = MOST_LEANEST if self._is_large else len(sizes)
+        most = MOST_LEANEST if self._is_huge else len(sizes)
         for way in in_each_number_of_stages(sizes, most, self._leanest):
             self._weigh(way.changed(way.search and way.search.lowered(0.0)))
 
@@ -250,17 +252,17 @@ class Planner:
         self.ledger.is_bound = is_crowded = self._promises.is_crowded(stages, parts)
         if not (is_crowded and asked.is_all):
             yield from weighed(self._laid(free, stages, parts))
-            if not self.ledger.is_bound or self.is_interrupted:
+            if not self.ledger.is_bound or self.ended:
                 return
             yield from weighed(self._placed(free, stages, parts, others))
             yield from weighed(self._placed(free, stages, parts, settings, is_leaner=True))
         if self.request.mode == "auto" and not is_crowded:
             yield from weighed(self._with_states(asked, stages, parts))
             for states in others:
-                if any(found) or self.ledger.fits_device or self.is_interrupted:
+                if any(found) or self.ledger.fits_device or self.ended:
                     break
                 yield from weighed(self._with_states(replace(asked, states=states), stages, parts))
-        if len(self.regions.kinds) > 1 and not self.is_interrupted:
+        if len(self.regions.kinds) > 1 and not self.ended:
             if asked.is_all:
                 yield from weighed(self._recomputing(free, asked, settings))
             elif not any(found) and not self.ledger.fits_itself:
@@ -287,7 +289,7 @@ class Planner:
             if may_win and (way := self._mixed(source)) is not None:
                 yield way.changed(way.search and way.search.taken(way.cost.seconds))
         is_open = self.request.mode == "auto" and not self._promises.is_crowded(stages, parts)
-        is_open &= not self._is_large or not self.ledger.fits_device
+        is_open &= not self._is_huge or not self.ledger.fits_device
         for states in self._hosted if is_open else ():
             yield from self._with_states(replace(asked, states=states), stages, parts)
 
@@ -312,7 +314,7 @@ class Planner:
         best without a limit or, where none of these fits, if all regions are recomputed."""
         self.report("memory", "recomputing regions")
         every = [free, *(free.placed(states) for states in settings[1:])]
-        if not self._is_large:
+        if not self._is_huge:
             every += [other.placed(settings[-1]) for other in self._nearly_as_fast(free, asked)]
         sources = [way for way in every if way.seconds < self._fastest]  # the rest is slower yet
         tried = len(self.ledger.dropped) + len(sources)
@@ -379,7 +381,7 @@ class Planner:
         """Every way with the layouts of one, and one of some settings of states."""
         for states in () if is_leaner and self._is_straight(stages) else settings:
             laid = whole.placed(states)
-            if self.is_interrupted or not (laid.decisions.apart or states == whole.states):
+            if self.ended or not (laid.decisions.apart or states == whole.states):
                 return
             if self._is_straight(stages):
                 laid = laid.changed(whole.search and whole.search.taken(laid.cost.seconds))

@@ -19,6 +19,7 @@ from autopar.pipeline.stages.stretch import NotAlike
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.choose import Planner
 from autopar.planner.fastest import Fastest
+from autopar.planner.patience import Ended
 from autopar.planner.request import Request
 from autopar.planner.whole import Whole
 from autopar.progress import Report
@@ -58,6 +59,11 @@ class DeepPlanner:
         return self._planner.ledger.alternatives
 
     @property
+    def ended(self) -> Ended:
+        """What ended it before all was weighed."""
+        return self._planner.ended
+
+    @property
     def left_out(self) -> Counter[str]:
         """What bounds ruled out."""
         return self._planner.ledger.left_out
@@ -78,7 +84,7 @@ class DeepPlanner:
         if self._short is not None:
             with suppress(NotAlike):
                 return self._planner.best()
-            if self._planner.is_interrupted and not self.request.patience.is_over:
+            if self._planner.ended == "Ctrl-C":
                 raise too_early()
             self._planner = self._of(None)
         return self._planner.best()

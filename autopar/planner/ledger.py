@@ -9,12 +9,13 @@ others how much they take.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from autopar.capture.captured import Captured
-from autopar.errors import Interrupted, InvalidInput
+from autopar.errors import InvalidInput
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.fastest import Fastest, Kept
 from autopar.planner.hosting import no_room_on_host
@@ -22,6 +23,7 @@ from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request
 from autopar.planner.staged import StagedWay
 from autopar.planner.verdict import nothing, too_large
+from autopar.search.auto import TimeIsOver
 from autopar.search.smallest_footprint import SmallestFootprint
 
 EQUAL = 1e-9  # relative: what differs by less is as fast, and the first is taken
@@ -42,6 +44,7 @@ class Ledger:
     is_bound: bool = False  # memory kept the last layouts from what would be faster
     fits_device: bool = False  # some way does, with no states on the host
     fits_itself: bool = False  # some way does, with nothing there
+    is_last: bool = False  # what takes least is looked for: after it there is nothing
     leanest: StagedWay | None = None  # of those of which it was clear that they are too large
     _too_large_for_host: list[Candidate] = field(default_factory=list)
 
@@ -71,13 +74,16 @@ class Ledger:
             self.fastest = min(self.fastest, self.kept.cutoff)
 
     def go_on(self) -> None:
-        """Raise where the time is over, and there is something to take."""
-        if self.kept.found and self.request.patience.is_over:
-            raise Interrupted(
-                "a search ends with its seconds",
-                got=f"seconds={self.request.patience.seconds:g}",
-                remedy="more of them, or seconds=None for all that it takes",
-            )
+        """Raise where the time is over, and there is something to take; as long again where there
+        is nothing, unless what takes least is looked for."""
+        patience, has_some = self.request.patience, self.kept.found or self.is_beside
+        if patience.is_over() and (has_some or (patience.is_over(2) and not self.is_last)):
+            raise TimeIsOver
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether something was found on other machines."""
+        return self.request.fastest < math.inf
 
     def refuse(self, smallest: Iterable[SmallestFootprint], stages: int) -> None:
         """What layouts need in so many stages."""

@@ -18,6 +18,7 @@ from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.deep import DeepPlanner
 from autopar.planner.fastest import Fastest
 from autopar.planner.ledger import best_first
+from autopar.planner.patience import Ended
 from autopar.planner.request import Request
 from autopar.search.auto import NothingFaster
 
@@ -63,6 +64,7 @@ class Choice:
         self._offers = list(offers(request.cluster)) if is_free else [request.cluster]
         self._planners: list[DeepPlanner] = []
         self.kept = Fastest(request.wanted)  # the fastest of all planners
+        self.ended: Ended = ""  # early
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
@@ -79,28 +81,36 @@ class Choice:
         found: tuple[Candidate, DeepPlanner] | None = None
         refused: list[Exception] = []
         for cluster in self._offers:
-            planner = self._planner_of(replace(self._on(cluster), fastest=self.kept.cutoff))
+            asked = replace(self._on(cluster), fastest=self.kept.cutoff)
+            if found is not None and asked.patience.is_over():
+                self.ended = "time"
+                break
+            planner = self._planner_of(asked)
             self._planners.append(planner)
             try:
                 candidate = planner.best()
             except InvalidInput as error:
                 refused.append(error)
-                continue
             except NothingFaster:
-                continue
+                pass
             except Interrupted:
+                self.ended = "Ctrl-C"
                 if found is None:
                     raise
-                best, by = found
-                return best.changed(best.search and best.search.cut_short()), by
-            self.kept.add(*planner.kept.found)
-            if found is None or candidate.seconds < found[0].seconds:
-                found = candidate, planner
-            if candidate.search is not None and candidate.search.interrupted:
+            else:
+                self.kept.add(*planner.kept.found)
+                if found is None or candidate.seconds < found[0].seconds:
+                    found = candidate, planner
+            self.ended = self.ended or planner.ended
+            if self.ended:
                 break
         if found is None:
             raise refused[0]
-        return found
+        best, by = found
+        is_told = len(self._planners) == len(self._offers) and by is self._planners[-1]
+        if self.ended and not is_told:  # of what its planner left
+            best = best.changed(best.search and best.search.cut_short())
+        return best, by
 
     def _on(self, cluster: Cluster) -> Request:
         """The same request on these machines, whose memory is theirs."""

@@ -1,8 +1,8 @@
 """Patience: how long the best way is looked for.
 
-patience = Patience(10.0)       # seconds of this process, of all its threads together
-patience.begin(captured=2.0)    # from now on: capture took two
-patience.is_over                # the best so far is taken, with time left to make its program
+patience = Patience.begun(10.0, captured=2.0)   # of this process, from now on: capture took two
+patience.is_over()                              # the best so far is taken
+patience.is_over(times=2)                       # so much later, what takes least memory
 """
 
 from __future__ import annotations
@@ -10,29 +10,49 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from numbers import Real
+from typing import Literal
+
+from autopar.errors import InvalidInput
+from autopar.lines import shorten
 
 SECONDS = 10.0
 _LAST = 0.6  # times what capture took: the program of what was chosen is made of all calls, too
 
+# What ended a choice before all was weighed; "": nothing did.
+Ended = Literal["", "time", "Ctrl-C"]
 
-@dataclass
+
+@dataclass(frozen=True)
 class Patience:
-    """The seconds that are given, and when they are over."""
+    """Seconds of this process, of all its threads together, and when they are over."""
 
     seconds: float = math.inf
-    _until: float = math.inf
+    until: float = math.inf
 
     @classmethod
-    def of(cls, seconds: float | None) -> Patience:
-        """None: there is no end."""
-        return cls(math.inf if seconds is None else float(seconds))
+    def begun(cls, seconds: float | None, captured: float = 0.0) -> Patience:
+        """From now on, of which at most half is for what comes last; None: there is no end."""
+        require_seconds("seconds", seconds)
+        if seconds is None:
+            return cls()
+        given = float(seconds)
+        return cls(given, time.process_time() + given - min(_LAST * captured, given / 2))
 
-    def begin(self, captured: float = 0.0) -> None:
-        """From now on; at most half of it is for what comes last."""
-        last = min(_LAST * captured, self.seconds / 2)
-        self._until = time.process_time() + self.seconds - last
+    def is_over(self, times: int = 1) -> bool:
+        """Whether so many times as much has gone by."""
+        return time.process_time() >= self.until + (times - 1) * self.seconds
 
-    @property
-    def is_over(self) -> bool:
-        """Whether what was found so far is to be taken."""
-        return time.process_time() >= self._until
+
+FOREVER = Patience()
+
+
+def require_seconds(name: str, given: object) -> None:
+    """Refuse what is no amount of time."""
+    is_number = isinstance(given, Real) and not isinstance(given, bool)
+    if given is not None and not (is_number and float(given) > 0):  # type: ignore[arg-type]
+        raise InvalidInput(
+            f"{name} is a number above 0, or None for all that the choice takes",
+            got=f"{shorten(f'{name}={given!r}')}, of type {type(given).__name__}",
+            remedy=f"{name}=60",
+        )

@@ -1,6 +1,6 @@
 """Pipelines: programs with their layouts in the stages of a pipeline, by every schedule.
 
-pipelines = Pipelines(request, blocks, regions_of, pins, about, is_large)
+pipelines = Pipelines(request, blocks, regions_of, pins, about, is_huge)
 pipelines.ways(laid, 8, 64)   # in eight stages and 64 micro-batches
 """
 
@@ -34,13 +34,13 @@ class Pipelines:
         regions_of: Callable[[Candidate], Regions],
         pins: Sequence[Pin],
         about: tuple[Ledger, Promises, Ideal],
-        is_large: bool,
+        is_huge: bool,
     ) -> None:
         """`blocks`: the equal blocks of the program; `regions_of`: what of one may run again;
         `about`: what came of other ways, what these promise, and what they take at least;
-        `is_large`: what takes long to look at is left where it is not likely to win."""
+        `is_huge`: what takes long to look at is left where it is not likely to win."""
         self._ledger, self._promises, self._ideal = about
-        self._request, self._memory, self._is_large = request, request.memory, is_large
+        self._request, self._memory, self._is_huge = request, request.memory, is_huge
         self._regions_of, self._pins = regions_of, pins
         self.schedules = cache(partial(request.schedules, blocks=blocks))
         self._tried: dict[int, Tried] = {}  # by layouts
@@ -68,15 +68,15 @@ class Pipelines:
         tried, program = self.tried(laid), self.staged(laid, stages)
         is_hosted = laid.states.optimizer_device == "host"
         # Cutting the states of the same layouts makes a way no faster, or by what it hides: little.
-        is_deep = self._is_large or laid.captured.times > 1
+        is_deep = self._is_huge or laid.captured.times > 1
         is_known = is_deep or laid.states.is_whole
         kinds, last = regions.staged, regions.staged[-1]
         if is_leaner:
             kinds = regions.leaner(self._request.cluster.device.host)
-        note = tried.note if self._is_large or not is_leaner else lambda memory: None
+        note = tried.note if self._is_huge or not is_leaner else lambda memory: None
         for number, made in enumerate(self.schedules(stages, parts)):
             # The order of a large schedule takes longer to look at than the stages of a program.
-            if self._ideal.is_slower(laid, made, ledger.fastest, has_order=not self._is_large):
+            if self._ideal.is_slower(laid, made, ledger.fastest, has_order=not self._is_huge):
                 ledger.left_out["schedules"] += 1
                 continue
             if is_leaner:
@@ -113,7 +113,7 @@ class Pipelines:
                 if is_cut:
                     way = program.within(made, kind, self._memory) or way
                 is_open = way.seconds < ledger.fastest and way.least <= self._memory
-                if is_open or not self._is_large:
+                if is_open or not self._is_huge:
                     note(way.candidate.needed(self._memory))
                     yield way.candidate
                 elif is_tight:
@@ -122,7 +122,7 @@ class Pipelines:
                 if is_hopeless:
                     note(way.spread)
                     return  # with every schedule, whatever is recomputed
-                is_bare = self._is_large and not is_cut and way.barest > self._memory
+                is_bare = self._is_huge and not is_cut and way.barest > self._memory
                 if is_bare or not (is_tight or in_pieces):
                     break  # in these stages, whatever is recomputed
 
@@ -141,5 +141,5 @@ class Pipelines:
     def _is_worth_cutting(self, made: Schedule) -> bool:
         """Whether to look for stages that fit: not for those of large programs that share their
         ranks, which takes seconds, where something fits and the schedule is one of many."""
-        is_one = not self._is_large or self._request.schedule is not None
+        is_one = not self._is_huge or self._request.schedule is not None
         return is_one or made.pipes == made.chunks == 1 or self._ledger.kept.best is None

@@ -3,7 +3,7 @@
 promises = Promises(captured, request, ideal, 96)
 promises.of(Size(4, 16))        # the least comes first: seconds, as far as one can tell
 promises.known[4, 8] = 0.1      # with the fastest layouts, if there were all memory
-promises.least(4, 16)           # then 0.1 at least: smaller micro-batches take no less in all
+promises.known_least(4, 16)          # then 0.1 at least: smaller micro-batches take no less in all
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Promises:
         most_room = -parts if self.states > self._request.memory else 0
         moves = 1.0 if (stages, parts) in self.known else _MOVES
         run = parts / stages * self._ideal.run(parts * inner)
-        seconds = max(run * moves, self.least(stages, parts)) * waits
+        seconds = max(run * moves, self.known_least(stages, parts)) * waits
         pieces = parts * inner
         if stages > 1:
             times, share = parts / stages * waits, min(stages, parts) / parts
@@ -103,18 +103,18 @@ class Promises:
         most = max((needed * min(1.0, share / other) for other, needed in seen), default=0.0)
         return room.kept(kind) * share <= room.left(is_hosted) and most <= limit
 
-    def least(self, stages: int, parts: int) -> float:
+    def known_least(self, stages: int, parts: int) -> float:
         """What a step takes at least in so many stages, as far as it is known: of parts of its
         micro-batches it takes no less, whatever layouts it has."""
         known = self.known.items()
         return max((t for (n, m), t in known if n == stages and parts % m == 0), default=0.0)
 
-    def at_least(self, size: Size) -> float:
+    def least(self, size: Size) -> float:
         """The same, also by what its operators take at least."""
         stages, parts, is_hosted = size
         run = self._ideal.run(parts * self._request.inner(stages), stages > 1)
         update = self.update if is_hosted else 0.0
-        return max(parts / stages * run, self.least(stages, parts)) + update
+        return max(parts / stages * run, self.known_least(stages, parts)) + update
 
     def likely(self, size: Size, seconds: float) -> bool:
         """Whether a step may well take about so many seconds: what is known of its layouts is the

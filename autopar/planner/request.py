@@ -13,7 +13,7 @@ from autopar.cluster.part import Line
 from autopar.mesh import Mesh, meshes
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import weighed_schedules
-from autopar.planner.patience import Patience
+from autopar.planner.patience import FOREVER, Patience
 from autopar.planner.recomputation import AskedRecomputation
 from autopar.states import HOSTED, NAMED, WHOLE, States
 
@@ -45,7 +45,7 @@ class Request:
     states: States | None = None
     fastest: float = math.inf  # seconds: what takes as long is not wanted
     wanted: int = 1  # how many of the fastest ways
-    patience: Patience = field(default_factory=Patience, compare=False)
+    patience: Patience = FOREVER
 
     @property
     def memory(self) -> float:

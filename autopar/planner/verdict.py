@@ -26,7 +26,7 @@ from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import batch_statistics
 from autopar.planner.candidate import Candidate
-from autopar.planner.patience import Patience
+from autopar.planner.patience import Ended
 from autopar.planner.recomputation import PLAIN, Regions
 from autopar.planner.request import Request
 from autopar.search.account import Search
@@ -130,11 +130,12 @@ def named_statistics(statistics: Sequence[fx.Node]) -> str:
     return f"batch norm ({', '.join(names[:3])}{more})"
 
 
-def cut_short(patience: Patience, search: Search) -> str:
-    """What is to tell of planning that ended early."""
-    how = f"ended with its {patience.seconds:g} seconds" if patience.is_over else "was interrupted"
-    most = f" by {share_text(search.gap)} at most" if search.bound else ""
-    more = "; seconds=None weighs all" if patience.is_over else ""
+def cut_short(ended: Ended, seconds: float, search: Search | None) -> str:
+    """What is to tell of planning that ended early, as it did."""
+    is_time, has_bound = ended == "time", search is not None and search.bound
+    how = f"ended with its {seconds:g} seconds" if is_time else "was interrupted"
+    most = f" by {share_text(search.gap)} at most" if search and has_bound else ""
+    more = "; seconds=None weighs all" * is_time
     return (
         f"planning {how}: the plan is the best so far; "
         f"what was not weighed may be faster{most}{more}"

@@ -161,6 +161,10 @@ class LayoutSearch:
                     self._considered.append(Considered(mesh, None, None, why))
                     continue
                 is_interrupted = self._weigh(mesh)
+            except TimeIsOver:
+                if self._best is None:
+                    raise
+                is_interrupted, left = True, meshes[number:]
             except (KeyboardInterrupt, Interrupted):
                 is_interrupted, left = True, meshes[number:]
             if is_interrupted:
@@ -209,7 +213,7 @@ class LayoutSearch:
         return min((taken for taken in found if taken is not None), default=math.inf)
 
     def _weigh(self, mesh: Mesh) -> bool:
-        """Solve one mesh, unless it cannot be the best; keep it if it is. Whether time is over."""
+        """Solve one mesh, unless it cannot be the best; keep it if it is. Whether Ctrl-C came."""
         so_far = self._objective
         if (least := self._least(mesh)) >= so_far * self._part:
             self._leave_out(mesh, least, "takes at least that", least)
@@ -394,6 +398,10 @@ def is_large(captured: Captured) -> bool:
 
 class NothingFaster(Exception):
     """No layouts take less than a search was told to beat."""
+
+
+class TimeIsOver(Exception):
+    """A search is to end with what it has."""
 
 
 def too_early() -> Interrupted:
