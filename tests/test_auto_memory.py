@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -237,8 +238,10 @@ def test_what_is_said_to_be_the_least_fits_and_is_the_least_at_every_limit() -> 
 
 def test_what_is_said_to_be_the_least_is_no_more_than_what_fits() -> None:
     """Layouts that cut parameters themselves gather none, as cut states do."""
-    case, options = gpt(layers=1), {"cluster": ap.Cluster.preset("dgx-h100")}
-    found = ap.plan(case.model, case.args, case.kwargs, memory=100_000.0, **options)
+    node = ap.Cluster.preset("dgx-h100").nodes[0]
+    machines = replace(ap.Cluster.preset("dgx-h100"), nodes=(replace(node, devices=4),))
+    case, options = gpt(layers=1), {"cluster": machines, "pipeline": None}
+    found = ap.plan(case.model, case.args, case.kwargs, memory=160_000.0, **options)
     with pytest.raises(NothingFits) as error:
         ap.plan(case.model, case.args, case.kwargs, memory=1_000.0, **options)
     assert error.value.smallest.memory <= found.memory.peak

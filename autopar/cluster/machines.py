@@ -77,6 +77,10 @@ class Device:
     # half of `throughput`.
     half_flops: NotNegative = field(default=0.0, metadata=COST)
     half_bytes: NotNegative = field(default=0.0, metadata=COST)
+    # Bytes of a product's matrices that caches hold, and seconds to take in each of the others, if
+    # that is not done beside its arithmetic.
+    near_bytes: NotNegative = 0.0
+    far_seconds: NotNegative = field(default=0.0, metadata=COST)
     # How fast computing goes while a collective runs beside it, of its speed alone; 0: they take
     # turns. 1/1.19 is the mean over A100, H100, MI210 and MI250 (arXiv 2507.03114).
     overlap: Part = 0.84

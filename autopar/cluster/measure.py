@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
 BYTES = (1 << 12, 1 << 20, 1 << 22)  # of the whole tensor of a collective
+FAR_COLUMNS = 8192, 24576  # of layers that are larger than caches
 BUDGET = 0.08  # seconds for one figure
 
 
@@ -41,6 +42,22 @@ def timed(work: Callable[[], object], budget: float = BUDGET) -> float:
     return sorted(seconds)[runs // 2]
 
 
+def far_of(rate: float) -> tuple[float, float]:
+    """The bytes of a product's matrices that cost it no time, and the seconds of each of the
+    others: by few rows in two large layers."""
+    points = []
+    for columns in FAR_COLUMNS:
+        rows, weight = torch.ones(32, 256), torch.ones(columns, 256)
+        size = rows.nbytes + weight.nbytes + 4 * 32 * columns
+        taken = timed(partial(torch.matmul, rows, weight.t()))
+        points.append((size, max(0.0, taken - 2 * 32 * 256 * columns / rate)))
+    (small, fast), (large, slow) = points
+    if slow <= fast:
+        return 0.0, 0.0
+    each = (slow - fast) / (large - small)
+    return max(0.0, large - slow / each), each
+
+
 def measure_device() -> dict[str, object]:
     """Rates of large work, the work that reaches half of them, and the overhead of an operator."""
     figures: dict[str, object] = {}
@@ -50,6 +67,7 @@ def measure_device() -> dict[str, object]:
         left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
         flops[name] = 2 * size**3 / timed(partial(torch.matmul, left, right))
     flops["f16"] = flops["bf16"]
+    figures["far"] = far_of(flops["f32"])
     small = torch.ones(1)
     overhead = timed(lambda: [small + small for _ in range(100)]) / 100
     matrix = torch.ones(64, 64)

@@ -57,6 +57,7 @@ class Pace:
             device,
             flops={dtype: rate / factor for dtype, rate in device.flops.items()},
             bandwidth=device.bandwidth / factor,
+            far_seconds=device.far_seconds * factor,
             overhead=device.overhead * factor,
             host=self._host(host) if host.is_device else host,
         )

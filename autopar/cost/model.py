@@ -25,6 +25,7 @@ from autopar.cost.formula import Formula
 p, V, B, a = (Symbol(name) for name in ("p", "V", "B", "a"))
 F, F_half, P = (Symbol(name) for name in ("F", "F_half", "P"))
 M, M_half, N, W, t0 = (Symbol(name) for name in ("M", "M_half", "N", "W", "t0"))
+Q, X = (Symbol(name) for name in ("Q", "X"))
 
 # What the symbols of all formulas here are.
 SYMBOLS = {
@@ -40,6 +41,8 @@ SYMBOLS = {
     "S": "bytes of passes in between",
     "W": "bytes/s of memory",
     "M_half": "bytes of work that runs at half of that rate",
+    "Q": "bytes that caches hold",
+    "X": "seconds for each byte that they do not hold",
     "t0": "seconds to start",
     "C": "seconds of a collective by itself",
     "o": "part of its speed that computing has beside it",
@@ -63,6 +66,9 @@ COLLECTIVES = {
 ROOFLINE = Formula("operator", Max((F + F_half) / P, (M + M_half) / W) + N / W + t0)
 S = Symbol("S")  # of intermediate results, which come one after another
 PASSES = Formula("operator", Max((F + F_half) / P, (M + M_half) / W) + (N + S) / W + t0)
+# Cores that take in their matrices before they multiply.
+FAR = Formula("operator", ROOFLINE.expression + Max(0, M + N - Q) * X)
+FAR_PASSES = Formula("operator", PASSES.expression + Max(0, M + N - Q) * X)
 MEMORY_BOUND = Formula("operator", (M + N + M_half) / W + t0)
 
 # What computing hides of a collective, of what there is to compute that does not wait for it.
@@ -83,18 +89,26 @@ def collective_seconds(kind: str, link: AxisLink, size: Any) -> Any:
     return COLLECTIVES[kind](**collective_values(kind, link, size))
 
 
-def operator_formula(flops: Any, between: Any = 0.0) -> Formula:
+def operator_formula(flops: Any, between: Any = 0.0, has_far: bool = False) -> Formula:
     """The roofline; an operator without FLOPs that count knows only memory. `between`: the bytes of
-    passes between what is read and what is written."""
+    passes between what is read and what is written; `has_far`: it takes in matrices first."""
     if _any(between):
-        return PASSES
+        return FAR_PASSES if has_far else PASSES
+    if has_far:
+        return FAR
     return ROOFLINE if _any(flops) else MEMORY_BOUND
 
 
 def operator_values(
-    device: Device, dtype: Any, flops: Any, read: Any, written: Any = 0.0, between: Any = 0.0
+    device: Device,
+    dtype: Any,
+    flops: Any,
+    read: Any,
+    written: Any = 0.0,
+    between: Any = 0.0,
+    products: int = 1,
 ) -> dict[str, Any]:
-    """The values of the symbols in the formula of an operator."""
+    """The values of the symbols in the formula of an operator, which is so many `products`."""
     return {
         "F": flops,
         "F_half": device.half(dtype),
@@ -104,6 +118,8 @@ def operator_values(
         "S": between,
         "M_half": device.half_bytes,
         "W": device.throughput,
+        "Q": device.near_bytes * products,
+        "X": device.far_seconds,
         "t0": device.overhead,
     }
 

@@ -174,10 +174,12 @@ def rooflines(facts: Facts, done: Work, device: Device) -> dict[str, tuple[Formu
     if ways and any(facts.differentiable):
         of_gradients = done.backward_read, done.backward_written
         ways["backward"] = done.backward_flops, *of_gradients, backward
+    has_far = facts.rule.product and device.far_seconds > 0
+    products = {"forward": 1, "backward": sum(facts.differentiable)}
     return {
         way: (
-            operator_formula(flops, passed),
-            operator_values(device, facts.dtype, flops, read, written, passed),
+            operator_formula(flops, passed, has_far),
+            operator_values(device, facts.dtype, flops, read, written, passed, products[way]),
         )
         for way, (flops, read, written, passed) in ways.items()
     }
