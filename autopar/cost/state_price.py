@@ -14,6 +14,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,19 +54,7 @@ class NodeCost(NamedTuple):
         return math.fsum((self.forward, self.backward, self.hidden, *once))
 
     def __add__(self, other: NodeCost) -> NodeCost:  # type: ignore[override]
-        return NodeCost(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.hidden + other.hidden,
-            self.reduced + other.reduced,
-            self.summed + other.summed,
-            self.gathered + other.gathered,
-            self.updated + other.updated,
-            self.cast + other.cast,
-            self.covered + other.covered,
-            self.behind + other.behind,
-            self.again + other.again,
-        )
+        return NodeCost(*map(add, self, other))
 
     def repeated(self, times: int) -> NodeCost:
         """Of so many nodes that take the same."""

@@ -73,5 +73,5 @@ def imbalance(stages: Sequence[StageCost]) -> float:
 
 
 def columns_of(price: NodeCost, sums: int, held: Held) -> list[float]:
-    once = price.summed, price.gathered, price.updated, price.cast
-    return [price.forward, price.backward, price.again, price.reduced, *once, sums, *held]
+    own = price._asdict() | {"gathering": price.gathered}
+    return [*(own[name] for name in SECONDS), sums, *held]
