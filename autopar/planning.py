@@ -129,7 +129,7 @@ def make_plans(
         others = choice.kept.others
     tell(captured, best)
     if choice.ended:
-        warn(cut_short(choice.ended, patience.seconds, best.search))
+        warn(cut_short(choice.ended, patience.seconds, best))
     return [
         Plan.of(
             one,

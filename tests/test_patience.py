@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,8 @@ from tests.large_models import gpt2_xl
 from tests.models import Case, gpt, mlp
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 
-CLUSTER = ap.Cluster.preset("dgx-h100", 2)
+NODE = ap.Cluster.preset("dgx-h100").nodes[0]
+CLUSTER = replace(ap.Cluster.preset("dgx-h100"), nodes=(replace(NODE, devices=4),))
 LINK = Link(1e-7, 1e9)
 SLOW = Device("slow", {"f32": 1e9, "f64": 1e9}, 1e9, 4e9, overhead=0.0, efficiency=1.0)
 FAST = replace(SLOW, name="fast", flops={"f32": 3e9, "f64": 3e9}, bandwidth=12e9)
@@ -37,8 +39,19 @@ def plan(case: Case, **options: object) -> ap.Plan:
         return ap.plan(case.model, case.args, case.kwargs, **{"cluster": CLUSTER, **options})
 
 
-@pytest.mark.parametrize("part", [None, 0.5, 0.2])
-@pytest.mark.parametrize("name", CASES)
+def told_plan(case: Case, **options: object) -> tuple[ap.Plan, float]:
+    """What is taken at once, and how much faster the rest is said to be at most."""
+    options = {"cluster": CLUSTER, "seconds": AT_ONCE, **options}
+    with pytest.warns(UserWarning, match="ended with its") as told:
+        made = ap.plan(case.model, case.args, case.kwargs, **options)
+    said = re.search(r"by <?([0-9.]+)% at most", str(told[0].message))
+    return made, 1.0 if said is None else (float(said[1]) + 0.5) / 100
+
+
+PARTS = [("mlp", None), ("mlp", 0.5), ("mlp", 0.2), ("gpt", None), ("gpt", 0.5)]
+
+
+@pytest.mark.parametrize(("name", "part"), PARTS)
 def test_what_is_taken_at_once_fits_and_no_better_one_is_below_its_bound(name, part) -> None:
     case = CASES[name]()
     whole = plan(case, seconds=None)
@@ -49,13 +62,23 @@ def test_what_is_taken_at_once_fits_and_no_better_one_is_below_its_bound(name, p
         with pytest.raises(InvalidInput, match="fits into the memory"):
             plan(case, seconds=AT_ONCE, memory=memory)
         return
-    made = plan(case, seconds=AT_ONCE, memory=memory)
+    made, told = told_plan(case, memory=memory)
     assert not best.search.interrupted
     assert made.search.interrupted
     assert made.memory.peak <= (memory or CLUSTER.device.memory)
     assert made.search.bound <= best.seconds <= made.seconds
-    assert made.search.gap == pytest.approx(1 - made.search.bound / made.search.objective)
+    assert 1 - best.seconds / made.seconds <= told
     assert len(made.alternatives) < len(best.alternatives)
+
+
+@pytest.mark.parametrize("options", [{"pipeline": 2}, {"pipeline": 2, "microbatches": 8}], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_of_pipelines_too_no_more_is_left_than_is_told(name, options) -> None:
+    """The bound has no stage that waits, and the plan has."""
+    best = plan(CASES[name](), seconds=None, **options)
+    made, told = told_plan(CASES[name](), **options)
+    assert made.search.bound <= best.seconds
+    assert 1 - best.seconds / made.seconds <= told
 
 
 def test_what_is_taken_at_once_computes_the_same() -> None:
@@ -96,13 +119,17 @@ def test_what_cannot_be_lengthened_is_chosen_anew_though_the_time_is_over(monkey
     assert made.search.interrupted
 
 
-@pytest.mark.parametrize("given", [0, -1, "10", True, float("nan")])
+@pytest.mark.parametrize("given", [0, -1, "10", True, float("nan"), -(10**400)])
 def test_seconds_are_a_number_above_zero(given) -> None:
     case = CASES["mlp"]()
     with pytest.raises(InvalidInput, match="seconds is a number above 0"):
         ap.plan(case.model, case.args, cluster=CLUSTER, seconds=given)
     with pytest.raises(InvalidInput, match="seconds is a number above 0"):
         plan(case).what_if(nodes=4, search=True, seconds=given)
+
+
+def test_more_than_a_computer_counts_is_no_end() -> None:
+    assert not plan(CASES["mlp"](), seconds=10**400).search.interrupted
 
 
 def test_asking_what_if_keeps_to_seconds_too() -> None:
@@ -159,3 +186,24 @@ def test_ctrl_c_leaves_a_bound_that_holds_too(after) -> None:
         return  # before the first one was found
     assert made.search.interrupted == (len(told) >= 5 * after)
     assert made.search.bound <= plan(case, seconds=None).seconds
+
+
+@pytest.mark.parametrize("after", range(2, 6))
+def test_ctrl_c_while_layouts_that_fit_are_looked_for_is_told(after) -> None:
+    case, told = CASES["gpt"](), []
+    options = {"pipeline": None, "microbatches": 1, "recompute": None, "states": "whole"}
+
+    def interrupt(phase: str, detail: str) -> None:
+        if "layouts that fit" in detail:
+            told.append(detail)
+            if len(told) == after:
+                raise KeyboardInterrupt
+
+    peak = plan(case, **options).memory.peak
+    with pytest.warns(UserWarning, match="was interrupted"):
+        made = ap.plan(
+            case.model, case.args, cluster=CLUSTER, memory=0.7 * peak, progress=interrupt, **options
+        )
+    assert made.search.interrupted
+    assert len(told) == after
+    assert made.memory.peak <= 0.7 * peak

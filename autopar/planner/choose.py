@@ -145,6 +145,8 @@ class Planner:
                 self._weigh_leanest(sizes)
             except TimeIsOver:  # something fits
                 self.ended = "time"
+            except (KeyboardInterrupt, Interrupted):
+                self.ended = "Ctrl-C"
         if (best := self.ledger.kept.best) is None:
             if self.ended == "Ctrl-C":
                 raise too_early()
@@ -196,12 +198,13 @@ class Planner:
             best = best.changed(search)
         if self.ended:
             least = (self._promises.least(size) for size in self._left)
-            return best.changed(search.cut_short(min(least, default=0.0)))
-        if not best.states.is_cut or self.request.states is not None:
-            return best
+            search = search.cut_short(min(least, default=0.0))
+        if self.request.states is not None or not (best.states.is_cut or self.ended):
+            return best.changed(search)
         stages = 1 if best.pipelining is None else best.pipelining.schedule.ranks
         asked = replace(self._layout_request(stages, best.microbatches), states=CHEAPEST)
-        return best.changed(lowered(search, asked, self._layouts, stages, self._is_huge))
+        is_brief = self._is_huge or bool(self.ended)
+        return best.changed(lowered(search, asked, self._layouts, stages, is_brief))
 
     def _weigh_leanest(self, sizes: Sequence[tuple[int, int]]) -> None:
         """What takes least is told of, or fits though nothing else does."""
@@ -223,7 +226,7 @@ class Planner:
             known[stages, parts] = self._fastest
             raise
         known[stages, parts] = 0.0 if free.search is None else free.search.bound / stages
-        return True
+        return free.search is None or not free.search.interrupted
 
     def _candidates(self, stages: int, parts: int) -> Iterator[Candidate]:
         """Every way with this many stages and micro-batches. The fastest layouts come first: no way

@@ -93,7 +93,7 @@ class Choice:
                 refused.append(error)
             except NothingFaster:
                 pass
-            except Interrupted:
+            except (KeyboardInterrupt, Interrupted):
                 self.ended = "Ctrl-C"
                 if found is None:
                     raise

@@ -18,6 +18,7 @@ from autopar.lines import shorten
 
 SECONDS = 10.0
 _LAST = 0.6  # times what capture took: the program of what was chosen is made of all calls, too
+_AGES = 1e12
 
 # What ended a choice before all was weighed; "": nothing did.
 Ended = Literal["", "time", "Ctrl-C"]
@@ -36,7 +37,7 @@ class Patience:
         require_seconds("seconds", seconds)
         if seconds is None:
             return cls()
-        given = float(seconds)
+        given = float(seconds) if seconds < _AGES else math.inf
         return cls(given, time.process_time() + given - min(_LAST * captured, given / 2))
 
     def is_over(self, times: int = 1) -> bool:
@@ -50,7 +51,7 @@ FOREVER = Patience()
 def require_seconds(name: str, given: object) -> None:
     """Refuse what is no amount of time."""
     is_number = isinstance(given, Real) and not isinstance(given, bool)
-    if given is not None and not (is_number and float(given) > 0):  # type: ignore[arg-type]
+    if given is not None and not (is_number and given > 0):  # type: ignore[operator]
         raise InvalidInput(
             f"{name} is a number above 0, or None for all that the choice takes",
             got=f"{shorten(f'{name}={given!r}')}, of type {type(given).__name__}",

@@ -29,9 +29,9 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.patience import Ended
 from autopar.planner.recomputation import PLAIN, Regions
 from autopar.planner.request import Request
-from autopar.search.account import Search
 from autopar.search.decisions import Fallback
 from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
+from autopar.solver.residual import relative_gap
 from autopar.states import HOSTED
 from autopar.strategies.node_info import info
 from autopar.units import counted, share_text
@@ -130,11 +130,11 @@ def named_statistics(statistics: Sequence[fx.Node]) -> str:
     return f"batch norm ({', '.join(names[:3])}{more})"
 
 
-def cut_short(ended: Ended, seconds: float, search: Search | None) -> str:
+def cut_short(ended: Ended, seconds: float, best: Candidate) -> str:
     """What is to tell of planning that ended early, as it did."""
-    is_time, has_bound = ended == "time", search is not None and search.bound
+    is_time, bound = ended == "time", 0.0 if best.search is None else best.search.bound
     how = f"ended with its {seconds:g} seconds" if is_time else "was interrupted"
-    most = f" by {share_text(search.gap)} at most" if search and has_bound else ""
+    most = f" by {share_text(relative_gap(best.seconds, bound))} at most" if bound else ""
     more = "; seconds=None weighs all" * is_time
     return (
         f"planning {how}: the plan is the best so far; "

@@ -113,14 +113,15 @@ class LayoutSearch:
     _considered: list[Considered] = field(default_factory=list)
     _smallest: SmallestFootprint | None = None  # when nothing fits
     _is_beaten: bool = False  # some mesh was not the best
+    _is_interrupted: bool = False  # by Ctrl-C, or since time is over
     _told: str = ""  # the mesh that is looked at
 
     def run(self, meshes: Sequence[Mesh]) -> SearchResult:
         """The fastest plan over all `meshes` that keeps to the memory."""
         started = time.perf_counter()
-        is_interrupted, left = self._weigh_all(meshes)
+        left = self._weigh_all(meshes)
         if self._best is None:
-            if is_interrupted:
+            if self._is_interrupted:
                 raise too_early()
             if self._is_beaten:
                 raise NothingFaster
@@ -138,14 +139,14 @@ class LayoutSearch:
             gap=relative_gap(solution.objective, bound),
             sizes=solution.sizes,
             considered=tuple(self._considered),
-            interrupted=is_interrupted,
+            interrupted=self._is_interrupted,
             multiplier=solution.multiplier,
         )
         account = account.cut_short() if left else account
         return SearchResult(self._best.decisions, account, self._best.memory)
 
-    def _weigh_all(self, meshes: Sequence[Mesh]) -> tuple[bool, Sequence[Mesh]]:
-        """Whether it ended early, and the meshes that it left. Those come first of which most is
+    def _weigh_all(self, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
+        """The meshes that were left, if it ended early. Those come first of which most is
         known: what they take at least, the best of them first. Of many axes, the last, which is
         inside of nodes, is best split up."""
         known = sorted((mesh for mesh in meshes if self._is_known(mesh)), key=self._least)
@@ -160,18 +161,18 @@ class LayoutSearch:
                 if why := self._why_not(mesh, meshes):
                     self._considered.append(Considered(mesh, None, None, why))
                     continue
-                is_interrupted = self._weigh(mesh)
+                self._weigh(mesh)
             except TimeIsOver:
                 if self._best is None:
                     raise
-                is_interrupted, left = True, meshes[number:]
+                self._is_interrupted, left = True, meshes[number:]
             except (KeyboardInterrupt, Interrupted):
-                is_interrupted, left = True, meshes[number:]
-            if is_interrupted:
+                self._is_interrupted, left = True, meshes[number:]
+            if self._is_interrupted:
                 why = "the search ended before"
                 self._considered += [Considered(m, None, None, why) for m in left]
-                return True, left
-        return False, ()
+                return left
+        return ()
 
     def _why_not(self, mesh: Mesh, meshes: Sequence[Mesh]) -> str:
         """Why a mesh is not tried, if it is not: all of a kind are if they are few, else those that
@@ -212,17 +213,17 @@ class LayoutSearch:
         found = (c.seconds for c in self._considered if len(c.mesh.names) == axes)
         return min((taken for taken in found if taken is not None), default=math.inf)
 
-    def _weigh(self, mesh: Mesh) -> bool:
-        """Solve one mesh, unless it cannot be the best; keep it if it is. Whether Ctrl-C came."""
+    def _weigh(self, mesh: Mesh) -> None:
+        """Solve one mesh, unless it cannot be the best; keep it if it is."""
         so_far = self._objective
         if (least := self._least(mesh)) >= so_far * self._part:
             self._leave_out(mesh, least, "takes at least that", least)
-            return False
+            return
         if self._is_unlikely(mesh):
             self._leave_out(mesh, least, "takes longer in larger micro-batches", least)
-            return False
+            return
         if (built := self._built(mesh)) is None:
-            return False
+            return
         try:
             solved = self._fitting(built)
         except NoRoom:
@@ -234,18 +235,17 @@ class LayoutSearch:
                 self._smallest = SmallestFootprint(*needs, is_bound=True)
             why = f"needs at least {bytes_text(least, 4)}"
             self._considered.append(Considered(mesh, None, least, why))
-            return False
+            return
         solution = solved.solution
         if solution.bound >= so_far:
             bound = solution.bound
             self._leave_out(mesh, bound - built.slack, "takes at least that", bound)
-            return solution.interrupted
+            return
         seconds = solution.objective * self.microbatches
         self._considered.append(Considered(mesh, seconds, solved.memory))
         if solution.objective < so_far * (1 - _TIE):
             self._best = solved
         self._is_beaten = True
-        return solution.interrupted
 
     def _is_known(self, mesh: Mesh) -> bool:
         return mesh in self.known.least or mesh in self.known.fewer
@@ -313,6 +313,7 @@ class LayoutSearch:
         guess = 0.0 if last is None else last.solution.multiplier
         how = {"cutoff": self._objective, "multiplier": guess}
         found = solve(built.graph, limit, self._tell, **how)
+        self._is_interrupted |= found.interrupted
         if limit is None or limit == math.inf:
             self.known.learn(built.mesh, found.bound - built.slack)
         return _Solved(built, found)
@@ -338,6 +339,8 @@ class LayoutSearch:
             needed = self._needed(found)
             if needed <= self.memory:
                 return found, limit, over
+            if self._is_interrupted:
+                raise too_early()
             over = min(over, limit, found.solution.memory)
             limit = over - (needed - self.memory)
             try:
@@ -358,7 +361,7 @@ class LayoutSearch:
         assert self.memory is not None
         fits, over = limits
         for _ in range(_WIDENED):
-            if relative_gap(best.solution.objective, bound) <= _CLOSE:
+            if self._is_interrupted or relative_gap(best.solution.objective, bound) <= _CLOSE:
                 break
             limit = (fits + over) / 2
             found = self._solved(built, limit, best)
