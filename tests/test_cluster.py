@@ -142,9 +142,11 @@ def test_local_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "collectives": timings,
     }
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibration, "_measure", lambda n: runs.append(n) or figures)
+    monkeypatch.setattr(
+        calibration, "_measure", lambda n, times: runs.append((n, times)) or figures
+    )
     first, second = Cluster.local(2), Cluster.local(2)
-    assert runs == [2]
+    assert runs == [(2, 1)]
     assert first == second
     alpha, bandwidth = first.axis_links(Mesh(dp=2))["dp"].of("all_reduce")
     assert alpha == pytest.approx(1e-3 / 2)

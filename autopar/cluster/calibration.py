@@ -48,6 +48,7 @@ _GUESS: dict[str, Any] = {
     "overlap": 0.0,  # messages are carried by the cores that compute
     "collectives": [],
 }
+_AGAIN = 5  # times that a machine is measured when that is asked for
 _GUESSED_LINK = (200e-6, 2e9)
 
 
@@ -58,7 +59,7 @@ def local_node(devices: int, measure: bool = True, again: bool = False) -> Node:
     processes = min(devices, MOST_PROCESSES)
     with kept_file(f"local-{processes}-{machine()}.json") as path:
         if again or not path.exists():
-            path.write_text(json.dumps(_measure(processes)))
+            path.write_text(json.dumps(_measure(processes, _AGAIN if again else 1)))
         figures = json.loads(path.read_text())
     return measured_node(devices, processes, figures)
 
@@ -102,9 +103,10 @@ def fit(timings: list[tuple[str, int, int, float]]) -> dict[tuple[str, int], tup
     return found
 
 
-def _measure(processes: int) -> dict[str, Any]:
+def _measure(processes: int, times: int = 1) -> dict[str, Any]:
+    """What single operators and collectives take; of several times the medians."""
     script = Path(__file__).with_name("measure.py")
-    command = [sys.executable, "-P", str(script), str(processes)]
+    command = [sys.executable, "-P", str(script), str(processes), str(times)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:
         raise ExecutionError(

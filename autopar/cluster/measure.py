@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,17 +43,20 @@ def timed(work: Callable[[], object], budget: float = BUDGET) -> float:
     return sorted(seconds)[runs // 2]
 
 
-def far_of(rate: float) -> tuple[float, float]:
+def measure_far() -> tuple[float, float]:
     """The bytes of a product's matrices that cost it no time, and the seconds of each of the
-    others: by few rows in two large layers."""
-    points = []
-    for columns in FAR_COLUMNS:
-        rows, weight = torch.ones(32, 256), torch.ones(columns, 256)
-        size = rows.nbytes + weight.nbytes + 4 * 32 * columns
-        taken = timed(partial(torch.matmul, rows, weight.t()))
-        points.append((size, max(0.0, taken - 2 * 32 * 256 * columns / rate)))
-    (small, fast), (large, slow) = points
-    if slow <= fast:
+    others: by few rows in two large layers, beside a product that caches hold."""
+    square = torch.ones(384, 384)
+    layers = [(torch.ones(32, 256), torch.ones(columns, 256).t()) for columns in FAR_COLUMNS]
+    works = [partial(torch.matmul, *pair) for pair in ((square, square), *layers)]
+    rounds = [[timed(work, BUDGET / 2) for work in works] for _ in range(5)]
+    rate, *taken = map(min, zip(*rounds))
+    each_flop = rate / (2 * 384**3)
+    (small, fast), (large, slow) = (
+        (left.nbytes + right.nbytes + 4 * 32 * right.shape[1], t - each_flop * 64 * right.numel())
+        for (left, right), t in zip(layers, taken)
+    )
+    if not 0 < fast < slow:
         return 0.0, 0.0
     each = (slow - fast) / (large - small)
     return max(0.0, large - slow / each), each
@@ -67,7 +71,7 @@ def measure_device() -> dict[str, object]:
         left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
         flops[name] = 2 * size**3 / timed(partial(torch.matmul, left, right))
     flops["f16"] = flops["bf16"]
-    figures["far"] = far_of(flops["f32"])
+    figures["far"] = measure_far()
     small = torch.ones(1)
     overhead = timed(lambda: [small + small for _ in range(100)]) / 100
     matrix = torch.ones(64, 64)
@@ -155,28 +159,42 @@ def slowest(seconds: list[float]) -> list[float]:
     return table.tolist()
 
 
-def work(rank: int, ranks: int, store: str, answer: str) -> None:
+def middle(found: list[Any]) -> Any:
+    """Of figures that were measured several times, nested alike, the medians."""
+    first = found[0]
+    if isinstance(first, dict):
+        return {name: middle([one[name] for one in found]) for name in first}
+    if isinstance(first, list | tuple):
+        return [middle(list(parts)) for parts in zip(*found)]
+    return first if isinstance(first, str) else sorted(found)[len(found) // 2]
+
+
+def work(rank: int, ranks: int, times: int, store: str, answer: str) -> None:
     """What each process does; the first writes the figures down."""
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    figures = measure_device()
-    figures["collectives"] = measure_links(ranks)
-    figures["overlap"] = measure_overlap() if ranks > 1 else 0.0
+    found = []
+    for _ in range(times):
+        figures = measure_device()
+        figures["collectives"] = measure_links(ranks)
+        figures["overlap"] = measure_overlap() if ranks > 1 else 0.0
+        found.append(figures)
     dist.barrier()
     if rank == 0:
         with open(answer, "w") as file:
-            json.dump(figures, file)
+            json.dump(middle(found), file)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def main(ranks: int) -> None:
-    """Fork the processes, wait for them, print what the first one wrote."""
+def main(ranks: int, times: int) -> None:
+    """Fork processes that measure so many times, wait for them, print what the first one wrote."""
     with tempfile.TemporaryDirectory() as folder:
         store, answer = os.path.join(folder, "store"), os.path.join(folder, "answer")
         fork = multiprocessing.get_context("fork").Process
-        children = [fork(target=work, args=(rank, ranks, store, answer)) for rank in range(ranks)]
+        about = ranks, times, store, answer
+        children = [fork(target=work, args=(rank, *about)) for rank in range(ranks)]
         for child in children:
             child.start()
         for child in children:
@@ -188,4 +206,4 @@ def main(ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

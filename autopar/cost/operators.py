@@ -165,15 +165,20 @@ def rooflines(facts: Facts, done: Work, device: Device) -> dict[str, tuple[Formu
     """What is computed, "forward" and "backward": the formula, and what its symbols stand for."""
     between = Between(*done.between.T)
     is_cached = facts.on_host or device.host.is_device
-    forward, backward = between[2:] if is_cached else between[:2]
+    forward, backward = between[2:4] if is_cached else between[:2]
+    more = between[4:] if is_cached else (0.0, 0.0)
     if facts.crosses:
         device = device.host.link
     elif facts.on_host:
         device = device.host.processor
-    ways = {} if facts.is_view else {"forward": (done.flops, done.read, done.written, forward)}
+    ways = (
+        {}
+        if facts.is_view
+        else {"forward": (done.flops + more[0], done.read, done.written, forward)}
+    )
     if ways and any(facts.differentiable):
         of_gradients = done.backward_read, done.backward_written
-        ways["backward"] = done.backward_flops, *of_gradients, backward
+        ways["backward"] = done.backward_flops + more[1], *of_gradients, backward
     has_far = facts.rule.product and device.far_seconds > 0
     products = {"forward": 1, "backward": sum(facts.differentiable)}
     return {

@@ -24,6 +24,7 @@ from autopar.layout import Placement, axes_of, parts_of
 from autopar.mesh import Mesh
 from autopar.search.reshard import Placements, reshard_table
 from autopar.strategies import KernelCall, Rule, Strategy, tensor_inputs
+from autopar.strategies.between import NOTHING
 from autopar.strategies.node_info import info
 from autopar.strategies.rule import Facts
 from autopar.strategies.signature import Signatures
@@ -207,7 +208,7 @@ def _mark(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:
         nothing,
         nothing,
         nothing,
-        Work(*(nothing,) * 6, np.zeros((1, 4))),
+        Work(*(nothing,) * 6, np.zeros((1, len(NOTHING)))),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.strategies.between import NOTHING, Between
+from autopar.strategies.between import Between
 from autopar.strategies.draws import BITS
 from autopar.strategies.kernels import dropped_attention
 from autopar.strategies.node_info import info
@@ -20,6 +20,8 @@ from autopar.strategies.strategy import Joint
 # Bytes of the passes that dropped attention makes over each weight, of 4 bytes: forward writes and
 # reads a score, takes its softmax, draws, and drops; backward does so again, and drops and scales
 # the score's gradient. The fused kernels make none. On a host as measured beside a copy.
+BLOCK = 512  # keys that a fused kernel on a host's cores multiplies at once
+EXPONENTIALS = 28.0, 70.0  # bytes that memory moves in the time of one, forward and backward
 DROPPED = Between(16 + BITS + 3 + 20, 16 + BITS + 3 + 64, 150.0, 200.0)
 
 
@@ -68,10 +70,20 @@ def _attention(call: Call) -> Rule:
         # the two of forward.
         backward_flops=2.5 * flops if is_fused and saved.output else None,
         triangle="q" if is_halved and query[-2] > 1 else None,
-        between=NOTHING if is_fused else DROPPED.times(points),
+        between=_on_cores(call, rows, points) if is_fused else DROPPED.times(points),
         product=True,
         saved=saved,
     )
+
+
+def _on_cores(call: Call, rows: int, points: int) -> Between:
+    """What a fused kernel takes besides on a host's cores: exponentials of scores; and products of
+    those that a causal mask leaves out of blocks that it does not leave out as a whole."""
+    (*_, queries, width), (*_, keys, _), (*_, other) = call.shapes[:3]
+    made = min(rows * queries * keys, points + rows * queries * BLOCK // 2)
+    masked = (made - points) * 2.0 * (width + other)
+    forward, backward = EXPONENTIALS
+    return Between(0.0, 0.0, forward * made, backward * made, masked, 2.5 * masked)
 
 
 def _causal(queries: int, keys: int) -> int:

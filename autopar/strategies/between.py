@@ -1,4 +1,4 @@
-"""Between: what passes over elements move beside products."""
+"""Between: what passes over elements move beside products, and what cores multiply more."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ class Between(NamedTuple):
     backward: float = 0.0
     host_forward: float = 0.0
     host_backward: float = 0.0
+    # FLOPs of products that its cores do besides, as of scores that a mask then leaves out.
+    host_flops: float = 0.0
+    host_backward_flops: float = 0.0
 
     def times(self, count: float) -> Between:
         """Of so many elements, where these are of one."""

@@ -60,4 +60,4 @@ def test_what_is_dropped_takes_the_passes_that_draw(dtype: torch.dtype) -> None:
     for found in (on_host, on_device):
         assert found["attention"] > 1.3 * found["plain"]
         assert 2 * found["copy"] < found["dropout"] < 20 * found["copy"]
-    assert on_host["plain"] == on_device["plain"]
+    assert on_host["plain"] > on_device["plain"]  # whose kernel has units for exponentials

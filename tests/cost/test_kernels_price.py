@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -96,3 +98,21 @@ def test_parameters_are_cast_once_a_step() -> None:
     learned = [price for price in casts if price.cast]
     assert len(learned) == len(list(case.model.parameters()))
     assert all(price.forward == price.again == price.gathered == 0 for price in learned)
+
+
+def test_cores_of_a_host_take_whole_blocks_of_keys_and_exponentials() -> None:
+    """Of a causal mask half a block more for each query, at most all; a device does not."""
+
+    def seconds(causal: bool, keys: int, machines: ap.Cluster) -> float:
+        shape = 1, 4, keys, 64
+        inputs = tuple(torch.empty(shape, device="meta", requires_grad=True) for _ in range(3))
+        plan = ap.plan(Attention(causal), inputs, cluster=machines, mesh=ap.Mesh(dp=1), mode="data")
+        return plan.cost.compute
+
+    local = ap.Cluster.local(1, measure=False)
+    short, long = (seconds(True, keys, local) / seconds(False, keys, local) for keys in (512, 4096))
+    assert short == pytest.approx(1, rel=0.05)
+    assert 0.5 < long < 0.65
+    node = replace(ap.Cluster.preset("dgx-h100").nodes[0], devices=1)
+    one = replace(ap.Cluster.preset("dgx-h100"), nodes=(node,))
+    assert seconds(True, 4096, one) / seconds(False, 4096, one) == pytest.approx(0.5, abs=0.1)

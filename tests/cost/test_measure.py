@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.cluster.calibration import _measure, fit, measured_node
-from autopar.cluster.measure import overlapped
+from autopar.cluster.measure import middle, overlapped
 
 
 def test_two_processes_measure_themselves() -> None:
@@ -14,9 +14,16 @@ def test_two_processes_measure_themselves() -> None:
     assert node.device.bandwidth > 1e7
     assert node.device.overlap == figures["overlap"]
     assert 0 <= node.device.overlap <= 1
+    assert node.device.near_bytes >= 0
+    assert 0 <= node.device.far_seconds < 1e-7
     kinds = {kind for kind, _ in node.link.measured}
     assert {"all_reduce", "all_gather"} <= kinds
     assert all(alpha > 0 and rate > 0 for alpha, rate in node.link.measured.values())
+
+
+def test_of_several_measurements_the_medians_count() -> None:
+    found = [{"rates": {"f32": rate}, "links": [["shift", 2, rate]]} for rate in (3.0, 9.0, 1.0)]
+    assert middle(found) == {"rates": {"f32": 3.0}, "links": [["shift", 2, 3.0]]}
 
 
 def test_noise_never_gives_an_endless_bandwidth() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 from autopar.cluster import AxisLink, Cluster, Device, Link
+from autopar.cluster.pace import Pace
 from autopar.cost.formula import Formula
 from autopar.cost.model import (
     COLLECTIVES,
+    FAR,
     MEMORY_BOUND,
     ROOFLINE,
     collective_seconds,
@@ -86,6 +89,28 @@ def test_small_work_runs_slower() -> None:
 def test_an_operator_without_flops_knows_only_memory() -> None:
     assert operator_formula(0) is MEMORY_BOUND
     assert operator_formula(np.array([0.0, 1.0])) is ROOFLINE
+
+
+def test_cores_take_in_the_matrices_that_caches_do_not_hold() -> None:
+    local = Cluster.local(2, measure=False).device
+    device = replace(local, overhead=0.0, near_bytes=4e6, far_seconds=2e-10)
+    about = {"flops": 1e9, "read": 2e6, "written": 1e6}
+    formula = operator_formula(1e9, has_far=True)
+    assert formula is FAR
+    near = formula(**operator_values(device, "f32", **about))
+    assert near == operator_seconds(device, "f32", **about)
+    about["read"] = 9e6
+    far = formula(**operator_values(device, "f32", **about))
+    assert far == pytest.approx(operator_seconds(device, "f32", **about) + 6e6 * 2e-10)
+    # Backward is two products, of which caches hold as much each.
+    two = formula(**operator_values(device, "f32", **about, products=2))
+    assert far - two == pytest.approx(4e6 * 2e-10)
+
+
+def test_a_slower_pace_takes_in_matrices_slower() -> None:
+    device = replace(Cluster.local(2, measure=False).device, near_bytes=4e6, far_seconds=2e-10)
+    slower = Pace(compute=1.5).device(device)
+    assert (slower.near_bytes, slower.far_seconds) == (4e6, 3e-10)
 
 
 def test_arrays_give_the_numbers_of_their_elements() -> None:
