@@ -28,10 +28,9 @@ from autopar.options import (
     read_request,
 )
 from autopar.plan.plan import Plan
-from autopar.planner.deep import DeepPlanner
 from autopar.planner.offers import Choice, has_world
 from autopar.planner.patience import SECONDS, Patience
-from autopar.planner.request import Mode, Request
+from autopar.planner.request import Mode
 from autopar.planner.verdict import cut_short, tell, warn
 from autopar.precision import Precision
 from autopar.progress import Report, reporter
@@ -120,11 +119,8 @@ def make_plans(
         if profile is not None:
             require_loss(captured, profile)
         admitted = replace(admit(captured, request, options), patience=patience)
-
-        def planner_of(asked: Request) -> DeepPlanner:
-            return DeepPlanner(model, captured, asked, report)
-
-        choice = Choice(admitted, planner_of, options.cluster is None or has_world())
+        is_all = options.cluster is None or has_world()
+        choice = Choice(model, captured, admitted, report, is_all)
         best, planner = choice.best()
         others = choice.kept.others
     tell(captured, best)

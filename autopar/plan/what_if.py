@@ -25,7 +25,6 @@ from autopar.passes.microbatches import batch_statistics
 from autopar.plan.situation import Situation, WhatIf
 from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Candidate
-from autopar.planner.deep import DeepPlanner
 from autopar.planner.moved import data_axis, idle_axes, moved
 from autopar.planner.offers import Choice, has_world
 from autopar.planner.patience import SECONDS, Patience, require_seconds
@@ -180,11 +179,7 @@ def _searched(
             require_rules(whole)
         with reporter(plan.progress) as report:
             report("search", f"{counted(cluster.devices, 'device')}")
-
-            def planner_of(asked: Request) -> DeepPlanner:
-                return DeepPlanner(model, whole, asked, report)
-
-            choice = Choice(request, planner_of, has_world())
+            choice = Choice(model, whole, request, report, has_world())
             best, _ = choice.best()
         refuse_random(whole, best.whole_mesh, best.microbatches)
     except (InvalidInput, NothingFits) as error:

@@ -7,11 +7,14 @@ large one's devices, may be worth less than they cost. Each offer has a choice o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch.distributed as dist
+from torch import nn
 
+from autopar.capture.captured import Captured
 from autopar.cluster import Cluster, Device
 from autopar.errors import Interrupted, InvalidInput
 from autopar.planner.candidate import Alternative, Candidate
@@ -20,6 +23,7 @@ from autopar.planner.fastest import Fastest
 from autopar.planner.ledger import best_first
 from autopar.planner.patience import Ended
 from autopar.planner.request import Request
+from autopar.progress import Report
 from autopar.search.auto import NothingFaster
 
 
@@ -56,10 +60,16 @@ class Choice:
     """The best of the ways on all that a request is offered."""
 
     def __init__(
-        self, request: Request, planner_of: Callable[[Request], DeepPlanner], is_all: bool
+        self,
+        model: nn.Module,
+        captured: Captured,
+        request: Request,
+        report: Report,
+        is_all: bool,
     ) -> None:
         """`is_all`: all devices are to be used."""
-        self.request, self._planner_of = request, planner_of
+        self.request = request
+        self._planner_of = partial(DeepPlanner, model, captured, report=report)
         is_free = request.mesh is None and request.mode == "auto" and not is_all
         self._offers = list(offers(request.cluster)) if is_free else [request.cluster]
         self._planners: list[DeepPlanner] = []
@@ -85,7 +95,7 @@ class Choice:
             if found is not None and asked.patience.is_over():
                 self.ended = "time"
                 break
-            planner = self._planner_of(asked)
+            planner = self._planner_of(request=asked)
             self._planners.append(planner)
             try:
                 candidate = planner.best()
