@@ -61,9 +61,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
         if id(tensor) in memo:
             continue
         if isinstance(tensor, nn.Parameter):
-            memo[id(tensor)] = nn.Parameter(
-                _fake(mode, tensor.detach(), device), tensor.requires_grad
-            )
+            memo[id(tensor)] = _parameter(_fake(mode, tensor.detach(), device), tensor)
         elif name in dict(model.named_buffers(remove_duplicate=False)) or has_no_data(tensor):
             memo[id(tensor)] = _fake(mode, tensor.detach(), device)
         else:
@@ -111,9 +109,9 @@ def computing(
     memo: dict[int, Any] = {id(tensor): tensor for _, tensor in _tensors(model)}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            if not keeps_statistics(module):
-                made = nn.Parameter(cast(parameter.detach()), parameter.requires_grad)
-                memo[id(parameter)] = made
+            if parameter.is_floating_point() and not keeps_statistics(module):
+                made = _as(mode, parameter, precision.compute)
+                memo[id(parameter)] = _parameter(made, parameter)
     leaves = [cast(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs]
     return copy.deepcopy(model, memo), leaves
 
@@ -127,13 +125,22 @@ def masters(
         return named
     for name, value in named.items():
         if (kept := precision.master_of(value.dtype)) != value.dtype:
-            named[name] = nn.Parameter(_as(mode, value.detach(), kept), value.requires_grad)
+            named[name] = _parameter(_as(mode, value, kept), value)
     return named
 
 
 def _as(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.is_contiguous():
+        return fake_like(mode, tensor, dtype=dtype)
     with mode:
         return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+
+
+def _parameter(fake: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A fake that nobody else has, as a parameter, which a constructor would make a view of."""
+    fake.requires_grad_(like.requires_grad)
+    fake._is_param = True
+    return fake
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 
 from autopar._torch import memory_of
 from autopar.strategies import Call
@@ -61,12 +62,16 @@ class GraphBuilder:
 
         All calls if none are named."""
         wanted = {*map(id, targets)}  # operators are themselves alone, and slow to hash
+        known: dict[int, tuple[object, bool]] = {}
         for node in list(self.graph.nodes):
             if node.op != "call_function":
                 continue
             target = node.target
-            packet = getattr(target, "overloadpacket", target)
-            if not wanted or id(target) in wanted or id(packet) in wanted:
+            if id(target) not in known:
+                packet = getattr(target, "overloadpacket", target)
+                is_wanted = not wanted or id(target) in wanted or id(packet) in wanted
+                known[id(target)] = target, is_wanted
+            if known[id(target)][1]:
                 self.looked_at = node
                 yield node
 
@@ -205,17 +210,21 @@ def _inherit(node: fx.Node, like: fx.Node) -> None:
 
 
 def fake_like(
-    mode: FakeTensorMode, value: torch.Tensor, device: torch.device | None = None
+    mode: FakeTensorMode,
+    value: torch.Tensor,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """A fake tensor of the same shape, strides, dtype and need of a gradient."""
-    with mode:
-        return torch.empty_strided(
-            value.shape,
-            value.stride(),
-            dtype=value.dtype,
-            device=device or value.device,
-            requires_grad=value.requires_grad,
-        )
+    """A fake tensor of the same shape, strides, dtype and need of a gradient, if none is given."""
+    about, place = (value.shape, value.stride()), device or value.device
+    kind = dtype or value.dtype
+    if place.type == "meta":
+        with mode:
+            made = torch.empty_strided(*about, dtype=kind, device=place)
+    else:  # what the mode does too, after it has looked at the call
+        with no_dispatch():
+            made = FakeTensor(mode, torch.empty_strided(*about, dtype=kind, device="meta"), place)
+    return made.requires_grad_() if value.requires_grad else made
 
 
 def shape_of(node: object) -> tuple[int, ...]:

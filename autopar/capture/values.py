@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.capture.gradients import passed_over
-from autopar.capture.graph_builder import GraphBuilder
+from autopar.capture.graph_builder import GraphBuilder, fake_like
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.node_classes import constants_of
 from autopar.strategies.node_info import flat, info
@@ -39,7 +39,9 @@ def refresh_with_gradients(builder: GraphBuilder) -> None:
     with builder.mode, torch.enable_grad():
         for node in builder.graph.nodes:
             if node.op == "placeholder":
-                live[node] = _leaf(info(node).val)
+                value = info(node).val
+                is_tensor = isinstance(value, Tensor)
+                live[node] = fake_like(builder.mode, value) if is_tensor else value
             elif node.op != "call_function":
                 continue
             elif node.target is ANNOTATE or is_result(node):
