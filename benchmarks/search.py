@@ -9,7 +9,8 @@ plans other depths of the same models: the search should take about as long for 
 With `--memory`, a model whose whole batch no device has room for is searched by micro-batches.
 Each case is measured in a process of its own; a name stands for all cases that begin with it. Those
 that begin with `plan` make whole plans (`whole_plans.py`): mesh, stages, micro-batches, schedule,
-states and recomputation are all to be chosen.
+states and recomputation are all to be chosen, in the seconds that a choice has by default:
+`ended_early` says whether these were over before all was weighed, `gap` how far below the bound is.
 
 With `--families`, tiny models of those families whose graphs elimination does not end on are solved
 on meshes of two and of three axes, each without a limit of memory and with one: a part of what the
