@@ -61,15 +61,15 @@ def most_saved(captured: Captured, cluster: Cluster, meshes: Sequence[Mesh]) -> 
 
 
 def lowered(
-    known: Search, asked: LayoutRequest, layouts: Layouts, stages: int, is_brief: bool
+    known: Search, asked: LayoutRequest, layouts: Layouts, stages: int, is_huge: bool
 ) -> Search:
     """What is known of a plan in so many stages, with a bound for all cut states.
 
-    The layouts that are `asked` for have the cheapest; where they are not looked for, which is
-    `is_brief`, or the search for them ends early, it is by what cut states save at most.
+    The layouts that are `asked` for have the cheapest; where they are not looked for, as of huge
+    programs, or the search for them ends early, it is by what cut states save at most.
     """
     with suppress(KeyboardInterrupt, Interrupted, TimeIsOver):
-        search = None if is_brief else layouts.find(asked)[0].search
+        search = None if is_huge else layouts.find(asked)[0].search
         if search is not None and not search.interrupted:
             return known.lowered(search.bound / stages)
     machines = asked.machines(layouts.request.cluster)

@@ -22,7 +22,7 @@ from autopar.garbage import set_aside
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.stages.stretch import NotAlike
-from autopar.planner.bounds import CHEAPEST, lowered
+from autopar.planner.bounds import CHEAPEST, lowered, most_saved
 from autopar.planner.candidate import Candidate
 from autopar.planner.hosting import may_go
 from autopar.planner.ideal import Ideal
@@ -41,6 +41,7 @@ from autopar.planner.verdict import no_size
 from autopar.planner.whole import Whole
 from autopar.progress import Report
 from autopar.recompute import Recompute
+from autopar.search.account import Search
 from autopar.search.auto import NothingFaster, TimeIsOver, is_large, too_early
 from autopar.search.constraints import Constraints, read_constraints
 from autopar.search.smallest_footprint import NothingFits
@@ -196,15 +197,23 @@ class Planner:
         if best.pipelining is None:  # of what runs again the search adds up some alone
             search = search.taken(best.seconds)
             best = best.changed(search)
-        if self.ended:
-            least = (self._promises.least(size) for size in self._left)
-            search = search.cut_short(min(least, default=0.0))
-        if self.request.states is not None or not (best.states.is_cut or self.ended):
-            return best.changed(search)
         stages = 1 if best.pipelining is None else best.pipelining.schedule.ranks
+        if self.ended:
+            bound = self._least_of_all(search, Size(stages, best.microbatches))
+            return best.changed(search.cut_short(bound))
+        if self.request.states is not None or not best.states.is_cut:
+            return best
         asked = replace(self._layout_request(stages, best.microbatches), states=CHEAPEST)
-        is_brief = self._is_huge or bool(self.ended)
-        return best.changed(lowered(search, asked, self._layouts, stages, is_brief))
+        return best.changed(lowered(search, asked, self._layouts, stages, self._is_huge))
+
+    def _least_of_all(self, search: Search, own: Size) -> float:
+        """What a step takes at least, of its `own` size or of one that was left."""
+        saved = 0.0
+        if self.request.states is None:
+            asked = self._layout_request(own.stages, own.parts)
+            saved = most_saved(asked.captured, asked.machines(self.request.cluster), asked.offered)
+        here = max(self._promises.run(own), search.bound - saved / own.stages)
+        return min([here, *(self._promises.least(size, saved) for size in self._left)])
 
     def _weigh_leanest(self, sizes: Sequence[tuple[int, int]]) -> None:
         """What takes least is told of, or fits though nothing else does."""
@@ -319,19 +328,24 @@ class Planner:
         every = [free, *(free.placed(states) for states in settings[1:])]
         if not self._is_huge:
             every += [other.placed(settings[-1]) for other in self._nearly_as_fast(free, asked)]
-        sources = [way for way in every if way.seconds < self._fastest]  # the rest is slower yet
-        tried = len(self.ledger.dropped) + len(sources)
-        ways = [way for way in map(self._mixed, sources) if way is not None]
-        if sources and len(self.ledger.dropped) == tried and free.search is not None:
+        before, tried = len(self.ledger.dropped), 0
+        for source in every:
+            self.ledger.go_on()
+            if source.seconds < self._fastest:  # what runs again makes it slower yet
+                tried += 1
+                if (way := self._mixed(source)) is not None:
+                    yield self._accounted(way, free)
+        if tried and len(self.ledger.dropped) == before + tried and free.search is not None:
             lean = self.regions.all(self.regions.kinds[-1])
             asked = replace(asked, memory=self.memory, states=settings[-1], recompute=lean)
             source, _ = self._layouts.find(asked)
-            ways = [self._mixed(source) or source]
-        for way in ways:
-            if (account := way.search) is not None and free.search is not None:
-                # With the same states, none that fits is faster than the best without a limit.
-                account = account.made(way.seconds, free.search.bound)
-            yield way.changed(account)
+            yield self._accounted(self._mixed(source) or source, free)
+
+    def _accounted(self, way: Candidate, free: Candidate) -> Candidate:
+        """With the same states, none that fits is faster than the best without a limit."""
+        if (account := way.search) is not None and free.search is not None:
+            account = account.made(way.seconds, free.search.bound)
+        return way.changed(account)
 
     def _nearly_as_fast(self, free: Candidate, asked: LayoutRequest) -> Iterator[Candidate]:
         """The layouts of a few other meshes, of which states may be cut over more ranks."""

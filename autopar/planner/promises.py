@@ -109,12 +109,16 @@ class Promises:
         known = self.known.items()
         return max((t for (n, m), t in known if n == stages and parts % m == 0), default=0.0)
 
-    def least(self, size: Size) -> float:
-        """The same, also by what its operators take at least."""
+    def run(self, size: Size) -> float:
+        """What its operators take at least, whatever is known of layouts."""
         stages, parts, is_hosted = size
         run = self._ideal.run(parts * self._request.inner(stages), stages > 1)
-        update = self.update if is_hosted else 0.0
-        return max(parts / stages * run, self.known_least(stages, parts)) + update
+        return parts / stages * run + (self.update if is_hosted else 0.0)
+
+    def least(self, size: Size, saved: float) -> float:
+        """What a step takes at least; `saved`: by cut states, of what is known with whole ones."""
+        known = self.known_least(size.stages, size.parts) - saved / size.stages
+        return max(self.run(size), known)
 
     def likely(self, size: Size, seconds: float) -> bool:
         """Whether a step may well take about so many seconds: what is known of its layouts is the

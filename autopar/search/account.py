@@ -40,7 +40,7 @@ class Search:
 
     def cut_short(self, bound: float = 0.0) -> Search:
         """The same, with something left that was not weighed, and might take as little."""
-        return replace(self.lowered(bound), interrupted=True)
+        return replace(self.made(self.objective, bound), interrupted=True)
 
     def taken(self, seconds: float) -> Search:
         """The same of a plan that takes longer than what was found; or less, where movements share
