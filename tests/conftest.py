@@ -62,8 +62,8 @@ def all_is_weighed() -> Iterator[None]:
     """The seconds that a choice has by default end none: what is found depends on no machine."""
     is_over = Patience.is_over
 
-    def is_over_if_given(patience: Patience, times: int = 1) -> bool:
-        return patience.seconds != SECONDS and is_over(patience, times)
+    def is_over_if_given(patience: Patience) -> bool:
+        return patience.seconds != SECONDS and is_over(patience)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Patience, "is_over", is_over_if_given)

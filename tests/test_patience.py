@@ -48,7 +48,7 @@ def told_plan(case: Case, **options: object) -> tuple[ap.Plan, float]:
     return made, 1.0 if said is None else (float(said[1]) + 0.5) / 100
 
 
-PARTS = [("mlp", None), ("mlp", 0.5), ("mlp", 0.2), ("gpt", None), ("gpt", 0.5)]
+PARTS = [("mlp", None), ("mlp", 0.5), ("gpt", None), ("gpt", 0.5)]
 
 
 @pytest.mark.parametrize(("name", "part"), PARTS)
@@ -144,8 +144,8 @@ def test_time_is_left_to_make_the_program_of_what_was_chosen() -> None:
     assert not Patience.begun(None).is_over()
     short = Patience.begun(1e-9)
     assert short.is_over()
-    assert short.is_over(times=2)
-    assert not Patience(20.0, until=0.0).is_over(times=100_000_000)
+    assert not short.is_late()
+    assert Patience(1e-9, until=-1e9).is_late()
 
 
 UNLIKE = {
@@ -168,7 +168,7 @@ def test_on_unlike_machines_it_ends_on_all_of_their_parts(nodes, wanted) -> None
         made = make_plans(case.model, case.args, case.kwargs, options, wanted)[0]
     assert made.search.interrupted
     assert made.search.bound <= best.seconds <= made.seconds
-    assert told.count("plan") <= 2
+    assert told.count("plan") <= 4
 
 
 @pytest.mark.parametrize("after", range(1, 12))

@@ -234,7 +234,7 @@ def test_an_interrupt_ends_the_search_on_a_program_that_does_not_stand_for_all(m
 
     def best(planner: Planner) -> Candidate:
         begun.append(planner)
-        planner.is_interrupted = True
+        planner.ended = "Ctrl-C"
         raise NotAlike
 
     monkeypatch.setattr(Planner, "best", best)

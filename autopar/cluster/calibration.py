@@ -43,7 +43,7 @@ _GUESS: dict[str, Any] = {
     "bandwidth": 8e9,
     "overhead": 5e-6,
     "half_flops": 0.0,
-    "far": (0.0, 0.0),
+    "far": [],
     "copy": (5e-6, 4e9),
     "overlap": 0.0,  # messages are carried by the cores that compute
     "collectives": [],
@@ -70,7 +70,7 @@ def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node
     memory, flops = host_memory() / devices, figures["flops"]["f32"] / crowd
     alpha, copying = figures["copy"]
     bandwidth, overhead = figures["bandwidth"] / crowd, figures["overhead"] * crowd
-    near, far = figures.get("far", _GUESS["far"])
+    near, far = far_of(figures.get("far", _GUESS["far"]))
     host = Host(memory, alpha, copying / crowd, bandwidth, flops, overhead, is_device=True)
     device = Device(
         "CPU process",
@@ -88,6 +88,16 @@ def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node
     measured = fit(figures["collectives"])
     alpha, bandwidth = measured.get(("all_reduce", 2), _GUESSED_LINK)
     return Node(device, devices, Link(alpha, bandwidth / crowd, measured))
+
+
+def far_of(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """The bytes of a product's matrices that cost no time of their own, and the seconds of each of
+    the others, by what two sizes cost."""
+    if not points or not 0 < points[0][1] < points[1][1]:
+        return 0.0, 0.0
+    (small, fast), (large, slow) = points
+    each = (slow - fast) / (large - small)
+    return max(0.0, large - slow / each), each
 
 
 def fit(timings: list[tuple[str, int, int, float]]) -> dict[tuple[str, int], tuple[float, float]]:

@@ -43,23 +43,19 @@ def timed(work: Callable[[], object], budget: float = BUDGET) -> float:
     return sorted(seconds)[runs // 2]
 
 
-def measure_far() -> tuple[float, float]:
-    """The bytes of a product's matrices that cost it no time, and the seconds of each of the
-    others: by few rows in two large layers, beside a product that caches hold."""
+def measure_far() -> list[tuple[float, float]]:
+    """Of few rows in two large layers: the bytes of matrices, and the seconds beyond those of as
+    many FLOPs on matrices that caches hold."""
     square = torch.ones(384, 384)
     layers = [(torch.ones(32, 256), torch.ones(columns, 256).t()) for columns in FAR_COLUMNS]
     works = [partial(torch.matmul, *pair) for pair in ((square, square), *layers)]
     rounds = [[timed(work, BUDGET / 2) for work in works] for _ in range(5)]
     rate, *taken = map(min, zip(*rounds))
     each_flop = rate / (2 * 384**3)
-    (small, fast), (large, slow) = (
+    return [
         (left.nbytes + right.nbytes + 4 * 32 * right.shape[1], t - each_flop * 64 * right.numel())
         for (left, right), t in zip(layers, taken)
-    )
-    if not 0 < fast < slow:
-        return 0.0, 0.0
-    each = (slow - fast) / (large - small)
-    return max(0.0, large - slow / each), each
+    ]
 
 
 def measure_device() -> dict[str, object]:

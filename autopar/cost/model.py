@@ -67,8 +67,10 @@ ROOFLINE = Formula("operator", Max((F + F_half) / P, (M + M_half) / W) + N / W +
 S = Symbol("S")  # of intermediate results, which come one after another
 PASSES = Formula("operator", Max((F + F_half) / P, (M + M_half) / W) + (N + S) / W + t0)
 # Cores that take in their matrices before they multiply.
-FAR = Formula("operator", ROOFLINE.expression + Max(0, M + N - Q) * X)
-FAR_PASSES = Formula("operator", PASSES.expression + Max(0, M + N - Q) * X)
+# At most twice as long as they multiply: of very few rows matrices are multiplied as they are read.
+_FAR = Min(2 * F / P, Max(0, M + N - Q) * X)
+FAR = Formula("operator", ROOFLINE.expression + _FAR)
+FAR_PASSES = Formula("operator", PASSES.expression + _FAR)
 MEMORY_BOUND = Formula("operator", (M + N + M_half) / W + t0)
 
 # What computing hides of a collective, of what there is to compute that does not wait for it.

@@ -97,12 +97,13 @@ class Planner:
         """The fastest way to run a step, of those that are asked for and fit."""
         reasons: dict[str, InvalidInput] = {}  # by size
         sizes = list(self.request.sizes())
-        left = [Size(*size) for size in sizes]
+        left, tried = [Size(*size) for size in sizes], 0
         while left and not self.ended:
             left.sort(key=self._promises.of)
             if is_large(self.captured) and not (left := self._likely(left)):
                 break
-            left.insert(0, left.pop(self._promises.next(left, self._fastest < math.inf)))
+            chosen = self._promises.next(left, self._fastest < math.inf, tried)
+            left.insert(0, left.pop(chosen))
             stages, parts, is_hosted = left[0]
             if not self._may_win(left[0]):
                 self.ledger.left_out["sizes"] += not is_hosted  # each once
@@ -114,6 +115,7 @@ class Planner:
                 self.report.look_at(size)
                 if self._looks_ahead(stages, parts):
                     continue  # others may promise more now
+                tried += 1
                 ways = self._on_host if is_hosted else self._candidates
                 for candidate in ways(stages, parts):
                     self._weigh(candidate)

@@ -74,10 +74,10 @@ class Ledger:
             self.fastest = min(self.fastest, self.kept.cutoff)
 
     def go_on(self) -> None:
-        """Raise where the time is over, and there is something to take; as long again where there
-        is nothing, unless what takes least is looked for."""
+        """Raise where the time is over, and there is something to take; where there is nothing,
+        several times as late, unless what takes least is looked for."""
         patience, has_some = self.request.patience, self.kept.found or self.is_beside
-        if patience.is_over() and (has_some or (patience.is_over(2) and not self.is_last)):
+        if patience.is_over() and (has_some or (patience.is_late() and not self.is_last)):
             raise TimeIsOver
 
     @property

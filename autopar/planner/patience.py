@@ -2,7 +2,7 @@
 
 patience = Patience.begun(10.0, captured=2.0)   # of this process, from now on: capture took two
 patience.is_over()                              # the best so far is taken
-patience.is_over(times=2)                       # so much later, what takes least memory
+patience.is_late()                              # what takes least memory, if nothing was found
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from autopar.lines import shorten
 SECONDS = 10.0
 _LAST = 0.8  # times what capture took: the program of what was chosen is made of all calls, too
 _AGES = 1e12
+_LATE = 5
 
 # What ended a choice before all was weighed; "": nothing did.
 Ended = Literal["", "time", "Ctrl-C"]
@@ -40,9 +41,13 @@ class Patience:
         given = float(seconds) if seconds < _AGES else math.inf
         return cls(given, time.process_time() + given - min(_LAST * captured, given / 2))
 
-    def is_over(self, times: int = 1) -> bool:
-        """Whether so many times as much has gone by."""
-        return time.process_time() >= self.until + (times - 1) * self.seconds
+    def is_over(self) -> bool:
+        """Whether that much has gone by."""
+        return time.process_time() >= self.until
+
+    def is_late(self) -> bool:
+        """Whether several times as much has: what takes least memory is seldom fast."""
+        return time.process_time() >= self.until + _LATE * max(self.seconds, SECONDS)
 
 
 FOREVER = Patience()

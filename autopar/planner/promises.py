@@ -127,20 +127,25 @@ class Promises:
         promised /= AGAIN if size.is_hosted else 1.0  # which says only that it is looked at late
         return promised <= (_CLOSE if size[:2] in self.known else _LIKELY) * seconds
 
-    def next(self, left: Sequence[Size], has_found: bool) -> int:
+    def next(self, left: Sequence[Size], has_found: bool, tried: int) -> int:
         """Which of these sizes to look at: the first or, where layouts are to be looked for, the
         one with as many stages and the fewest micro-batches: with more, no step takes less. As long
         as nothing was found, of those that promise about as much one whose layouts are known, or
-        with the fewest stages."""
-        if left[0][:2] in self.known or self._request.mode != "auto":
+        with the fewest stages, the more readily the more sizes were `tried` in vain."""
+        if self._request.mode != "auto":
             return 0
-        stages, best = left[0].stages, self.of(left[0])[0]
+        chosen = left[0]
         if not has_found:
-            alike = [s for s in left if not s.is_hosted and self.of(s)[0] <= _ABOUT * best]
-            if known := [one for one in alike if one[:2] in self.known]:
-                return left.index(known[0])
-            stages = min(alike).stages
-        unknown = [one for one in left if one.stages == stages and one[:2] not in self.known]
+            most = _ABOUT ** (1 + tried) * self.of(chosen)[0]
+            alike = [one for one in left if not one.is_hosted and self.of(one)[0] <= most]
+            known = [one for one in alike if one[:2] in self.known]
+            if tried and alike:
+                chosen = next(one for one in alike if one.stages == min(alike).stages)
+            elif chosen[:2] not in self.known:
+                chosen = known[0] if known else min(alike)
+        if chosen[:2] in self.known:
+            return left.index(chosen)
+        unknown = [s for s in left if s.stages == chosen.stages and s[:2] not in self.known]
         return left.index(min(unknown))
 
     def is_crowded(self, stages: int, parts: int) -> bool:

@@ -156,7 +156,8 @@ def _search(search: Search | None) -> tuple[str, str]:
         return "none", "layouts were spread from annotations and the batch"
     gap = f"gap {share_text(search.gap)}" if search.bound else "no bound"
     strategies = f"{search.sizes.strategies:,} strategies of {counted(search.sizes.nodes, 'node')}"
-    return gap, f"{seconds_text(search.seconds)}, {strategies}"
+    early = "ended early: what was not weighed may be better; " * search.interrupted
+    return gap, f"{early}{seconds_text(search.seconds)}, {strategies}"
 
 
 def _costs(root: Part, times: int) -> list[Cost]:

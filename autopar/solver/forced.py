@@ -31,7 +31,11 @@ def forced(
     twin = int(np.flatnonzero(packed.origin == 0)[0])
     least = np.full(graph.strategies(node), np.inf)  # what is not possible at all is pruned
     left = packed.strategy[packed.node_table[twin]]
-    least[left] = Optimiser(packed).least_with(twin, multiplier)
+    optimiser = Optimiser(packed)
+    if len(left) == 1:  # as others may have, with which it stands in a chain
+        least[left] = optimiser.minimise(multiplier).value
+    else:
+        least[left] = optimiser.least_with(twin, multiplier)
     return least - multiplier * limit if multiplier and limit is not None else least
 
 

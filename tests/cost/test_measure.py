@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.cluster.calibration import _measure, fit, measured_node
+import pytest
+
+from autopar.cluster.calibration import _measure, far_of, fit, measured_node
 from autopar.cluster.measure import middle, overlapped
 
 
@@ -19,6 +21,12 @@ def test_two_processes_measure_themselves() -> None:
     kinds = {kind for kind, _ in node.link.measured}
     assert {"all_reduce", "all_gather"} <= kinds
     assert all(alpha > 0 and rate > 0 for alpha, rate in node.link.measured.values())
+
+
+def test_what_caches_hold_is_where_the_line_through_two_sizes_begins() -> None:
+    assert far_of([(6e6, 2e-3), (10e6, 6e-3)]) == pytest.approx((4e6, 1e-9))
+    assert far_of([(6e6, 5e-3), (10e6, 6e-3)]) == pytest.approx((0.0, 0.25e-9))
+    assert far_of([(6e6, -1e-3), (10e6, 6e-3)]) == far_of([]) == (0.0, 0.0)
 
 
 def test_of_several_measurements_the_medians_count() -> None:

@@ -94,7 +94,7 @@ def test_an_operator_without_flops_knows_only_memory() -> None:
 def test_cores_take_in_the_matrices_that_caches_do_not_hold() -> None:
     local = Cluster.local(2, measure=False).device
     device = replace(local, overhead=0.0, near_bytes=4e6, far_seconds=2e-10)
-    about = {"flops": 1e9, "read": 2e6, "written": 1e6}
+    about = {"flops": 1e9 * 400, "read": 2e6, "written": 1e6}
     formula = operator_formula(1e9, has_far=True)
     assert formula is FAR
     near = formula(**operator_values(device, "f32", **about))
@@ -105,6 +105,11 @@ def test_cores_take_in_the_matrices_that_caches_do_not_hold() -> None:
     # Backward is two products, of which caches hold as much each.
     two = formula(**operator_values(device, "f32", **about, products=2))
     assert far - two == pytest.approx(4e6 * 2e-10)
+    # One row is multiplied as it is read.
+    about["flops"] = 1e6
+    row = formula(**operator_values(device, "f32", **about))
+    products = 2e6 / device.peak("f32")
+    assert row == pytest.approx(operator_seconds(device, "f32", **about) + products)
 
 
 def test_a_slower_pace_takes_in_matrices_slower() -> None:

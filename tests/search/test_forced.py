@@ -58,3 +58,12 @@ def test_a_memory_limit_gives_a_bound():
     graph = CostGraph()
     graph.add_node([3.0, 1.0], memory=[1, 8])
     assert forced(graph, 0, multiplier=0.5, limit=4).tolist() == [1.5, 3.0]
+
+
+def test_a_node_of_one_strategy_takes_what_the_optimum_does():
+    """It may stand in a chain of others like it."""
+    graph = CostGraph()
+    nodes = [graph.add_node([1.0]) for _ in range(4)]
+    for one, other in itertools.pairwise(nodes):
+        graph.add_edge(one, other, [[0.5]])
+    assert [forced(graph, node).tolist() for node in nodes] == [[5.5]] * 4
