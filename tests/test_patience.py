@@ -161,14 +161,15 @@ def test_on_unlike_machines_it_ends_on_all_of_their_parts(nodes, wanted) -> None
     case = CASES["mlp"]()
     machines = ap.Cluster(UNLIKE[nodes], Link(1e-6, 1e8), "unlike")
     options = PlanOptions(cluster=machines, seconds=AT_ONCE)
-    best = plan(case, cluster=machines, seconds=None)
-    told: list[str] = []
+    told, whole = list[str](), list[str]()
+    all_told = {"progress": lambda phase, detail: whole.append(phase)}
+    best = plan(case, cluster=machines, seconds=None, **all_told)
     options = replace(options, progress=lambda phase, detail: told.append(phase))
     with pytest.warns(UserWarning, match="ended with its"):
         made = make_plans(case.model, case.args, case.kwargs, options, wanted)[0]
     assert made.search.interrupted
     assert made.search.bound <= best.seconds <= made.seconds
-    assert told.count("plan") <= 4
+    assert told.count("plan") < whole.count("plan")
 
 
 @pytest.mark.parametrize("after", range(1, 12))

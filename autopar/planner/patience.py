@@ -18,6 +18,7 @@ from autopar.lines import shorten
 
 SECONDS = 10.0
 _LAST = 0.8  # times what capture took: the program of what was chosen is made of all calls, too
+_STEP = 0.04  # times all: between two looks at the clock
 _AGES = 1e12
 _LATE = 5
 
@@ -39,7 +40,8 @@ class Patience:
         if seconds is None:
             return cls()
         given = float(seconds) if seconds < _AGES else math.inf
-        return cls(given, time.process_time() + given - min(_LAST * captured, given / 2))
+        last = min(_LAST * captured + _STEP * given, given / 2)
+        return cls(given, time.process_time() + given - last)
 
     def is_over(self) -> bool:
         """Whether that much has gone by."""
