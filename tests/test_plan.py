@@ -558,9 +558,9 @@ def test_an_interrupt_keeps_the_best_so_far():
 
     plan = ap.plan(wide(), (WIDE_INPUT,), cluster=CLUSTER, mode="auto", progress=interrupt)
     assert plan.search.interrupted
-    assert (plan.search.bound, plan.search.gap) == (0.0, 1.0)  # the others might take no time
+    least = ap.plan(wide(), (WIDE_INPUT,), cluster=CLUSTER, mode="auto").seconds
+    assert 0.0 < plan.search.bound <= least  # its operators take that on any mesh
     assert plan.search.considered[-1].why == "the search ended before"
-    assert "no bound" in str(plan)
     assert "ended early: what was not weighed may be better" in str(plan)
 
 
@@ -588,7 +588,7 @@ def test_an_interrupt_while_a_mesh_is_solved_ends_the_search(interrupted, monkey
     assert len(set(meshes)) == len(meshes) == 2
     left = [c for c in plan.search.considered if c.why == "the search ended before"]
     assert len(left) == 2 - interrupted
-    assert bool(plan.search.bound) == (not left)
+    assert 0.0 < plan.search.bound <= plan.seconds
 
 
 def test_the_bound_holds_for_every_mesh_that_was_weighed():

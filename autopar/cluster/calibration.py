@@ -43,7 +43,7 @@ _GUESS: dict[str, Any] = {
     "bandwidth": 8e9,
     "overhead": 5e-6,
     "half_flops": 0.0,
-    "far": [],
+    "far_points": [],
     "copy": (5e-6, 4e9),
     "overlap": 0.0,  # messages are carried by the cores that compute
     "collectives": [],
@@ -70,7 +70,7 @@ def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node
     memory, flops = host_memory() / devices, figures["flops"]["f32"] / crowd
     alpha, copying = figures["copy"]
     bandwidth, overhead = figures["bandwidth"] / crowd, figures["overhead"] * crowd
-    near, far = far_of(figures.get("far", _GUESS["far"]))
+    near, far = far_of(figures.get("far_points", []))
     host = Host(memory, alpha, copying / crowd, bandwidth, flops, overhead, is_device=True)
     device = Device(
         "CPU process",

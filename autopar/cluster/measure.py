@@ -67,7 +67,7 @@ def measure_device() -> dict[str, object]:
         left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
         flops[name] = 2 * size**3 / timed(partial(torch.matmul, left, right))
     flops["f16"] = flops["bf16"]
-    figures["far"] = measure_far()
+    figures["far_points"] = measure_far()
     small = torch.ones(1)
     overhead = timed(lambda: [small + small for _ in range(100)]) / 100
     matrix = torch.ones(64, 64)
