@@ -561,7 +561,7 @@ def test_an_interrupt_keeps_the_best_so_far():
     least = ap.plan(wide(), (WIDE_INPUT,), cluster=CLUSTER, mode="auto").seconds
     assert 0.0 < plan.search.bound <= least  # its operators take that on any mesh
     assert plan.search.considered[-1].why == "the search ended before"
-    assert "ended early: what was not weighed may be better" in str(plan)
+    assert "ended early: what was not weighed may be better" in " ".join(str(plan).split())
 
 
 @pytest.mark.parametrize("interrupted", [1, 2])
