@@ -70,7 +70,7 @@ def measure(model: str, machine: str, part: float, saves: bool) -> dict[str, Any
 
 
 def plan(case: Case, given: ap.Cluster, memory: float | None) -> ap.Plan:
-    return ap.plan(case.model, case.args, case.kwargs, cluster=given, memory=memory)
+    return ap.plan(case.model, case.args, case.kwargs, cluster=given, memory=memory, seconds=None)
 
 
 def main() -> None:
