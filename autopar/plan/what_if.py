@@ -84,6 +84,7 @@ def what_if(
     With the nodes grows the axis of the mesh that cuts the batch (or else the sequence), and the
     global batch stays, if not told otherwise. `search`: decide anew there, too, all free,
     within so many `seconds`, as `plan` does."""
+    require_seconds("seconds", seconds)
     asked = _Changes(nodes, bandwidth, inside, batch, sequence, memory)
     if not str(asked):
         raise InvalidInput(
@@ -102,7 +103,6 @@ def what_if(
     )
     whole = whole if wanted == now else _of_sizes(whole, now, wanted)
     found, why, note = _carried_over(plan, cluster, whole, search)
-    require_seconds("seconds", seconds)
     searched, failed = None, ""
     if search:
         searched, failed, early = _searched(plan, cluster, limit, whole, seconds)

@@ -142,7 +142,7 @@ class Planner:
         if self.ledger.kept.best is None and self.ended != "Ctrl-C":
             if self.ledger.left_out["unlike"]:
                 raise NotAlike
-            if self.request.fastest < math.inf and not self.ledger.refused:
+            if self.ledger.is_beside and not self.ledger.refused:
                 raise NothingFaster
             try:
                 self._weigh_leanest(sizes)

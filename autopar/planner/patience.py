@@ -36,7 +36,6 @@ class Patience:
     @classmethod
     def begun(cls, seconds: float | None, captured: float = 0.0) -> Patience:
         """From now on, of which at most half is for what comes last; None: there is no end."""
-        require_seconds("seconds", seconds)
         if seconds is None:
             return cls()
         given = float(seconds) if seconds < _AGES else math.inf

@@ -20,9 +20,9 @@ from autopar.strategies.strategy import Joint
 # Bytes of the passes that dropped attention makes over each weight, of 4 bytes: forward writes and
 # reads a score, takes its softmax, draws, and drops; backward does so again, and drops and scales
 # the score's gradient. The fused kernels make none. On a host as measured beside a copy.
+DROPPED = Between(16 + BITS + 3 + 20, 16 + BITS + 3 + 64, 150.0, 200.0)
 BLOCK = 512  # keys that a fused kernel on a host's cores multiplies at once
 EXPONENTIALS = 28.0, 70.0  # bytes that memory moves in the time of one, forward and backward
-DROPPED = Between(16 + BITS + 3 + 20, 16 + BITS + 3 + 64, 150.0, 200.0)
 
 
 def _attention(call: Call) -> Rule:
