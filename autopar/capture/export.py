@@ -62,6 +62,7 @@ from autopar.capture.gradients import mark_learning
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.grouped import groups_followed
 from autopar.capture.guards import refusals_kept
+from autopar.capture.hidden import Hiding, Needed
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
 from autopar.capture.listing import operator_name
@@ -72,7 +73,7 @@ from autopar.capture.module_casts import casts_change_nothing
 from autopar.capture.node_classes import number_calls
 from autopar.capture.normalise import normalise
 from autopar.capture.plainly import answered_plainly
-from autopar.capture.repeated import blocks_followed_once
+from autopar.capture.repeated import FEWEST, blocks_followed_once
 from autopar.capture.source import whole_stacks
 from autopar.capture.verifier import verify
 from autopar.capture.writes import by_placeholder as writes_to
@@ -100,6 +101,25 @@ def capture(
     `given`: what errors call these arguments. `values`: the flat arguments as they were handed
     over, if these are their shapes only."""
     check_call(model, args, kwargs, given)
+    shown: int | None = FEWEST - 1
+    for is_first in (True, False):
+        try:
+            return _captured(model, args, kwargs, precision, given, values, shown)
+        except Needed as needed:
+            shown = needed.count if is_first else None
+    return _captured(model, args, kwargs, precision, given, values, None)
+
+
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    precision: Precision | None,
+    given: str,
+    values: Sequence[Any] | None,
+    shown: int | None,
+) -> Captured:
+    """The same, where so many blocks of each kind are `shown` (repeated.py)."""
     kwargs, autocasts = dict(kwargs or {}), active()
     refuse_hooks(model)
     blind, files = looks_at_no_values(), set[str]()
@@ -125,10 +145,11 @@ def capture(
         with seen as changes, hooks_refused() as lines, inside(run, autocasts), asked as decided:
             own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
             with put_back(run), emptied_afterwards(run, files, own):
-                program, contents = _export(run, mode, own_args, own_kwargs, given, files)
+                program, contents = _export(run, mode, own_args, own_kwargs, given, files, shown)
         require_casting(program)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
-        builder = flatten(program, mode, _canonical(copy), held, input_spec, fakes)
+        read = dict([*_all_of(run)])
+        builder = flatten(program, mode, _canonical(copy), held, read, input_spec, fakes)
         normalise(builder)
         require_rows(builder)
         example = Example(copy, call[0], call[1], device, precision, autocasts)
@@ -158,18 +179,23 @@ def _export(
     kwargs: dict[str, Any],
     given: str,
     files: set[str],
+    shown: int | None,
 ) -> tuple[ExportedProgram, list[Content]]:
-    contents: list[Content] = []
+    contents, hiding = list[Content](), Hiding()
     try:
         with ExitStack() as stack:
             stack.enter_context(generators_kept(model))
             stack.enter_context(whole_stacks(files))
             for around in _AROUND:
                 stack.enter_context(around())
-            stack.enter_context(blocks_followed_once(model))
+            hiding = stack.enter_context(blocks_followed_once(model, shown))
             stack.enter_context(contents_seen(model, contents))
-            return torch.export.export(model, args, kwargs, strict=False), contents
+            program = torch.export.export(model, args, kwargs, strict=False)
+            hiding.require_unread(program)
+            return program, contents
     except Exception as error:
+        if hiding.is_any:
+            raise Needed(None) from error
         with _quiet():
             explained = explain(error, model, mode, args, kwargs, given)
         raise explained from error
@@ -179,10 +205,15 @@ def _canonical(model: nn.Module) -> dict[str, str]:
     """Every name of every parameter and buffer -> the first name of the same tensor."""
     names: dict[str, str] = {}
     first: dict[int, str] = {}
-    for named in (model.named_parameters, model.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            names[name] = first.setdefault(id(tensor), name)
+    for name, tensor in _all_of(model):
+        names[name] = first.setdefault(id(tensor), name)
     return names
+
+
+def _all_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers by each of their names, in the order of an export."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _in_several_dtypes(parameter: fx.Node, precision: Precision) -> StateBytes:

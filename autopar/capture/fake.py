@@ -56,13 +56,14 @@ def home(model: nn.Module, leaves: Iterable[Any]) -> torch.device:
 def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
     """A copy of `model`, structure and attributes, on fake parameters and buffers."""
     memo: dict[int, Any] = {}
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     for name, tensor in _tensors(model):
         _check(name, tensor)
         if id(tensor) in memo:
             continue
         if isinstance(tensor, nn.Parameter):
             memo[id(tensor)] = _parameter(_fake(mode, tensor.detach(), device), tensor)
-        elif name in dict(model.named_buffers(remove_duplicate=False)) or has_no_data(tensor):
+        elif name in buffers or has_no_data(tensor):
             memo[id(tensor)] = _fake(mode, tensor.detach(), device)
         else:
             memo[id(tensor)] = tensor.detach()  # a plain attribute: a constant, kept by value

@@ -49,6 +49,7 @@ from autopar.errors import InvalidInput, unforeseen
 from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
+HELD = (InputKind.PARAMETER, InputKind.BUFFER)
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,20 @@ def flatten(
     mode: FakeTensorMode,
     names: dict[str, str],
     fakes: dict[str, torch.Tensor],
+    read: dict[str, torch.Tensor],
     input_spec: pytree.TreeSpec,
     flat_inputs: list[Any],
 ) -> GraphBuilder:
     """The flat graph of `program`.
 
     `fakes` holds a fake tensor for every parameter and buffer by its name, in the order wanted;
-    `names` leads from every name, alias or not, to the name in `fakes`.
+    `names` leads from every name, alias or not, to the name in `fakes`. `read`: as the program
+    reads them, by every name, in the order of an export; it may have left out some (hidden.py).
     """
     tied = {alias: name for alias, name in names.items() if alias != name}
     builder = GraphBuilder(mode, tied, input_spec, program.call_spec.out_spec)
     builder.shares_values = not _changes_values(program.graph_module)
-    values, held = _placeholders(builder, program, names, fakes, flat_inputs)
+    values, held = _placeholders(builder, program, names, fakes, read, flat_inputs)
     results = _Inliner(builder, held).inline(program.graph_module, values, Region())
     tensors = []
     for index, result in enumerate(results):
@@ -99,6 +102,7 @@ def _placeholders(
     program: ExportedProgram,
     names: dict[str, str],
     fakes: dict[str, torch.Tensor],
+    read: dict[str, torch.Tensor],
     flat_inputs: list[Any],
 ) -> tuple[dict[fx.Node, Any], dict[str, Any]]:
     """Make all placeholders, in order, and map those of the program to them; of parameters and
@@ -115,10 +119,9 @@ def _placeholders(
     values: dict[fx.Node, Any] = {}
     users = []
     for old, spec in specs.items():
-        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            assert spec.target is not None
-            values[old] = made[names[spec.target]]
-        elif spec.kind is InputKind.CONSTANT_TENSOR:
+        if spec.kind in HELD:
+            continue
+        if spec.kind is InputKind.CONSTANT_TENSOR:
             assert spec.target is not None
             value = program.constants[spec.target]
             name = spec.target.rpartition(".")[2]  # behind the path of a module
@@ -146,22 +149,25 @@ def _placeholders(
             builder.static_inputs[index] = given
             inputs.append(None)
     builder.inputs = tuple(inputs)
-    values = _cast_to(builder, values)
-    held = (InputKind.PARAMETER, InputKind.BUFFER)
-    return values, {str(s.target): values[old] for old, s in specs.items() if s.kind in held}
-
-
-def _cast_to(builder: GraphBuilder, values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """Behind every placeholder that is kept, or given, in another dtype than the program reads it
-    in, its cast: once for all its names."""
     casts: dict[fx.Node, fx.Node] = {}
+    held = {name: _cast(builder, made[names[name]], like, casts) for name, like in read.items()}
     for old, node in values.items():
-        if not isinstance(node, fx.Node) or info(node).val.dtype == info(old).val.dtype:
-            continue
-        if node not in casts:
-            casts[node] = builder.call(node, aten.to.dtype, node, info(old).val.dtype)
-        values[old] = casts[node]
-    return values
+        if isinstance(node, fx.Node):
+            values[old] = _cast(builder, node, info(old).val, casts)
+    values |= {old: held[str(spec.target)] for old, spec in specs.items() if spec.kind in HELD}
+    return values, held
+
+
+def _cast(
+    builder: GraphBuilder, node: fx.Node, like: torch.Tensor, casts: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """A placeholder that is kept, or given, in another dtype than the program reads it in, in that:
+    one cast for all its names."""
+    if info(node).val.dtype == like.dtype:
+        return node
+    if node not in casts:
+        casts[node] = builder.call(node, aten.to.dtype, node, like.dtype)
+    return casts[node]
 
 
 @dataclass

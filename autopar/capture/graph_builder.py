@@ -191,7 +191,8 @@ def _described(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
 
     def described(node: fx.Node) -> str:
         if node not in numbers:
-            forms = pytree.tree_map(_form, info(node).val)
+            value = info(node).val
+            forms = _form(value) if isinstance(value, FakeTensor) else pytree.tree_map(_form, value)
             numbers[node] = f"%{len(numbers)} {forms}"
         return numbers[node]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from autopar.capture.attributes import PLAIN, Reads, has_same, is_equal, is_kept
 from autopar.capture.autocasts import active
 from autopar.capture.decisions import Asked
 from autopar.capture.fake import FakeTensor
+from autopar.capture.hidden import Hiding
 from autopar.capture.hooks import replaced
 from autopar.capture.named import Named
 from autopar.capture.source import of_stack
@@ -89,14 +90,23 @@ class _Followed:
 
 
 @contextmanager
-def blocks_followed_once(model: nn.Module) -> Iterator[None]:
+def blocks_followed_once(model: nn.Module, shown: int | None) -> Iterator[Hiding]:
     """Within, one block of each kind in `model` is followed, and the others stand for calls of it
-    in the graph: `Templates` has them written out."""
-    follower = _Follower()
+    in the graph: `Templates` has them written out. Of each kind so many are `shown`, the tensors of
+    the others are hidden."""
+    follower, hidden, count = _Follower(), list[nn.Module](), Counter[Hashable]()
+    names = _names(model)
     with ExitStack() as stack:
         for path, block, kind in _blocks(model):
-            block.__dict__["forward"] = follower.around(path, block, kind)
+            count[kind] += 1
+            is_own = all(len(names[id(tensor)]) == 1 for _, tensor in _tensors(block))
+            is_hidden = shown is not None and count[kind] > shown and is_own
+            needed = 2 * count[kind] if is_hidden else None
+            block.__dict__["forward"] = follower.around(path, block, kind, needed)
             stack.callback(block.__dict__.pop, "forward")
+            if is_hidden:
+                hidden.append(block)
+        stack.enter_context(follower.hiding.of(model, hidden))
         asks = Asked.sliced
 
         def sliced(asked: Asked, tensor: Tensor) -> Any:
@@ -104,7 +114,7 @@ def blocks_followed_once(model: nn.Module) -> Iterator[None]:
             return asks(asked, tensor)
 
         stack.enter_context(replaced(Asked, "sliced", sliced))
-        yield
+        yield follower.hiding
 
 
 class _Follower:
@@ -114,14 +124,17 @@ class _Follower:
         self.kinds: dict[Hashable, list[_Followed]] = {}
         self.count = 0
         self.now: _Followed | None = None  # the one that is being followed
+        self.hiding = Hiding()
 
     def leaves_doubt(self) -> None:
         """What is followed asks for what may be another answer for the next."""
         if self.now is not None:
             self.now.is_apart = False
 
-    def around(self, path: str, block: nn.Module, kind: Hashable) -> Callable[..., Any]:
-        """Its forward."""
+    def around(
+        self, path: str, block: nn.Module, kind: Hashable, needed: int | None
+    ) -> Callable[..., Any]:
+        """Its forward; of one whose tensors are hidden, how many are `needed` to follow it."""
         forward = block.forward
         known = self.kinds.setdefault(kind, [])
 
@@ -130,6 +143,8 @@ class _Follower:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             said = _said(leaves) if self.now is None and _is_plain(spec) else None
             if said is None:
+                if needed is not None:
+                    self.hiding.need()
                 return forward(*args, **kwargs)
             how = said, spec, active()
             like = next(
@@ -140,8 +155,11 @@ class _Follower:
                 ),
                 None,
             )
-            if like is not None and like.is_apart and like.is_proved and _is_unread(block):
+            is_unread = needed is not None or _is_unread(block)
+            if like is not None and like.is_apart and like.is_proved and is_unread:
                 return like.again(path, leaves)
+            if needed is not None:
+                self.hiding.need(needed)
             if len(known) >= _KINDS or (like is not None and not like.is_apart):
                 return forward(*args, **kwargs)
             self.count += 1
@@ -336,14 +354,18 @@ def _said(leaves: Sequence[Any]) -> Hashable | None:
     return tuple(said) if tensors else None
 
 
-def _blocks(model: nn.Module) -> list[tuple[str, nn.Module, Hashable]]:
-    """The repeated blocks of a model, none inside of another, by path and with their kinds."""
-    tensors, modules = Counter[int](), Counter[int]()
-    first: dict[int, str] = {}
+def _names(model: nn.Module) -> dict[int, list[str]]:
+    """Of every parameter and buffer, by identity."""
+    found: dict[int, list[str]] = defaultdict(list)
     for named in (model.named_parameters, model.named_buffers):
         for name, tensor in named(remove_duplicate=False):
-            tensors[id(tensor)] += 1
-            first.setdefault(id(tensor), name)
+            found[id(tensor)].append(name)
+    return found
+
+
+def _blocks(model: nn.Module) -> list[tuple[str, nn.Module, Hashable]]:
+    """The repeated blocks of a model, none inside of another, by path and with their kinds."""
+    names, modules = _names(model), Counter[int]()
     for _, module in model.named_modules(remove_duplicate=False):
         modules[id(module)] += 1
     if any(count > 1 for count in modules.values()):
@@ -355,8 +377,8 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module, Hashable]]:
             found.append((path, type(module)))
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
-                    is_own = tensor is None or tensors[id(tensor)] == 1
-                    whose = None if is_own else first[id(tensor)]
+                    first, *others = names[id(tensor)] if tensor is not None else ("",)
+                    whose = first if others else None
                     form = None if tensor is None else (type(tensor), *_form(tensor))
                     found.append((name, form, whose))
         return tuple(found)

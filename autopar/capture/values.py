@@ -54,8 +54,7 @@ def refresh_with_gradients(builder: GraphBuilder) -> None:
                     seen[key] = _run(node, [live[value] for value in inputs])
                 live[node], over = seen[key]
                 silent += [(node, inputs[position]) for position in over]
-            made = pytree.tree_leaves(live[node])
-            learns = any(leaf.requires_grad for leaf in made if isinstance(leaf, Tensor))
+            learns = any(one.requires_grad for one in flat(live[node]) if isinstance(one, Tensor))
             info(node).differentiable = learns
     apart: dict[int, Tensor] = {}  # of what calls that are alike have made, by identity
 

@@ -19,6 +19,7 @@ import autopar as ap
 from autopar import Precision
 from autopar.capture import capture, export
 from autopar.capture.captured import Captured
+from autopar.capture.hidden import Hiding
 from autopar.capture.repeated import _Followed
 from autopar.strategies.node_info import info
 from tests import mixtures, models
@@ -61,7 +62,7 @@ def both(
         patch.setattr(_Followed, "again", noted)
         once = capture(model, args, kwargs, precision)
     with monkeypatch.context() as patch:
-        patch.setattr(export, "blocks_followed_once", lambda model: nullcontext())
+        patch.setattr(export, "blocks_followed_once", lambda model, shown: nullcontext(Hiding()))
         full = capture(model, args, kwargs, precision)
     assert rows(once) == rows(full)
     for name in ("parameters", "buffers", "inputs", "tied", "classes", "mutations", "key"):
@@ -344,7 +345,8 @@ def test_blocks_that_count_around_their_modules(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(_Followed, "again", lambda *_: pytest.fail("followed once"))
     monkeypatch.setattr(Counting, "shared", [])
     divisions = [n for n in capture(Net(Counting), (X,)).graph.nodes if "div" in n.name]
-    assert [node.args[1] for node in divisions[:-1]] == [2, 3, 4, 5]  # the last is of the mean
+    by = [node.args[1] for node in divisions[:-1]]  # the last is of the mean
+    assert by == [*range(by[0], by[-1] + 1)]
 
 
 class Tied(Net):
@@ -570,3 +572,103 @@ def test_what_callers_of_blocks_set(kind: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(SetsNumbers, "period", 3)
     copied = both(monkeypatch, SetsNumbers(Depends, count=9), (X,))
     assert copied == ["layers.6", "layers.7", "layers.8"]
+
+
+class Outside(nn.Module):
+    """Reads what blocks hold from outside of them, in some way."""
+
+    def __init__(self, read: Callable[[nn.ModuleList], Any], block: Any = Block) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block(index) for index in range(8))
+        self.read = read
+        self.kept = [layer.inner.weight for layer in self.layers]
+        self.holder = SimpleNamespace(weight=self.layers[7].inner.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.read(self)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean() + sum(one.square().sum() for one in found)
+
+
+def _swallowed(net: Outside) -> list[Tensor]:
+    try:
+        return [net.layers[6].inner.weight]
+    except BaseException:
+        return []
+
+
+ROADS: dict[str, Callable[[Any], Any]] = {
+    "parameters": lambda net: net.parameters(),
+    "of one block": lambda net: net.layers[5].parameters(),
+    "by name": lambda net: [net.get_parameter("layers.6.inner.weight")],
+    "attribute": lambda net: [net.layers[3].inner.weight],
+    "getattr": lambda net: [
+        t for b in net.layers if (t := getattr(b.inner, "bias", None)) is not None
+    ],
+    "hasattr": lambda net: (
+        [net.layers[0].inner.weight] if hasattr(net.layers[4].inner, "bias") else []
+    ),
+    "all caught": _swallowed,
+    "all of a module": lambda net: [*vars(net.layers[7].inner)["_parameters"].values()],
+    "a copy": lambda net: [{**net.layers[7].inner._parameters}["weight"]],
+    "states": lambda net: net.layers[7].state_dict(keep_vars=True).values(),
+    "children": lambda net: [m.weight for m in net.modules() if isinstance(m, nn.Linear)],
+    "how many": lambda net: [net.layers[0].inner.weight] * len([*net.layers[7].parameters()]),
+}
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_what_is_read_of_blocks_from_outside(road: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    both(monkeypatch, Outside(ROADS[road]), (X,))
+
+
+@pytest.mark.parametrize(
+    "read", [lambda net: net.kept[4:6], lambda net: [net.holder.weight]], ids=["list", "object"]
+)
+def test_what_is_held_outside_of_parameters_is_refused(read: Any) -> None:
+    with pytest.raises(ap.InvalidInput, match="an input, a parameter, a buffer or an operator"):
+        capture(Outside(read), (X,))
+
+
+class Kinds(Block):
+    """One in `every` blocks is of another kind."""
+
+    every = 2
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.is_other = index % self.every == self.every - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x.sin() if self.is_other else x
+
+
+@pytest.mark.parametrize(("every", "copied"), [(2, 8), (3, 8)])
+def test_blocks_of_two_kinds_in_turn(
+    every: int, copied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Kinds, "every", every)
+    assert len({*both(monkeypatch, Net(Kinds, 12), (X,))}) == copied
+
+
+def test_an_export_has_the_parameters_of_blocks_that_are_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts, plain = [], torch.export.export
+
+    def export_(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        counts.append(len([*model.parameters()]))
+        return plain(model, *args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", export_)
+    net = Net(Block, 12)
+    captured = capture(net, (X,))
+    of_block = len([*net.layers[0].parameters()])
+    assert counts == [2 + 2 * of_block]
+    assert len(captured.parameters) == 2 + 12 * of_block
+    assert all(type(m._parameters) is dict for m in captured.example.model.modules())
+    counts.clear()
+    capture(Net(ReadsIndex, 12), (X,))
+    assert counts == [2 + n * of_block for n in (2, 6, 12)]

@@ -1,0 +1,115 @@
+"""Hidden: blocks that stand for calls of others have no tensors while a model is exported.
+
+Export takes about a millisecond for each parameter, and a block that is not followed needs none.
+Where forward asks for one after all, or fails, it ends with `Needed`: capture begins again with
+more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from autopar.capture.fake import FakeTensor
+from autopar.capture.hooks import while_it_runs
+
+_KINDS = ("_parameters", "_buffers")
+
+
+class Needed(BaseException):
+    """The first `count` blocks of each kind are needed as they are; all, where it is None. No
+    `Exception`: forward is not to catch it."""
+
+    def __init__(self, count: int | None) -> None:
+        self.count = count
+
+
+class Hiding:
+    """The blocks of a model whose tensors are hidden, and whether forward asks for them."""
+
+    def __init__(self) -> None:
+        self.is_any = False
+        self._is_running = False
+        self._needed: Needed | None = None
+
+    @contextmanager
+    def of(self, model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
+        """Within, the modules of these blocks are without their tensors."""
+        spaces = [vars(module) for block in blocks for module in block.modules()]
+        self.is_any = bool(spaces)
+        before = [{kind: space[kind] for kind in _KINDS} for space in spaces]
+        try:
+            for space, held in zip(spaces, before):
+                space.update({kind: _Hidden(one, self) for kind, one in held.items()})
+            with while_it_runs(model, self._runs):
+                yield
+        finally:
+            for space, held in zip(spaces, before):
+                space.update(held)
+
+    def need(self, count: int | None = None) -> None:
+        """End forward, if it runs."""
+        if self._is_running:
+            self._needed = Needed(count)
+            raise self._needed
+
+    def require_unread(self, program: ExportedProgram) -> None:
+        """Some can be read without being asked for: where a list holds them as well, or a function.
+        They have no values, and are no placeholders then."""
+        if not self.is_any:
+            return
+        graphs = (one for one in program.graph_module.modules() if isinstance(one, GraphModule))
+        held = (one for graph in graphs for one in pytree.tree_leaves(list(vars(graph).values())))
+        if any(isinstance(one, FakeTensor) for one in (*program.constants.values(), *held)):
+            raise Needed(None)
+
+    @contextmanager
+    def _runs(self) -> Iterator[None]:
+        was_running, self._is_running = self._is_running, True
+        try:
+            yield
+        except Exception:
+            self._end()
+            raise
+        finally:
+            self._is_running = was_running
+        self._end()
+
+    def _end(self) -> None:
+        """Of forward, which may have caught everything."""
+        if self._needed is not None:
+            raise self._needed
+
+
+class _Hidden(dict[str, Any]):
+    """The parameters, or buffers, of a module: the names that have none."""
+
+    def __init__(self, held: Mapping[str, Any], hiding: Hiding) -> None:
+        super().__init__({name: one for name, one in held.items() if one is None})
+        self.names = {name for name, one in held.items() if one is not None}
+        self.hiding = hiding
+
+
+def _watched(name: str, is_of_one: bool) -> Callable[..., Any]:
+    plain = getattr(dict, name)
+
+    def asked(self: _Hidden, *args: Any, **kwargs: Any) -> Any:
+        if args[0] in self.names if is_of_one else self.names:
+            self.hiding.need()
+        return plain(self, *args, **kwargs)
+
+    return asked
+
+
+_OF_ONE = "__contains__ __getitem__ __setitem__ __delitem__ get pop setdefault"
+_OF_ALL = "__iter__ __reversed__ __len__ __eq__ __or__ __ror__ __ior__ items keys values copy"
+for _name in _OF_ONE.split():
+    setattr(_Hidden, _name, _watched(_name, True))
+for _name in f"{_OF_ALL} update clear popitem".split():
+    setattr(_Hidden, _name, _watched(_name, False))
