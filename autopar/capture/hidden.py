@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import nn
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
+from torch.fx import GraphModule, Node
 
 from autopar.capture.fake import FakeTensor
 from autopar.capture.hooks import while_it_runs
@@ -65,8 +64,11 @@ class Hiding:
         if not self.is_any:
             return
         graphs = (one for one in program.graph_module.modules() if isinstance(one, GraphModule))
-        held = (one for graph in graphs for one in pytree.tree_leaves(list(vars(graph).values())))
-        if any(isinstance(one, FakeTensor) for one in (*program.constants.values(), *held)):
+        read = [getattr(graph, str(one.target)) for graph in graphs for one in _attributes(graph)]
+        read += [
+            program.constants[name] for name in program.graph_signature.lifted_tensor_constants
+        ]
+        if any(isinstance(one, FakeTensor) for one in read):
             raise Needed(None)
 
     @contextmanager
@@ -94,6 +96,10 @@ class _Hidden(dict[str, Any]):
         super().__init__({name: one for name, one in held.items() if one is None})
         self.names = {name for name, one in held.items() if one is not None}
         self.hiding = hiding
+
+
+def _attributes(module: GraphModule) -> Iterable[Node]:
+    return module.graph.find_nodes(op="get_attr")
 
 
 def _watched(name: str, is_of_one: bool) -> Callable[..., Any]:

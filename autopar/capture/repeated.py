@@ -35,6 +35,7 @@ from autopar.capture.templates import AGAIN, BEGINS, ENDS
 
 FEWEST = 3  # of a kind: two are followed anyway
 _KINDS = 8  # at most, of those that differ in what forward reads
+WORTH_HIDING = 200  # tensors: to begin again, where it goes wrong, takes export as long as these
 
 
 _SWITCHES = (
@@ -94,18 +95,14 @@ def blocks_followed_once(model: nn.Module, shown: int | None) -> Iterator[Hiding
     """Within, one block of each kind in `model` is followed, and the others stand for calls of it
     in the graph: `Templates` has them written out. Of each kind so many are `shown`, the tensors of
     the others are hidden."""
-    follower, hidden, count = _Follower(), list[nn.Module](), Counter[Hashable]()
-    names = _names(model)
+    follower = _Follower()
+    blocks = _blocks(model)
+    hidden = {} if shown is None else _worth_hiding(model, blocks, shown)
     with ExitStack() as stack:
-        for path, block, kind in _blocks(model):
-            count[kind] += 1
-            is_own = all(len(names[id(tensor)]) == 1 for _, tensor in _tensors(block))
-            is_hidden = shown is not None and count[kind] > shown and is_own
-            needed = 2 * count[kind] if is_hidden else None
-            block.__dict__["forward"] = follower.around(path, block, kind, needed)
+        for path, block, kind in blocks:
+            around = follower.around(path, block, kind, hidden.get(block))
+            block.__dict__["forward"] = around
             stack.callback(block.__dict__.pop, "forward")
-            if is_hidden:
-                hidden.append(block)
         stack.enter_context(follower.hiding.of(model, hidden))
         asks = Asked.sliced
 
@@ -115,6 +112,20 @@ def blocks_followed_once(model: nn.Module, shown: int | None) -> Iterator[Hiding
 
         stack.enter_context(replaced(Asked, "sliced", sliced))
         yield follower.hiding
+
+
+def _worth_hiding(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module, Hashable]], shown: int
+) -> dict[nn.Module, int]:
+    """The blocks to hide, each with how many of its kind are to be shown where it is needed."""
+    names, count = _names(model), Counter[Hashable]()
+    found: dict[nn.Module, int] = {}
+    for _, block, kind in blocks:
+        count[kind] += 1
+        if count[kind] > shown and all(len(names[id(one)]) == 1 for _, one in _tensors(block)):
+            found[block] = 2 * count[kind]
+    many = sum(len([*_tensors(block)]) for block in found)
+    return found if many >= WORTH_HIDING else {}
 
 
 class _Follower:

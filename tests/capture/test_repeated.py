@@ -17,13 +17,19 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar as ap
 from autopar import Precision
-from autopar.capture import capture, export
+from autopar.capture import capture, export, repeated
 from autopar.capture.captured import Captured
 from autopar.capture.hidden import Hiding
 from autopar.capture.repeated import _Followed
 from autopar.strategies.node_info import info
 from tests import mixtures, models
 from tests.models import Case
+
+
+@pytest.fixture(autouse=True)
+def hiding_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeated, "WORTH_HIDING", 1)
+
 
 FACTS = ("module", "source", "differentiable", "learns", "checkpoint", "parts", "on_host")
 Again = Callable[[_Followed, str, Any], Any]
