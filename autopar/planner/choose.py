@@ -270,6 +270,8 @@ class Planner:
                 return
             yield from weighed(self._placed(free, stages, parts, others))
             yield from weighed(self._placed(free, stages, parts, settings, is_leaner=True))
+            if asked.is_all:  # it takes no search
+                yield from weighed(self._moved_to_host(free))
         if self.request.mode == "auto" and not is_crowded:
             yield from weighed(self._with_states(asked, stages, parts))
             for states in others:
@@ -294,9 +296,11 @@ class Planner:
         if free.seconds / stages + self._promises.update >= self._fastest:
             return
         self.report("memory", "states on the host")
-        if not asked.is_all or free.held.activations <= self.memory:
+        if not asked.is_all:
             yield from self._placed(free, stages, parts, self._hosted)
             yield from self._placed(free, stages, parts, self._hosted, is_leaner=True)
+        elif self._promises.is_crowded(stages, parts):
+            yield from self._moved_to_host(free)
         for states in self._hosted if asked.is_all and len(self.regions.kinds) > 1 else ():
             source = free.placed(states)
             may_win = not source.fits(self.memory) and source.seconds < self._fastest
@@ -307,14 +311,18 @@ class Planner:
         for states in self._hosted if is_open else ():
             yield from self._with_states(replace(asked, states=states), stages, parts)
 
+    def _moved_to_host(self, free: Candidate) -> Iterator[Candidate]:
+        """A program without stages, and its layouts, with states on the host."""
+        may_win = free.seconds + self._promises.update < self._fastest
+        if may_win and free.held.activations <= self.memory:
+            yield from self._placed(free, 1, free.microbatches, self._hosted)
+
     def _leanest(self, stages: int, parts: int) -> Iterator[Candidate]:
         """The ways that take least with so many stages and micro-batches."""
         kinds = (*self.regions.staged[::-1], *self.regions.leaner(self.request.cluster.device.host))
         schedules = () if self._is_straight(stages) else self._pipelines.schedules(stages, parts)
-        asked, about = (
-            self._layout_request(stages, parts),
-            partial(self._pipelines.staged, stages=stages),
-        )
+        asked = self._layout_request(stages, parts)
+        about = partial(self._pipelines.staged, stages=stages)
         settings = [*self.request.settings(stages), *self._hosted]
         # States that are cut are gathered: layouts that cut them themselves may take less.
         for states in dict.fromkeys((settings[-1], settings[0])):
@@ -362,7 +370,7 @@ class Planner:
 
     def _mixed(self, laid: Candidate) -> Candidate | None:
         about = self._regions_of(laid), self.memory, self.ledger.dropped, self._whole, self._fastest
-        return mixed(laid, *about)
+        return mixed(laid, *about, self.ledger.go_on)
 
     def _is_straight(self, stages: int) -> bool:
         """Whether devices hold no more than one program."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from autopar.cost.footprint import LASTING
 from autopar.pipeline.stages.stretch import NotAlike
@@ -22,10 +23,11 @@ def mixed(
     dropped: list[Candidate],
     whole: Whole | None = None,
     fastest: float = math.inf,
+    go_on: Callable[[], None] = lambda: None,
 ) -> Candidate | None:
     """The same layouts, with the regions recomputed that make them fit at least cost. The leanest
     of what does not fit is `dropped`. `whole`: of the program that `laid` stands for, if it does.
-    What is sure to take `fastest` is none."""
+    What is sure to take `fastest` is none. `go_on` may raise, before each long part."""
     plain = laid.recomputed(regions.all(PLAIN))
     held = plain.held
     there = sum(getattr(held, kind) for kind in (*LASTING, "gradients", "gathered"))
@@ -36,10 +38,14 @@ def mixed(
         dropped.append(laid.recomputed(regions.all(KINDS[-1])))
         return None
     ways = {kind: laid.recomputed(regions.all(kind)) for kind in KINDS}
-    graphs = {kind: way.rewritten for kind, way in ways.items()}
+    graphs = {}
+    for kind, way in ways.items():
+        go_on()
+        graphs[kind] = way.rewritten
     members = members_of(laid.captured, regions.free)
     if members is None:
         raise NotAlike  # a region is in part in the block that stands for others
+    go_on()
     problem = mixed_problem(graphs, members, laid.prices, plain.repeats)
     mix = problem.solve(room, host)
     if whole is not None and mix is not None and mix.own is None and _may_win(laid, mix, fastest):
@@ -53,6 +59,7 @@ def mixed(
             break
         if not _may_win(laid, mix, fastest):
             return None
+        go_on()
         if mix.own is not None:
             mixed = laid.recomputed(regions.fixed | mix.own)
         else:

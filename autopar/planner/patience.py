@@ -17,7 +17,7 @@ from autopar.errors import InvalidInput
 from autopar.lines import shorten
 
 SECONDS = 10.0
-_LAST = 0.8  # times what capture took: the program of what was chosen is made of all calls, too
+_LAST = 1.0  # times what capture took: the program of what was chosen is made of all calls, too
 _STEP = 0.04  # times all: between two looks at the clock
 _AGES = 1e12
 _LATE = 5
