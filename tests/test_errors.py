@@ -380,6 +380,10 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: ap.parallelize(Two(), ones(), mesh=D4),  # type: ignore[arg-type]
         ["the positional example inputs are a tuple", "Tensor", "(x,)"],
     ),
+    "inputs by name in the place of a tuple": (
+        lambda: ap.plan(Two(), {"x": ones()}, cluster=D8),  # type: ignore[arg-type]
+        ["the positional example inputs are a tuple", "dict", "as kwargs="],
+    ),
     "too many arguments": (
         lambda: parallel(Two(), ones(), ones()),
         ["fit the signature of forward", "too many positional", "def forward(self, x"],

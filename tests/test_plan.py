@@ -524,7 +524,7 @@ def test_a_limit_that_nothing_meets_says_what_would_help():
     with pytest.raises(ap.InvalidInput) as error:
         ap.plan(case.model, case.args, memory=1000, **options)
     assert "the least that was found takes" in str(error.value)
-    assert "more devices could hold them" in str(error.value)
+    assert "more devices could hold all" in str(error.value)
     of_parts = SmallestFootprint(str(MESH), MESH.size, memory=100.0, states=40.0, microbatches=2)
     assert "microbatches=6 " in of_parts.remedy(60.0)
     below = replace(of_parts, is_bound=True)
@@ -536,7 +536,7 @@ def test_a_limit_that_nothing_meets_says_what_would_help():
             ap.plan(case.model, case.args, **options)
         assert error.value.rule == "a plan fits into the memory of every device"
         assert "the least that was found takes" in str(error.value)
-        assert "more devices could hold them" in str(error.value)
+        assert "more devices could hold all" in str(error.value)
 
 
 @pytest.mark.parametrize("mode", ["data", "auto"])

@@ -63,7 +63,9 @@ def check_call(model: object, args: object, kwargs: object, given: str = EXAMPLE
         raise InvalidInput(
             "the positional example inputs are a tuple",
             got=f"{type(args).__name__}",
-            remedy="write (x,) for one input",
+            remedy="hand over a mapping of names as kwargs="
+            if isinstance(args, Mapping)
+            else "write (x,) for one input",
         )
     named = {} if kwargs is None else kwargs
     if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):

@@ -47,10 +47,10 @@ class SmallestFootprint:
         activations = self.memory - self.states
         untried = f"{' or '.join(self.untried)} may make room; " if self.untried else ""
         if self.states >= limit:
-            devices = math.ceil(self.devices * self.states / limit)
+            devices = math.ceil(self.devices * self.memory / limit)
             return (
                 f"{untried}more devices: parameters, gradients and optimizer alone take "
-                f"{bytes_text(self.states, 4)} on each, {devices} or more devices could hold them; "
+                f"{bytes_text(self.states, 4)} on each, {devices} or more devices could hold all; "
                 "or devices with more memory"
             )
         if self.memory <= limit:
