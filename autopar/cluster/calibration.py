@@ -24,7 +24,7 @@ import torch
 from autopar.cluster.machines import REACHED, Device, Host, Link, Node
 from autopar.errors import ExecutionError
 
-VERSION = 3
+VERSION = 4
 MOST_PROCESSES = 8  # more are not started to measure; what they share is shared further
 
 # How often alpha and V/B count in the formula of each collective over p ranks.
@@ -33,8 +33,9 @@ _ALPHAS = {
     "all_gather": lambda p: p - 1,
     "reduce_scatter": lambda p: p - 1,
     "all_to_all": lambda p: p - 1,
+    "shift": lambda p: 1,
 }
-_VOLUMES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+_VOLUMES = {"all_reduce": lambda p: 2 * (p - 1) / p, "shift": lambda p: 1.0}
 
 
 # A plain guess at such a machine, the same everywhere.
@@ -105,7 +106,7 @@ def fit(timings: list[tuple[str, int, int, float]]) -> dict[tuple[str, int], tup
     for kind, ranks in {(kind, ranks): None for kind, ranks, _, _ in timings}:
         points = sorted((size, t) for k, n, size, t in timings if (k, n) == (kind, ranks))
         (small, fast), (large, slow) = points[0], points[-1]
-        volume = _VOLUMES[kind] * (ranks - 1) / ranks
+        volume = _VOLUMES.get(kind, lambda p: (p - 1) / p)(ranks)
         # Noise can make the large one as fast as the small one; it is never more than 50 times so.
         bandwidth = volume * (large - small) / max(slow - fast, slow / 50)
         found[kind, ranks] = (fast / _ALPHAS[kind](ranks), bandwidth)

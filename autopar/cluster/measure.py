@@ -94,7 +94,19 @@ def collective(
     if kind == "reduce_scatter":
         return lambda: dist.reduce_scatter_tensor(piece, whole, group=group)
     other = torch.zeros_like(whole)
+    if kind == "shift":
+        return partial(shift, whole, other, size)
     return lambda: dist.all_to_all_single(other, whole, group=group)
+
+
+def shift(sent: torch.Tensor, received: torch.Tensor, size: int) -> None:
+    """Each rank sends to the next one in a group of so many neighbours."""
+    rank = dist.get_rank()
+    first, place = rank - rank % size, rank % size
+    after, before = (first + (place + step) % size for step in (1, -1))
+    moves = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, received, before)]
+    for under_way in dist.batch_isend_irecv(moves):
+        under_way.wait()
 
 
 def measure_links(ranks: int) -> list[tuple[str, int, int, float]]:
@@ -104,7 +116,7 @@ def measure_links(ranks: int) -> list[tuple[str, int, int, float]]:
     for size in [n for n in range(2, ranks + 1) if ranks % n == 0]:
         groups = [dist.new_group(range(at, at + size)) for at in range(0, ranks, size)]
         group = groups[rank // size]
-        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift"):
             for total in BYTES:
                 try:
                     seconds = timed(collective(kind, size, total, group), BUDGET / 2)

@@ -122,14 +122,24 @@ class Travelling:
     arrive: Callable[[], Tensors]
 
 
+class Again(NamedTuple):
+    """Bytes of each piece of work but the first."""
+
+    pieces: int
+    read: float
+    written: float = 0.0
+
+
 @dataclass(frozen=True)
 class Traffic:
-    """What one member moves in a call: collectives by kind, each of so many bytes; and how many
-    more times it starts to compute, forward and backward, than a call on its pieces does."""
+    """What one member moves in a call: collectives by kind, each of so many bytes; how many more
+    times it starts to compute, forward and backward, than a call on its pieces does; and of calls
+    that go piece by piece, what each further piece reads and writes that the first one did."""
 
     forward: tuple[tuple[str, Any], ...] = ()
     backward: tuple[tuple[str, Any], ...] = ()
     starts: tuple[int, int] = (0, 0)
+    again: tuple[Again, Again] | None = None
 
 
 @dataclass(frozen=True)

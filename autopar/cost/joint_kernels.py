@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 
 from autopar.collectives.together import JointKernel, Traffic
 from autopar.cost.collective import Collective, When
-from autopar.cost.operators import ShardSizes
+from autopar.cost.operators import ShardSizes, rooflines, work
 from autopar.cost.price import ClusterPrice
 from autopar.cost.state_price import NodeCost, StatePrice
 from autopar.mesh import Mesh
 from autopar.strategies import KernelCall, Strategy
 from autopar.strategies.rule import Facts
 from autopar.strategies.strategy import Reads
+
+WAYS = "forward", "backward"
 
 
 class Computed(NamedTuple):
@@ -88,16 +90,32 @@ def messages_inside(
     if found is None:
         return NodeCost()
     kernel, axes, traffic = found
-    ways = [(traffic.forward, traffic.starts[0], computed.forward)]
+    ways = [(traffic.forward, computed.forward)]
     if any(facts.differentiable):
-        ways.append((traffic.backward, traffic.starts[1], computed.backward))
-    device = price.cluster.device
-    start = device.overhead + device.half(facts.dtype) / device.peak(facts.dtype)
+        ways.append((traffic.backward, computed.backward))
     shown, hidden = [0.0, 0.0], 0.0
-    for way, (moved, starts, beside) in enumerate(ways):
+    for way, (moved, beside) in enumerate(ways):
         alike = Counter(moved)  # many steps of a ring move as much
         seconds = sum(n * float(price.seconds(kind, axes, b)) for (kind, b), n in alike.items())
         behind = StatePrice(price, overlap).hidden(seconds, beside) if kernel.is_hidden else 0.0
-        shown[way] = seconds - float(behind) + starts * start
+        shown[way] = seconds - float(behind) + _begun(facts, strategy, price, traffic, way)
         hidden += float(behind)
     return NodeCost(shown[0], shown[1], hidden)
+
+
+def _begun(
+    facts: Facts, strategy: Strategy, price: ClusterPrice, traffic: Traffic, way: int
+) -> float:
+    """Seconds of computing that begins several times, which it does not take in one."""
+    device, starts = price.cluster.device, traffic.starts[way]
+    start = device.overhead + device.half(facts.dtype) / device.peak(facts.dtype)
+    if traffic.again is None:
+        return starts * start
+    count, read, written = traffic.again[way]
+    done = work(facts, ShardSizes(facts.rule, [strategy], price.mesh))
+    formula, values = rooflines(facts, done, device)[WAYS[way]]
+    piece = {symbol: values[symbol] / count for symbol in ("F", "M", "N", "S")}
+    piece["M"] += read * (1 - 1 / count)
+    piece["N"] += written * (1 - 1 / count)
+    more = count * formula(**values | piece) - formula(**values)
+    return float(more.item()) + (starts - count + 1) * start

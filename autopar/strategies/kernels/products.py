@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from autopar.collectives.together import Group, JointKernel, Shift, Steps, Traffic
+from autopar.collectives.together import Again, Group, JointKernel, Shift, Steps, Traffic
 
 ROWS = -2  # the dim that travels
 
@@ -129,14 +129,24 @@ def _gathered_traffic(
     count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
 ) -> Traffic:
     once, rings = (("shift", inputs[0]),) * (count - 1), sum(needs)
-    return Traffic(once, once * rings, (count - 1, rings * (count - 1)))
+    again = Again(count, inputs[1]), _slopes_again(count, inputs[1], needs)
+    return Traffic(once, once * rings, (count - 1, rings * (count - 1)), again)
 
 
 def _scattered_traffic(
     count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
 ) -> Traffic:
     once = (("shift", outputs[0]),) * (count - 1)
-    return Traffic(once, once, (count - 1, sum(needs) * (count - 1)))
+    again = (
+        Again(count, inputs[1] + 2 * outputs[0], outputs[0]),
+        _slopes_again(count, inputs[1], needs),
+    )
+    return Traffic(once, once, (count - 1, sum(needs) * (count - 1)), again)
+
+
+def _slopes_again(count: int, weight: float, needs: Sequence[bool]) -> Again:
+    """The weight is read for each piece of the gradient of rows; that of the weight is added to."""
+    return Again(count, weight * sum(needs[:2]), weight * needs[1])
 
 
 GATHERED = JointKernel(gathered_product, gathered_product_backward, _gathered_traffic, True)
