@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar.cluster import Cluster
+from autopar.cluster.machines import Link, Node
+from autopar.cost.joint_kernels import Computed, messages_inside
 from autopar.cost.operators import ShardSizes, facts_of, work
+from autopar.cost.price import ClusterPrice
 from autopar.strategies import Strategy
 from autopar.strategies.node_info import info
 from tests.models import ZOO
@@ -116,3 +119,30 @@ def test_cores_of_a_host_take_whole_blocks_of_keys_and_exponentials() -> None:
     node = replace(ap.Cluster.preset("dgx-h100").nodes[0], devices=1)
     one = replace(ap.Cluster.preset("dgx-h100"), nodes=(node,))
     assert seconds(True, 4096, one) / seconds(False, 4096, one) == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("way", ["gather", "scatter"])
+@pytest.mark.parametrize("is_slow", [True, False], ids=["by memory", "by FLOPs"])
+def test_each_piece_of_a_product_reads_its_matrix_again(way: str, is_slow: bool) -> None:
+    """On four ranks without latency and overhead: three pieces more."""
+    x = torch.empty(16, 64, device="meta", requires_grad=True)
+    mesh, linear = ap.Mesh(x=4), nn.Linear(64, 32, bias=False, device="meta")
+    named = Cluster.preset("dgx-h100")
+    device = replace(named.device, overhead=0.0, half_flops=0.0, half_bytes=0.0, far_seconds=0.0)
+    device = replace(device, bandwidth=1e3 if is_slow else 1e15, flops={"f32": 1e15})
+    if not is_slow:
+        device = replace(device, flops={"f32": 1e3})
+    captured = ap.plan(linear, (x,), cluster=named, mesh=mesh, mode="data").captured
+    (node,) = [one for one in captured.operators if "linear" in str(one.target)]
+    rule = captured.priced[node.name]
+    assert rule is not None
+    facts, strategy = facts_of(node, rule, node.all_input_nodes), Strategy.of(**{way: "x"})
+    machines = Cluster((Node(device, 4, Link(0.0, 1e18)),), Link(0.0, 1e18))
+    price = ClusterPrice(machines, mesh, 1 << 20)
+    found = messages_inside(facts, strategy, price, 0.0, Computed(0.0, 0.0))
+    weight, rows = 4 * 64 * 32 / 4, 4 * 4 * 32  # bytes that a rank holds of the one, and makes
+    read = 3 * weight + (3 * 3 * rows if way == "scatter" else 0)
+    added = 3 * (2 * weight + weight)  # for both gradients, of which one is added to
+    expected = (read, added) if is_slow else (0.0, 0.0)
+    for seconds, size in zip((found.forward, found.backward), expected):
+        assert seconds == pytest.approx(size / device.throughput, abs=1e-6)

@@ -19,7 +19,7 @@ def test_two_processes_measure_themselves() -> None:
     assert node.device.near_bytes >= 0
     assert 0 <= node.device.far_seconds < 1e-7
     kinds = {kind for kind, _ in node.link.measured}
-    assert {"all_reduce", "all_gather"} <= kinds
+    assert {"all_reduce", "all_gather", "shift"} <= kinds
     assert all(alpha > 0 and rate > 0 for alpha, rate in node.link.measured.values())
 
 
@@ -38,6 +38,15 @@ def test_noise_never_gives_an_endless_bandwidth() -> None:
     timings = [("all_reduce", 2, 1000, 1e-3), ("all_reduce", 2, 1_000_000, 0.9e-3)]
     ((_, bandwidth),) = fit(timings).values()
     assert 0 < bandwidth < 1e12
+
+
+def test_a_message_to_a_neighbour_moves_all_its_bytes() -> None:
+    timings = [
+        (kind, 4, 1000 * n, 1e-3 * (n + 1)) for kind in ("shift", "all_gather") for n in (1, 9)
+    ]
+    found = fit(timings)
+    assert found["shift", 4] == pytest.approx((2e-3, 1e6))
+    assert found["all_gather", 4] == pytest.approx((2e-3 / 3, 0.75e6))
 
 
 def test_overlap_is_what_both_together_spare() -> None:
