@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 import pickle
 import re
 from dataclasses import fields, replace
@@ -524,8 +525,9 @@ def test_a_limit_that_nothing_meets_says_what_would_help():
     with pytest.raises(ap.InvalidInput) as error:
         ap.plan(case.model, case.args, memory=1000, **options)
     assert "the least that was found takes" in str(error.value)
-    assert "more devices could hold all" in str(error.value)
+    assert "more devices could hold these and activations" in str(error.value)
     of_parts = SmallestFootprint(str(MESH), MESH.size, memory=100.0, states=40.0, microbatches=2)
+    assert f" {math.ceil(MESH.size * 100 / 30)} or more" in of_parts.remedy(30.0)
     assert "microbatches=6 " in of_parts.remedy(60.0)
     below = replace(of_parts, is_bound=True)
     assert "at least 100 bytes are needed" in below.said(60.0)
@@ -536,7 +538,7 @@ def test_a_limit_that_nothing_meets_says_what_would_help():
             ap.plan(case.model, case.args, **options)
         assert error.value.rule == "a plan fits into the memory of every device"
         assert "the least that was found takes" in str(error.value)
-        assert "more devices could hold all" in str(error.value)
+        assert "more devices could hold these and activations" in str(error.value)
 
 
 @pytest.mark.parametrize("mode", ["data", "auto"])

@@ -1,6 +1,6 @@
 """Counters: what a module keeps in plain attributes from call to call, which a program cannot.
 
-Export runs forward once, and keeps the value that a number had then. One that is set to the same
+Export follows forward, and keeps the value that a number had then. One that is set to the same
 value at every call (a length taken from the input) does no harm; one that a second call would
 change again is told to the user. A tensor that follows from inputs or parameters, and that a second
 call would read, is refused: its program would have none, or that of the example.

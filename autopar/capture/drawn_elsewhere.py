@@ -1,6 +1,6 @@
 """Drawn elsewhere: random numbers of Python or numpy in forward, which no program draws again.
 
-Forward runs once while it is followed, and whatever it draws so would stand in the program for
+A program is what one run of forward did, and whatever it draws so would stand in the program for
 ever: it is refused. Not where the number is only asked whether it lies outside of its range (`if
 random.random() < self.layerdrop` with a layerdrop of 0), nor after a seed that forward sets itself.
 """

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from autopar.capture.each import loops_over_experts
 from autopar.capture.failure import EXAMPLE, check_call, explain, require_one_dtype
 from autopar.capture.fake import (
     FakeTensorMode,
+    by_every_name,
     computing,
     fake_inputs,
     fake_model,
@@ -99,15 +101,17 @@ def capture(
 
     With a `precision` it begins with casts of what is kept and given to what it computes in.
     `given`: what errors call these arguments. `values`: the flat arguments as they were handed
-    over, if these are their shapes only."""
+    over, if these are their shapes only. Forward may be followed again, with more of its blocks
+    (hidden.py)."""
     check_call(model, args, kwargs, given)
+    attempt = partial(_captured, model, args, kwargs, precision, given, values)
     shown: int | None = FEWEST - 1
-    for is_first in (True, False):
+    for _ in range(2):
         try:
-            return _captured(model, args, kwargs, precision, given, values, shown)
+            return attempt(shown)
         except Needed as needed:
-            shown = needed.count if is_first else None
-    return _captured(model, args, kwargs, precision, given, values, None)
+            shown = needed.count
+    return attempt(None)
 
 
 def _captured(
@@ -148,7 +152,7 @@ def _captured(
                 program, contents = _export(run, mode, own_args, own_kwargs, given, files, shown)
         require_casting(program)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
-        read = dict([*_all_of(run)])
+        read = dict(by_every_name(run))
         builder = flatten(program, mode, _canonical(copy), held, read, input_spec, fakes)
         normalise(builder)
         require_rows(builder)
@@ -205,15 +209,9 @@ def _canonical(model: nn.Module) -> dict[str, str]:
     """Every name of every parameter and buffer -> the first name of the same tensor."""
     names: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name, tensor in _all_of(model):
+    for name, tensor in by_every_name(model):
         names[name] = first.setdefault(id(tensor), name)
     return names
-
-
-def _all_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers by each of their names, in the order of an export."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _in_several_dtypes(parameter: fx.Node, precision: Precision) -> StateBytes:

@@ -149,10 +149,15 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> t
     return fake_like(mode, tensor, place)
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers, and tensors that are plain attributes of modules."""
+def by_every_name(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers by each of their names, in the order of an export."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers, and tensors that are plain attributes of modules."""
+    yield from by_every_name(model)
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):

@@ -49,7 +49,7 @@ from autopar.errors import InvalidInput, unforeseen
 from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
-HELD = (InputKind.PARAMETER, InputKind.BUFFER)
+_HELD = (InputKind.PARAMETER, InputKind.BUFFER)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _placeholders(
     values: dict[fx.Node, Any] = {}
     users = []
     for old, spec in specs.items():
-        if spec.kind in HELD:
+        if spec.kind in _HELD:
             continue
         if spec.kind is InputKind.CONSTANT_TENSOR:
             assert spec.target is not None
@@ -154,7 +154,7 @@ def _placeholders(
     for old, node in values.items():
         if isinstance(node, fx.Node):
             values[old] = _cast(builder, node, info(old).val, casts)
-    values |= {old: held[str(spec.target)] for old, spec in specs.items() if spec.kind in HELD}
+    values |= {old: held[str(spec.target)] for old, spec in specs.items() if spec.kind in _HELD}
     return values, held
 
 

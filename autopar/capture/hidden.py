@@ -2,7 +2,7 @@
 
 Export takes about a millisecond for each parameter, and a block that is not followed needs none.
 Where forward asks for one after all, or fails, it ends with `Needed`: capture begins again with
-more.
+more of them. Hidden are as many as are worth beginning again (`repeated.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from autopar.capture.fake import FakeTensor
 from autopar.capture.hooks import while_it_runs
@@ -64,7 +64,11 @@ class Hiding:
         if not self.is_any:
             return
         graphs = (one for one in program.graph_module.modules() if isinstance(one, GraphModule))
-        read = [getattr(graph, str(one.target)) for graph in graphs for one in _attributes(graph)]
+        read = [
+            getattr(graph, str(node.target))
+            for graph in graphs
+            for node in graph.graph.find_nodes(op="get_attr")
+        ]
         read += [
             program.constants[name] for name in program.graph_signature.lifted_tensor_constants
         ]
@@ -76,37 +80,26 @@ class Hiding:
         was_running, self._is_running = self._is_running, True
         try:
             yield
-        except Exception:
-            self._end()
-            raise
         finally:
             self._is_running = was_running
-        self._end()
-
-    def _end(self) -> None:
-        """Of forward, which may have caught everything."""
-        if self._needed is not None:
-            raise self._needed
+            if self._needed is not None:  # whatever forward made of it
+                raise self._needed
 
 
 class _Hidden(dict[str, Any]):
-    """The parameters, or buffers, of a module: the names that have none."""
+    """The parameters, or buffers, of a module, without those that there are."""
 
     def __init__(self, held: Mapping[str, Any], hiding: Hiding) -> None:
         super().__init__({name: one for name, one in held.items() if one is None})
-        self.names = {name for name, one in held.items() if one is not None}
+        self.hidden = {name for name, one in held.items() if one is not None}
         self.hiding = hiding
-
-
-def _attributes(module: GraphModule) -> Iterable[Node]:
-    return module.graph.find_nodes(op="get_attr")
 
 
 def _watched(name: str, is_of_one: bool) -> Callable[..., Any]:
     plain = getattr(dict, name)
 
     def asked(self: _Hidden, *args: Any, **kwargs: Any) -> Any:
-        if args[0] in self.names if is_of_one else self.names:
+        if args[0] in self.hidden if is_of_one else self.hidden:
             self.hiding.need()
         return plain(self, *args, **kwargs)
 
@@ -114,8 +107,8 @@ def _watched(name: str, is_of_one: bool) -> Callable[..., Any]:
 
 
 _OF_ONE = "__contains__ __getitem__ __setitem__ __delitem__ get pop setdefault"
-_OF_ALL = "__iter__ __reversed__ __len__ __eq__ __or__ __ror__ __ior__ items keys values copy"
+_OF_ALL = "__iter__ __reversed__ __len__ __eq__ __ne__ __or__ __ror__ __ior__ items keys values"
 for _name in _OF_ONE.split():
     setattr(_Hidden, _name, _watched(_name, True))
-for _name in f"{_OF_ALL} update clear popitem".split():
+for _name in f"{_OF_ALL} copy update clear popitem".split():
     setattr(_Hidden, _name, _watched(_name, False))

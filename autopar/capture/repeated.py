@@ -26,7 +26,7 @@ from autopar._torch import memory_of, traced_node
 from autopar.capture.attributes import PLAIN, Reads, has_same, is_equal, is_kept, kept, noted
 from autopar.capture.autocasts import active
 from autopar.capture.decisions import Asked
-from autopar.capture.fake import FakeTensor
+from autopar.capture.fake import FakeTensor, by_every_name
 from autopar.capture.hidden import Hiding
 from autopar.capture.hooks import replaced
 from autopar.capture.named import Named
@@ -93,8 +93,8 @@ class _Followed:
 @contextmanager
 def blocks_followed_once(model: nn.Module, shown: int | None) -> Iterator[Hiding]:
     """Within, one block of each kind in `model` is followed, and the others stand for calls of it
-    in the graph: `Templates` has them written out. Of each kind so many are `shown`, the tensors of
-    the others are hidden."""
+    in the graph: `Templates` has them written out. Of each kind so many are `shown`; the tensors of
+    the others are hidden, where that spares enough."""
     follower = _Follower()
     blocks = _blocks(model)
     hidden = {} if shown is None else _worth_hiding(model, blocks, shown)
@@ -117,7 +117,8 @@ def blocks_followed_once(model: nn.Module, shown: int | None) -> Iterator[Hiding
 def _worth_hiding(
     model: nn.Module, blocks: Sequence[tuple[str, nn.Module, Hashable]], shown: int
 ) -> dict[nn.Module, int]:
-    """The blocks to hide, each with how many of its kind are to be shown where it is needed."""
+    """The blocks to hide, each with how many of its kind are to be shown where it is needed: as
+    many again, for kinds come in turn."""
     names, count = _names(model), Counter[Hashable]()
     found: dict[nn.Module, int] = {}
     for _, block, kind in blocks:
@@ -368,9 +369,8 @@ def _said(leaves: Sequence[Any]) -> Hashable | None:
 def _names(model: nn.Module) -> dict[int, list[str]]:
     """Of every parameter and buffer, by identity."""
     found: dict[int, list[str]] = defaultdict(list)
-    for named in (model.named_parameters, model.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            found[id(tensor)].append(name)
+    for name, tensor in by_every_name(model):
+        found[id(tensor)].append(name)
     return found
 
 

@@ -35,7 +35,13 @@ _ALPHAS = {
     "all_to_all": lambda p: p - 1,
     "shift": lambda p: 1,
 }
-_VOLUMES = {"all_reduce": lambda p: 2 * (p - 1) / p, "shift": lambda p: 1.0}
+_VOLUMES = {
+    "all_reduce": lambda p: 2 * (p - 1) / p,
+    "all_gather": lambda p: (p - 1) / p,
+    "reduce_scatter": lambda p: (p - 1) / p,
+    "all_to_all": lambda p: (p - 1) / p,
+    "shift": lambda p: 1.0,
+}
 
 
 # A plain guess at such a machine, the same everywhere.
@@ -106,7 +112,7 @@ def fit(timings: list[tuple[str, int, int, float]]) -> dict[tuple[str, int], tup
     for kind, ranks in {(kind, ranks): None for kind, ranks, _, _ in timings}:
         points = sorted((size, t) for k, n, size, t in timings if (k, n) == (kind, ranks))
         (small, fast), (large, slow) = points[0], points[-1]
-        volume = _VOLUMES.get(kind, lambda p: (p - 1) / p)(ranks)
+        volume = _VOLUMES[kind](ranks)
         # Noise can make the large one as fast as the small one; it is never more than 50 times so.
         bandwidth = volume * (large - small) / max(slow - fast, slow / 50)
         found[kind, ranks] = (fast / _ALPHAS[kind](ranks), bandwidth)

@@ -95,16 +95,20 @@ def collective(
         return lambda: dist.reduce_scatter_tensor(piece, whole, group=group)
     other = torch.zeros_like(whole)
     if kind == "shift":
-        return partial(shift, whole, other, size)
+        return partial(shift, whole, other, size, group)
     return lambda: dist.all_to_all_single(other, whole, group=group)
 
 
-def shift(sent: torch.Tensor, received: torch.Tensor, size: int) -> None:
-    """Each rank sends to the next one in a group of so many neighbours."""
-    rank = dist.get_rank()
-    first, place = rank - rank % size, rank % size
-    after, before = (first + (place + step) % size for step in (1, -1))
-    moves = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, received, before)]
+def shift(
+    sent: torch.Tensor, received: torch.Tensor, size: int, group: dist.ProcessGroup | None
+) -> None:
+    """Each rank sends to the next one in a group."""
+    place = dist.get_rank(group)
+    after, before = ((place + step) % size for step in (1, -1))
+    moves = [
+        dist.P2POp(dist.isend, sent, group=group, group_peer=after),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=before),
+    ]
     for under_way in dist.batch_isend_irecv(moves):
         under_way.wait()
 

@@ -122,10 +122,10 @@ class Travelling:
     arrive: Callable[[], Tensors]
 
 
-class Again(NamedTuple):
-    """Bytes of each piece of work but the first."""
+class FurtherPiece(NamedTuple):
+    """Bytes that each piece of a product but the first reads and writes, beside its part of what is
+    read and written once."""
 
-    pieces: int
     read: float
     written: float = 0.0
 
@@ -133,13 +133,13 @@ class Again(NamedTuple):
 @dataclass(frozen=True)
 class Traffic:
     """What one member moves in a call: collectives by kind, each of so many bytes; how many more
-    times it starts to compute, forward and backward, than a call on its pieces does; and of calls
-    that go piece by piece, what each further piece reads and writes that the first one did."""
+    times it starts to compute, forward and backward, than a call on its pieces does; and of a call
+    with a piece for each member, what the further ones move in memory."""
 
     forward: tuple[tuple[str, Any], ...] = ()
     backward: tuple[tuple[str, Any], ...] = ()
     starts: tuple[int, int] = (0, 0)
-    again: tuple[Again, Again] | None = None
+    further: tuple[FurtherPiece, FurtherPiece] | None = None
 
 
 @dataclass(frozen=True)

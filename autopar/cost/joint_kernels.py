@@ -1,4 +1,5 @@
-"""Joint kernels: what the messages inside a call take, and how much of that computing hides."""
+"""Joint kernels: what the messages inside a call take, how much of that computing hides, and how
+much longer computing takes in pieces."""
 
 from __future__ import annotations
 
@@ -14,8 +15,6 @@ from autopar.mesh import Mesh
 from autopar.strategies import KernelCall, Strategy
 from autopar.strategies.rule import Facts
 from autopar.strategies.strategy import Reads
-
-WAYS = "forward", "backward"
 
 
 class Computed(NamedTuple):
@@ -85,37 +84,41 @@ def _rows_beside(call: KernelCall, beside: int | Reads, mesh: Mesh) -> float:
 def messages_inside(
     facts: Facts, strategy: Strategy, price: ClusterPrice, overlap: float, computed: Computed
 ) -> NodeCost:
-    """The movements inside a call that ranks carry out together; nothing of another one."""
+    """What a call that ranks carry out together takes besides: its messages, but for what computing
+    hides of them, and what computing takes longer in pieces; nothing of another call."""
     found = traffic_of(facts, strategy, price.mesh)
     if found is None:
         return NodeCost()
     kernel, axes, traffic = found
-    ways = [(traffic.forward, computed.forward)]
-    if any(facts.differentiable):
-        ways.append((traffic.backward, computed.backward))
+    ways = (traffic.forward, traffic.backward)[: 1 + any(facts.differentiable)]
+    in_pieces = _more_in_pieces(facts, strategy, price, traffic, price.mesh.degree(axes))
     shown, hidden = [0.0, 0.0], 0.0
-    for way, (moved, beside) in enumerate(ways):
+    for way, (moved, more) in enumerate(zip(ways, in_pieces)):
         alike = Counter(moved)  # many steps of a ring move as much
         seconds = sum(n * float(price.seconds(kind, axes, b)) for (kind, b), n in alike.items())
+        beside = computed[way] + more
         behind = StatePrice(price, overlap).hidden(seconds, beside) if kernel.is_hidden else 0.0
-        shown[way] = seconds - float(behind) + _begun(facts, strategy, price, traffic, way)
+        shown[way] = seconds - float(behind) + more
         hidden += float(behind)
     return NodeCost(shown[0], shown[1], hidden)
 
 
-def _begun(
-    facts: Facts, strategy: Strategy, price: ClusterPrice, traffic: Traffic, way: int
-) -> float:
-    """Seconds of computing that begins several times, which it does not take in one."""
-    device, starts = price.cluster.device, traffic.starts[way]
+def _more_in_pieces(
+    facts: Facts, strategy: Strategy, price: ClusterPrice, traffic: Traffic, count: int
+) -> list[float]:
+    """Seconds that computing takes longer, forward and backward, since it begins several times."""
+    device = price.cluster.device
     start = device.overhead + device.half(facts.dtype) / device.peak(facts.dtype)
-    if traffic.again is None:
-        return starts * start
-    count, read, written = traffic.again[way]
+    if traffic.further is None:
+        return [starts * start for starts in traffic.starts]
     done = work(facts, ShardSizes(facts.rule, [strategy], price.mesh))
-    formula, values = rooflines(facts, done, device)[WAYS[way]]
-    piece = {symbol: values[symbol] / count for symbol in ("F", "M", "N", "S")}
-    piece["M"] += read * (1 - 1 / count)
-    piece["N"] += written * (1 - 1 / count)
-    more = count * formula(**values | piece) - formula(**values)
-    return float(more.item()) + (starts - count + 1) * start
+    found = []
+    lines = rooflines(facts, done, device).values()
+    for (formula, values), starts, further in zip(lines, traffic.starts, traffic.further):
+        # Caches hold as much for all pieces as for one: the rows of each are others.
+        piece = {symbol: values[symbol] / count for symbol in "FMNSQ"}
+        piece["M"] += further.read * (1 - 1 / count)
+        piece["N"] += further.written * (1 - 1 / count)
+        more = count * formula(**values | piece) - formula(**values)
+        found.append(more.item() + (starts - count + 1) * start)
+    return found

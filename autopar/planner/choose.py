@@ -243,20 +243,19 @@ class Planner:
         """Every way with this many stages and micro-batches. The fastest layouts come first: no way
         takes less time than these without bubbles. Where memory binds, the same with states that
         are cut, and with regions that are recomputed for each schedule; then layouts that leave
-        more room, as long as they may be faster than what fits already. Without a pipeline, regions
-        are recomputed then."""
+        more room, as long as they may be faster than what fits already. Without a pipeline, states
+        go to the host before that search, and regions are recomputed after it."""
         _, *others = settings = self.request.settings(stages)
         asked = replace(self._layout_request(stages, parts), cutoff=self._fastest * stages)
         free, _ = self._layouts.find(asked)
         refused: list[NothingFits] = []
-        found: list[bool] = []  # of each candidate, whether it fits
+        found: list[bool] = []  # of each candidate, whether it fits, with nothing on the host
 
         def weighed(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
             try:
                 for candidate in candidates:
-                    found.append(
-                        candidate.fits(self.memory) and not candidate.decisions.keeps_on_host
-                    )
+                    is_there = candidate.decisions.keeps_on_host or candidate.states in self._hosted
+                    found.append(candidate.fits(self.memory) and not is_there)
                     yield candidate
             except NothingFits as error:
                 refused.append(error)
@@ -270,8 +269,8 @@ class Planner:
                 return
             yield from weighed(self._placed(free, stages, parts, others))
             yield from weighed(self._placed(free, stages, parts, settings, is_leaner=True))
-            if asked.is_all:  # it takes no search
-                yield from weighed(self._moved_to_host(free))
+            if asked.is_all and free.seconds + self._promises.update < self._fastest:
+                yield from weighed(self._moved_to_host(free))  # which takes no search
         if self.request.mode == "auto" and not is_crowded:
             yield from weighed(self._with_states(asked, stages, parts))
             for states in others:
@@ -289,8 +288,8 @@ class Planner:
         self.ledger.refuse([error.smallest for error in refused], stages)
 
     def _on_host(self, stages: int, parts: int) -> Iterator[Candidate]:
-        """Ways with states on the host, as long as they may be faster than what fits already:
-        without recomputation, then with it, then with layouts of their own."""
+        """Ways with states on the host, as long as they may be faster than what fits already: those
+        of stages as they are, then with recomputation, then with layouts of their own."""
         asked = replace(self._layout_request(stages, parts), cutoff=self._fastest * stages)
         free, _ = self._layouts.find(asked)
         if free.seconds / stages + self._promises.update >= self._fastest:
@@ -313,8 +312,8 @@ class Planner:
 
     def _moved_to_host(self, free: Candidate) -> Iterator[Candidate]:
         """A program without stages, and its layouts, with states on the host."""
-        may_win = free.seconds + self._promises.update < self._fastest
-        if may_win and free.held.activations <= self.memory:
+        self.report("memory", "states on the host")
+        if free.held.activations <= self.memory:
             yield from self._placed(free, 1, free.microbatches, self._hosted)
 
     def _leanest(self, stages: int, parts: int) -> Iterator[Candidate]:

@@ -21,9 +21,9 @@ def mixed(
     regions: Regions,
     memory: float,
     dropped: list[Candidate],
-    whole: Whole | None = None,
-    fastest: float = math.inf,
-    go_on: Callable[[], None] = lambda: None,
+    whole: Whole | None,
+    fastest: float,
+    go_on: Callable[[], None],
 ) -> Candidate | None:
     """The same layouts, with the regions recomputed that make them fit at least cost. The leanest
     of what does not fit is `dropped`. `whole`: of the program that `laid` stands for, if it does.

@@ -17,7 +17,6 @@ from autopar.errors import InvalidInput
 from autopar.lines import shorten
 
 SECONDS = 10.0
-_LAST = 1.0  # times what capture took: the program of what was chosen is made of all calls, too
 _STEP = 0.04  # times all: between two looks at the clock
 _AGES = 1e12
 _LATE = 5
@@ -35,11 +34,12 @@ class Patience:
 
     @classmethod
     def begun(cls, seconds: float | None, captured: float = 0.0) -> Patience:
-        """From now on, of which at most half is for what comes last; None: there is no end."""
+        """From now on, of which at most half is for what comes last: the program of what was chosen
+        is made of all calls, as capture was. None: there is no end."""
         if seconds is None:
             return cls()
         given = float(seconds) if seconds < _AGES else math.inf
-        last = min(_LAST * captured + _STEP * given, given / 2)
+        last = min(captured + _STEP * given, given / 2)
         return cls(given, time.process_time() + given - last)
 
     def is_over(self) -> bool:

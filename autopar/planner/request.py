@@ -118,7 +118,7 @@ class Request:
 
     @property
     def hosted(self) -> Sequence[States]:
-        """The settings to try where nothing fits that is on the device alone."""
+        """The settings to try where memory keeps whole states from the device."""
         return HOSTED if self.states is None else ()
 
     def whole_mesh(self, inner: Mesh, stages: int) -> Mesh:

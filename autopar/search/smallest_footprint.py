@@ -50,8 +50,8 @@ class SmallestFootprint:
             devices = math.ceil(self.devices * self.memory / limit)
             return (
                 f"{untried}more devices: parameters, gradients and optimizer alone take "
-                f"{bytes_text(self.states, 4)} on each, {devices} or more devices could hold all; "
-                "or devices with more memory"
+                f"{bytes_text(self.states, 4)} on each, {devices} or more devices could hold these "
+                "and activations; or devices with more memory"
             )
         if self.memory <= limit:
             return f"{untried}a smaller batch, more devices, or devices with more memory"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from autopar.collectives.together import Again, Group, JointKernel, Shift, Steps, Traffic
+from autopar.collectives.together import FurtherPiece, Group, JointKernel, Shift, Steps, Traffic
 
 ROWS = -2  # the dim that travels
 
@@ -128,25 +128,30 @@ def _add_product(total: Tensor, slope: Tensor, x: Tensor, is_first: bool) -> Non
 def _gathered_traffic(
     count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
 ) -> Traffic:
-    once, rings = (("shift", inputs[0]),) * (count - 1), sum(needs)
-    again = Again(count, inputs[1]), _slopes_again(count, inputs[1], needs)
-    return Traffic(once, once * rings, (count - 1, rings * (count - 1)), again)
+    rows, weight = inputs
+    once, rings = (("shift", rows),) * (count - 1), sum(needs)
+    # Forward, and for the weight, each piece is of another member's rows. Sums of gradients of rows
+    # come home: a term is made, and added.
+    of_rows = FurtherPiece(weight + 2 * rows, 2 * rows)
+    of_weight = FurtherPiece(rows + weight, weight)
+    further = FurtherPiece(weight + rows), _of_both(needs, of_rows, of_weight)
+    return Traffic(once, once * rings, (count - 1, rings * (count - 1)), further)
 
 
 def _scattered_traffic(
     count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
 ) -> Traffic:
-    once = (("shift", outputs[0]),) * (count - 1)
-    again = (
-        Again(count, inputs[1] + 2 * outputs[0], outputs[0]),
-        _slopes_again(count, inputs[1], needs),
-    )
-    return Traffic(once, once, (count - 1, sum(needs) * (count - 1)), again)
+    (_, weight), (rows,) = inputs, outputs
+    once = (("shift", rows),) * (count - 1)
+    of_rows, of_weight = FurtherPiece(rows + weight), FurtherPiece(rows + weight, weight)
+    further = FurtherPiece(weight + 2 * rows, 2 * rows), _of_both(needs, of_rows, of_weight)
+    return Traffic(once, once, (count - 1, sum(needs) * (count - 1)), further)
 
 
-def _slopes_again(count: int, weight: float, needs: Sequence[bool]) -> Again:
-    """The weight is read for each piece of the gradient of rows; that of the weight is added to."""
-    return Again(count, weight * sum(needs[:2]), weight * needs[1])
+def _of_both(needs: Sequence[bool], *parts: FurtherPiece) -> FurtherPiece:
+    """Of the gradients that are asked for."""
+    asked = [part for part, is_asked in zip(parts, needs) if is_asked]
+    return FurtherPiece(sum(one.read for one in asked), sum(one.written for one in asked))
 
 
 GATHERED = JointKernel(gathered_product, gathered_product_backward, _gathered_traffic, True)
