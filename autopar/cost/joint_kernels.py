@@ -109,7 +109,7 @@ def _more_in_pieces(
     """Seconds that computing takes longer, forward and backward, since it begins several times."""
     device = price.cluster.device
     start = device.overhead + device.half(facts.dtype) / device.peak(facts.dtype)
-    if traffic.further is None:
+    if traffic.further is None or not device.far_seconds:  # what is read comes beside arithmetic
         return [starts * start for starts in traffic.starts]
     done = work(facts, ShardSizes(facts.rule, [strategy], price.mesh))
     found = []

@@ -244,7 +244,8 @@ class Builder:
     def _cost(self, name: str) -> Array:
         """Of each candidate of an operator, with what runs again."""
         candidates, cost = self._offers[name]
-        return cost + candidates.forward if name in self.remade else cost
+        again = candidates.forward + candidates.inside_forward
+        return cost + again if name in self.remade else cost
 
     def _add_operator(self, node: fx.Node) -> None:
         candidates, cost = self._offers[node.name][0], self._cost(node.name)

@@ -19,6 +19,7 @@ from autopar.cost.joint_kernels import Computed, messages_inside
 from autopar.cost.operators import ShardSizes, Work, facts_of, kept_extra, seconds, work
 from autopar.cost.price import ClusterPrice
 from autopar.cost.reductions import weight_seconds
+from autopar.cost.state_price import NodeCost
 from autopar.errors import unforeseen
 from autopar.layout import Placement, axes_of, parts_of
 from autopar.mesh import Mesh
@@ -42,7 +43,8 @@ class Candidates:
     results: tuple[Placements, ...]  # for each output, what each strategy gives
     forward: Array
     backward: Array
-    inside: Array  # seconds of movements that a kernel brings along
+    inside: Array  # seconds of movements that a kernel brings along, both ways
+    inside_forward: Array  # of these, of a kernel that ranks carry out together
     extra: Array  # bytes kept for backward besides inputs and output
     work: Work
 
@@ -75,6 +77,7 @@ class Candidates:
             self.forward[kept],
             self.backward[kept],
             self.inside[kept],
+            self.inside_forward[kept],
             self.extra[kept],
             Work(*(part[kept] for part in self.work)),
         )
@@ -143,7 +146,7 @@ class NodeClasses:
             *_layouts(rule.signatures, tuple(strategies), learns),
             forward,
             backward,
-            self._moved(node, facts, strategies, pieces, (forward, backward)),
+            *self._moved(node, facts, strategies, pieces, (forward, backward)),
             kept_extra(facts, pieces),
             done,
         )
@@ -155,14 +158,16 @@ class NodeClasses:
         strategies: Sequence[Strategy],
         pieces: ShardSizes,
         computed: tuple[Array, Array],
-    ) -> Array:
-        """Seconds of what the kernel of a call moves."""
-        found = np.zeros(len(strategies))
+    ) -> tuple[Array, Array]:
+        """Seconds of what the kernel of a call moves, both ways, and forward with others."""
+        found, forward = np.zeros(len(strategies)), np.zeros(len(strategies))
         if facts.rule.kernels or facts.rule.joints:
             for i, (strategy, *own) in enumerate(zip(strategies, *computed)):
                 together = self._together(facts, strategy, Computed(*map(float, own)))
-                found[i] = self._inside(node, facts, strategy, pieces, i) + together
-        return found
+                expanded = self._inside(node, facts, strategy, pieces, i)
+                found[i] = expanded + together.forward + together.backward
+                forward[i] = together.forward
+        return found, forward
 
     def _inside(
         self, node: fx.Node, facts: Facts, strategy: Strategy, pieces: ShardSizes, index: int
@@ -179,10 +184,9 @@ class NodeClasses:
             total += self.price.seconds("all_gather", (axis,), rows * columns * itemsize)
         return total
 
-    def _together(self, facts: Facts, strategy: Strategy, computed: Computed) -> float:
-        """What the messages of a joint kernel take, but for what computing hides."""
-        moved = messages_inside(facts, strategy, self.price, self.device.overlap, computed)
-        return moved.forward + moved.backward
+    def _together(self, facts: Facts, strategy: Strategy, computed: Computed) -> NodeCost:
+        """What a joint kernel takes besides."""
+        return messages_inside(facts, strategy, self.price, self.device.overlap, computed)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -204,10 +208,7 @@ def _mark(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:
         (Strategy(),),
         whole,
         tuple(Placements([Placement.whole(getattr(v, "ndim", 0))]) for v in info(node).values),
-        nothing,
-        nothing,
-        nothing,
-        nothing,
+        *(nothing,) * 5,
         Work(*(nothing,) * 6, np.zeros((1, len(NOTHING)))),
     )
 
