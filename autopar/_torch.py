@@ -215,6 +215,12 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(around or module._backward_pre_hooks or module._backward_hooks)
 
 
+def runs_around(module: nn.Module) -> bool:
+    """Whether something of a user's runs around the forward of a module that is called."""
+    registered = _modules._global_forward_pre_hooks or _modules._global_forward_hooks
+    return type(module).__call__ is not nn.Module.__call__ or bool(registered) or has_hooks(module)
+
+
 def keeps_statistics(module: nn.Module) -> bool:
     """Whether a module normalises by statistics that it keeps from call to call."""
     return isinstance(module, _NormBase) and module.track_running_stats

@@ -7,7 +7,7 @@ more of them. Hidden are as many as are worth beginning again (`repeated.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,21 +36,28 @@ class Hiding:
         self.is_any = False
         self._is_running = False
         self._needed: Needed | None = None
+        self._hidden: dict[int, list[Any]] = {}  # of each block, by identity
 
     @contextmanager
-    def of(self, model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
+    def of(self, model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[None]:
         """Within, the modules of these blocks are without their tensors."""
         spaces = [vars(module) for block in blocks for module in block.modules()]
-        self.is_any = bool(spaces)
         before = [{kind: space[kind] for kind in _KINDS} for space in spaces]
+        self.is_any = bool(spaces)
         try:
             for space, held in zip(spaces, before):
                 space.update({kind: _Hidden(one, self) for kind, one in held.items()})
+            self._hidden = {id(block): _held(block) for block in blocks}
             with while_it_runs(model, self._runs):
                 yield
         finally:
             for space, held in zip(spaces, before):
                 space.update(held)
+
+    def is_untouched(self, block: nn.Module) -> bool:
+        """Whether the modules of a hidden block are its own, and as they were hidden."""
+        now, before = _held(block), self._hidden[id(block)]
+        return len(now) == len(before) and all(one is two for one, two in zip(now, before))
 
     def need(self, count: int | None = None) -> None:
         """End forward, if it runs."""
@@ -95,6 +102,10 @@ class _Hidden(dict[str, Any]):
         self.hiding = hiding
 
 
+def _held(block: nn.Module) -> list[Any]:
+    return [vars(module)[kind] for module in block.modules() for kind in _KINDS]
+
+
 def _watched(name: str, is_of_one: bool) -> Callable[..., Any]:
     plain = getattr(dict, name)
 
@@ -110,5 +121,5 @@ _OF_ONE = "__contains__ __getitem__ __setitem__ __delitem__ get pop setdefault"
 _OF_ALL = "__iter__ __reversed__ __len__ __eq__ __ne__ __or__ __ror__ __ior__ items keys values"
 for _name in _OF_ONE.split():
     setattr(_Hidden, _name, _watched(_name, True))
-for _name in f"{_OF_ALL} copy update clear popitem".split():
+for _name in f"{_OF_ALL} copy update clear popitem __repr__ __sizeof__".split():
     setattr(_Hidden, _name, _watched(_name, False))

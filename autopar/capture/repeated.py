@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -22,13 +23,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autopar._torch import memory_of, traced_node
+from autopar._torch import memory_of, runs_around, traced_node
 from autopar.capture.attributes import PLAIN, Reads, has_same, is_equal, is_kept, kept, noted
 from autopar.capture.autocasts import active
 from autopar.capture.decisions import Asked
 from autopar.capture.fake import FakeTensor, by_every_name
 from autopar.capture.hidden import Hiding
-from autopar.capture.hooks import replaced
+from autopar.capture.hooks import replaced, while_it_runs
 from autopar.capture.named import Named
 from autopar.capture.source import of_stack
 from autopar.capture.templates import AGAIN, BEGINS, ENDS
@@ -97,13 +98,15 @@ def blocks_followed_once(model: nn.Module, shown: int | None) -> Iterator[Hiding
     the others are hidden, where that spares enough."""
     follower = _Follower()
     blocks = _blocks(model)
-    hidden = {} if shown is None else _worth_hiding(model, blocks, shown)
+    is_hiding = shown is not None and not runs_around(model)  # where nobody looks
+    hidden = _worth_hiding(model, blocks, shown or 0) if is_hiding else {}
     with ExitStack() as stack:
         for path, block, kind in blocks:
             around = follower.around(path, block, kind, hidden.get(block))
             block.__dict__["forward"] = around
             stack.callback(block.__dict__.pop, "forward")
         stack.enter_context(follower.hiding.of(model, hidden))
+        stack.enter_context(while_it_runs(model, partial(follower.knows, model)))
         asks = Asked.sliced
 
         def sliced(asked: Asked, tensor: Tensor) -> Any:
@@ -137,6 +140,22 @@ class _Follower:
         self.count = 0
         self.now: _Followed | None = None  # the one that is being followed
         self.hiding = Hiding()
+        self.placeholders: dict[
+            str, fx.Node | None
+        ] = {}  # of parameters and buffers that are shown
+
+    @contextmanager
+    def knows(self, model: nn.Module) -> Iterator[None]:
+        """Before anything is hidden from who asks: what tensors stand for as forward begins."""
+        self.placeholders = {name: traced_node(one)[0] for name, one in by_every_name(model)}
+        yield
+
+    def has_its_own(self, path: str, block: nn.Module) -> bool:
+        """Whether the tensors of a block are those that are given to the program by its name."""
+        return all(
+            self.placeholders.get(f"{path}.{name}") is traced_node(tensor)[0] is not None
+            for name, tensor in _tensors(block)
+        )
 
     def leaves_doubt(self) -> None:
         """What is followed asks for what may be another answer for the next."""
@@ -167,15 +186,18 @@ class _Follower:
                 ),
                 None,
             )
-            is_unread = needed is not None or _is_unread(block)
-            if like is not None and like.is_apart and like.is_proved and is_unread:
+            if needed is None:
+                has_its_own = self.has_its_own(path, block)
+            elif not (has_its_own := self.hiding.is_untouched(block)):
+                self.hiding.need()
+            if like is not None and like.is_apart and like.is_proved and has_its_own:
                 return like.again(path, leaves)
             if needed is not None:
                 self.hiding.need(needed)
             if len(known) >= _KINDS or (like is not None and not like.is_apart):
                 return forward(*args, **kwargs)
             self.count += 1
-            now = _Followed(self.count, block, path, how)
+            now = _Followed(self.count, block, path, how, is_apart=has_its_own)
             made = self._follow(now, forward, args, kwargs, leaves)
             if like is None:
                 known.append(now)
@@ -229,11 +251,6 @@ class _Follower:
 def _tensors(block: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from block.named_parameters()
     yield from block.named_buffers()
-
-
-def _is_unread(block: nn.Module) -> bool:
-    """Whether the tensors of a block are as they are given to the program."""
-    return all(_node(tensor).op == "placeholder" for _, tensor in _tensors(block))
 
 
 def _note_results(now: _Followed, made: Any, given: Sequence[Tensor]) -> bool:

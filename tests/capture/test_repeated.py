@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -694,3 +696,71 @@ def test_an_export_has_the_parameters_of_blocks_that_are_followed(
         monkeypatch.setattr(repeated, "WORTH_HIDING", 10 * of_block + more)
         capture(Net(Block, 12), (X,))
         assert counts == [2 + shown * of_block]
+
+
+class Hooks(Net):
+    """What runs around its forward reads all that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__(Block, 8)
+        self.register_forward_hook(lambda net, _, out: out + norm(net))
+
+
+class Called(Net):
+    def __init__(self) -> None:
+        super().__init__(Block, 8)
+
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x) + norm(self)
+
+
+def norm(net: nn.Module) -> Any:
+    return sum(one.square().sum() for one in net.parameters())
+
+
+class OthersTensors(Net):
+    """Each call of its first block is with the tensors of another."""
+
+    def __init__(self) -> None:
+        super().__init__(Block, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            given = dict(layer.named_parameters())
+            x = torch.func.functional_call(self.layers[0], given, (x,))
+        return x.square().mean()
+
+
+class Exchanged(Net):
+    """A module, or what a module holds, is another's while forward runs."""
+
+    def __init__(self, at: int, of: int, whole: bool) -> None:
+        super().__init__(Block, 8)
+        self.places = at, of, whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        at, of, whole = self.places
+        space = vars(self.layers[at])["_modules"] if whole else vars(self.layers[at].inner)
+        name = "inner" if whole else "_parameters"
+        kept = space[name]
+        space[name] = self.layers[of].inner if whole else vars(self.layers[of].inner)[name]
+        x = super().forward(x)
+        space[name] = kept
+        return x
+
+
+AT = ((3, 0, True), (0, 3, True), (5, 6, True), (5, 1, False), (1, 5, False))
+EXCHANGES: dict[str, Callable[[], nn.Module]] = {
+    "hooks": Hooks,
+    "call": Called,
+    "others' tensors": OthersTensors,
+    **{f"{about}": partial(Exchanged, *about) for about in AT},
+}
+
+
+@pytest.mark.parametrize("made", EXCHANGES)
+def test_blocks_whose_tensors_are_not_their_own(made: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = EXCHANGES[made]()
+    both(monkeypatch, model, (X,))
+    module = ap.parallelize(copy.deepcopy(model), (X,), mesh=ap.Mesh(x=2), backend="virtual")
+    assert torch.allclose(module(X), model(X))
