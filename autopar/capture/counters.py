@@ -59,9 +59,10 @@ class Changes:
 
 
 @contextmanager
-def changes_seen(is_kept: Callable[[Any], bool]) -> Iterator[Changes]:
+def changes_seen(model: nn.Module, is_kept: Callable[[Any], bool]) -> Iterator[Changes]:
     """What becomes of plain numbers that modules hold, and which tensors they come to hold, while
-    forward runs: of those that `is_kept` says."""
+    forward runs: of those that `is_kept` says. Export takes what is assigned to a buffer of the
+    model itself for its new value, and to one of a module inside for nothing."""
     seen = Changes()
     plain = nn.Module.__setattr__
 
@@ -74,7 +75,8 @@ def changes_seen(is_kept: Callable[[Any], bool]) -> Iterator[Changes]:
             elif value != seen.numbers[key].before:  # export puts back what was there
                 seen.numbers[key].after = value
         held = (vars(self).get(kind, ()) for kind in ("_parameters", "_buffers"))
-        is_plain = not any(name in names for names in held)
+        of_export = tuple(held)[: 1 + (self is model)]
+        is_plain = not any(name in names for names in of_export)
         if is_plain and any(map(is_kept, _tensors(value))):
             first = seen.tensors.get(key)
             at = (before, caller()) if first is None else (first.before, first.source)
@@ -171,7 +173,7 @@ def warn_of_counters(
     if read is not None:
         raise InvalidInput(
             "what a call keeps for the next one stands in a buffer",
-            got=f"{_path(model, read)}, a tensor in a plain attribute that the next call reads",
+            got=f"{_path(model, read)}, a tensor that forward assigns and the next call reads",
             remedy="register_buffer() it with its first value, and write to it in place "
             "(self.state.copy_(...)); or hand it over as an input",
             source=read.source,
@@ -181,7 +183,12 @@ def warn_of_counters(
     with put_back(model):
         for change in seen.numbers.values():
             setattr(change.module, change.name, change.after)
-        with changes_seen(lambda _: False) as again, suppress(Exception), mode, torch.no_grad():
+        with (
+            changes_seen(model, lambda _: False) as again,
+            suppress(Exception),
+            mode,
+            torch.no_grad(),
+        ):
             _run(model, call)
     for change in seen.numbers.values():
         setattr(change.module, change.name, change.before)
@@ -203,7 +210,7 @@ def _read_later(
     """What forward keeps and then reads, where it runs twice more, without values."""
     read: list[Kept] = []
     with suppress(Exception), mode, torch.no_grad():
-        with changes_seen(lambda _: True) as first:
+        with changes_seen(model, lambda _: True) as first:
             _run(model, call)
         kept = {key: one for key, one in first.tensors.items() if key in seen.tensors}
         with _Readers(kept, read):

@@ -144,7 +144,7 @@ def _captured(
         run, inputs = (
             (copy, fakes) if precision is None else computing(copy, fakes, mode, precision)
         )
-        seen, values = changes_seen(varies(len(leaves))), leaves if values is None else values
+        seen, values = changes_seen(run, varies(len(leaves))), leaves if values is None else values
         asked = decisions_made(run, values)
         with seen as changes, hooks_refused() as lines, inside(run, autocasts), asked as decided:
             own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
