@@ -114,6 +114,6 @@ def operator_formulas(candidates: Candidates, index: int, device: Device) -> tup
         call = KernelCall.of(facts.rule, candidates.strategies[index])
         joint = None if call is None else call.kernel.joint
         assumed = f", {joint.assumes}" if joint is not None and joint.assumes else ""
-        what = f"what messages and pieces in its kernel take besides{assumed}"
+        what = f"messages and pieces in its kernel{assumed}"
         lines.append(f"{what}: {candidates.inside[index]:.6g} s")
     return tuple(lines)
