@@ -74,10 +74,9 @@ def changes_seen(model: nn.Module, is_kept: Callable[[Any], bool]) -> Iterator[C
                 seen.numbers[key] = Change(self, name, before, value, caller())
             elif value != seen.numbers[key].before:  # export puts back what was there
                 seen.numbers[key].after = value
-        held = (vars(self).get(kind, ()) for kind in ("_parameters", "_buffers"))
-        of_export = tuple(held)[: 1 + (self is model)]
-        is_plain = not any(name in names for names in of_export)
-        if is_plain and any(map(is_kept, _tensors(value))):
+        of_export = ("_parameters", "_buffers") if self is model else ("_parameters",)
+        is_lost = not any(name in vars(self).get(kind, ()) for kind in of_export)
+        if is_lost and any(map(is_kept, _tensors(value))):
             first = seen.tensors.get(key)
             at = (before, caller()) if first is None else (first.before, first.source)
             seen.tensors[key] = Kept(self, name, at[0], value, at[1])

@@ -98,8 +98,9 @@ def blocks_followed_once(model: nn.Module, shown: int | None) -> Iterator[Hiding
     the others are hidden, where that spares enough."""
     follower = _Follower()
     blocks = _blocks(model)
-    is_hiding = shown is not None and not runs_around(model)  # where nobody looks
-    hidden = _worth_hiding(model, blocks, shown or 0) if is_hiding else {}
+    hidden = dict[nn.Module, int]()
+    if shown is not None and not runs_around(model):  # else somebody may look unseen
+        hidden = _worth_hiding(model, blocks, shown)
     with ExitStack() as stack:
         for path, block, kind in blocks:
             around = follower.around(path, block, kind, hidden.get(block))
