@@ -61,8 +61,7 @@ class Changes:
 @contextmanager
 def changes_seen(model: nn.Module, is_kept: Callable[[Any], bool]) -> Iterator[Changes]:
     """What becomes of plain numbers that modules hold, and which tensors they come to hold, while
-    forward runs: of those that `is_kept` says. Export takes what is assigned to a buffer of the
-    model itself for its new value, and to one of a module inside for nothing."""
+    forward runs: of those that `is_kept` says."""
     seen = Changes()
     plain = nn.Module.__setattr__
 
@@ -74,8 +73,7 @@ def changes_seen(model: nn.Module, is_kept: Callable[[Any], bool]) -> Iterator[C
                 seen.numbers[key] = Change(self, name, before, value, caller())
             elif value != seen.numbers[key].before:  # export puts back what was there
                 seen.numbers[key].after = value
-        of_export = ("_parameters", "_buffers") if self is model else ("_parameters",)
-        is_lost = not any(name in vars(self).get(kind, ()) for kind in of_export)
+        is_lost = not _is_kept_by_export(self, name, value, self is model)
         if is_lost and any(map(is_kept, _tensors(value))):
             first = seen.tensors.get(key)
             at = (before, caller()) if first is None else (first.before, first.source)
@@ -87,6 +85,14 @@ def changes_seen(model: nn.Module, is_kept: Callable[[Any], bool]) -> Iterator[C
         yield seen
     finally:
         nn.Module.__setattr__ = plain  # type: ignore[method-assign]
+
+
+def _is_kept_by_export(module: nn.Module, name: str, value: Any, is_root: bool) -> bool:
+    """Whether the next call will read what is assigned. Export takes what is assigned to a buffer
+    of the model itself for its new value, and to one of a module inside for nothing; what was
+    written in place (`self.seen += x` assigns it once more) is there anyway."""
+    parameters, buffers = (vars(module).get(kind, {}) for kind in ("_parameters", "_buffers"))
+    return name in parameters or (name in buffers and (is_root or buffers[name] is value))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 from typing import Any
 
 import pytest
@@ -162,6 +163,8 @@ class Averages(nn.Module):
             mean = mean + self.seen * 0.5
         if self.way == "in place":
             self.seen.copy_(mean)
+        elif self.way == "by its sign":
+            self.seen += mean
         else:
             self.seen = mean
         return (self.linear(x) + self.seen).sum()
@@ -175,7 +178,10 @@ def test_what_is_assigned_to_a_buffer_inside_is_refused_where_it_is_read_again()
 
 @pytest.mark.parametrize(
     ("way", "is_inside"),
-    [("in place", True), ("in place", False), ("anew", True), ("anew", False), ("assigned", False)],
+    [
+        *product(["in place", "by its sign", "anew"], [True, False]),
+        ("assigned", False),
+    ],
 )
 def test_buffers_go_on_as_in_the_model(way: str, is_inside: bool) -> None:
     plain, model = Averages(way), Averages(way)
