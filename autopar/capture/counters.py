@@ -56,10 +56,11 @@ class Changes:
 
     numbers: dict[tuple[int, str], Change] = field(default_factory=dict)
     tensors: dict[tuple[int, str], Kept] = field(default_factory=dict)
+    buffers: dict[tuple[int, str], str | None] = field(default_factory=dict)  # the last lines
 
 
 @contextmanager
-def changes_seen(model: nn.Module, is_kept: Callable[[Any], bool]) -> Iterator[Changes]:
+def changes_seen(is_kept: Callable[[Any], bool]) -> Iterator[Changes]:
     """What becomes of plain numbers that modules hold, and which tensors they come to hold, while
     forward runs: of those that `is_kept` says."""
     seen = Changes()
@@ -73,8 +74,10 @@ def changes_seen(model: nn.Module, is_kept: Callable[[Any], bool]) -> Iterator[C
                 seen.numbers[key] = Change(self, name, before, value, caller())
             elif value != seen.numbers[key].before:  # export puts back what was there
                 seen.numbers[key].after = value
-        is_lost = not _is_kept_by_export(self, name, value, self is model)
-        if is_lost and any(map(is_kept, _tensors(value))):
+        parameters, buffers = (vars(self).get(kind, {}) for kind in ("_parameters", "_buffers"))
+        if buffers.get(name) is not None:  # written to as forward ends (assigned.py)
+            seen.buffers[key] = caller()
+        elif name not in parameters and any(map(is_kept, _tensors(value))):
             first = seen.tensors.get(key)
             at = (before, caller()) if first is None else (first.before, first.source)
             seen.tensors[key] = Kept(self, name, at[0], value, at[1])
@@ -85,14 +88,6 @@ def changes_seen(model: nn.Module, is_kept: Callable[[Any], bool]) -> Iterator[C
         yield seen
     finally:
         nn.Module.__setattr__ = plain  # type: ignore[method-assign]
-
-
-def _is_kept_by_export(module: nn.Module, name: str, value: Any, is_root: bool) -> bool:
-    """Whether the next call will read what is assigned. Export takes what is assigned to a buffer
-    of the model itself for its new value, and to one of a module inside for nothing; what was
-    written in place (`self.seen += x` assigns it once more) is there anyway."""
-    parameters, buffers = (vars(module).get(kind, {}) for kind in ("_parameters", "_buffers"))
-    return name in parameters or (name in buffers and (is_root or buffers[name] is value))
 
 
 @contextmanager
@@ -189,7 +184,7 @@ def warn_of_counters(
         for change in seen.numbers.values():
             setattr(change.module, change.name, change.after)
         with (
-            changes_seen(model, lambda _: False) as again,
+            changes_seen(lambda _: False) as again,
             suppress(Exception),
             mode,
             torch.no_grad(),
@@ -215,7 +210,7 @@ def _read_later(
     """What forward keeps and then reads, where it runs twice more, without values."""
     read: list[Kept] = []
     with suppress(Exception), mode, torch.no_grad():
-        with changes_seen(model, lambda _: True) as first:
+        with changes_seen(lambda _: True) as first:
             _run(model, call)
         kept = {key: one for key, one in first.tensors.items() if key in seen.tensors}
         with _Readers(kept, read):

@@ -25,6 +25,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from autopar.capture.assigned import buffers_written
 from autopar.capture.autocasts import (
     active,
     idle_refused,
@@ -144,11 +145,12 @@ def _captured(
         run, inputs = (
             (copy, fakes) if precision is None else computing(copy, fakes, mode, precision)
         )
-        seen, values = changes_seen(run, varies(len(leaves))), leaves if values is None else values
-        asked = decisions_made(run, values)
+        is_kept, values = varies(len(leaves)), leaves if values is None else values
+        seen, asked = changes_seen(is_kept), decisions_made(run, values)
         with seen as changes, hooks_refused() as lines, inside(run, autocasts), asked as decided:
             own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
-            with put_back(run), emptied_afterwards(run, files, own):
+            assigned = buffers_written(run, is_kept, changes.buffers)
+            with put_back(run), emptied_afterwards(run, files, own), assigned:
                 program, contents = _export(run, mode, own_args, own_kwargs, given, files, shown)
         require_casting(program)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from itertools import product
 from typing import Any
 
 import pytest
@@ -147,47 +146,3 @@ def test_what_is_looked_at_leaves_nothing_behind() -> None:
     module.step(x)
     module.eval()
     torch.testing.assert_close(module(x), model(x))
-
-
-class Averages(nn.Module):
-    """Follows what it sees: by assignment, in place, or without looking back."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way, self.linear = way, nn.Linear(4, 4)
-        self.register_buffer("seen", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean = x.detach().mean(0)
-        if self.way != "anew":
-            mean = mean + self.seen * 0.5
-        if self.way == "in place":
-            self.seen.copy_(mean)
-        elif self.way == "by its sign":
-            self.seen += mean
-        else:
-            self.seen = mean
-        return (self.linear(x) + self.seen).sum()
-
-
-def test_what_is_assigned_to_a_buffer_inside_is_refused_where_it_is_read_again() -> None:
-    with pytest.raises(InvalidInput, match=r"0\.seen, a tensor that forward assigns") as error:
-        capture(nn.Sequential(Averages("assigned")))
-    assert "self.seen = mean" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("way", "is_inside"),
-    [
-        *product(["in place", "by its sign", "anew"], [True, False]),
-        ("assigned", False),
-    ],
-)
-def test_buffers_go_on_as_in_the_model(way: str, is_inside: bool) -> None:
-    plain, model = Averages(way), Averages(way)
-    model.load_state_dict(plain.state_dict())
-    whole = nn.Sequential(model) if is_inside else model
-    module = ap.parallelize(whole, (torch.ones(4, 4),), mesh=ap.Mesh(dp=2), backend="virtual")
-    for step in range(3):
-        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
-        torch.testing.assert_close(module(x), plain(x))

@@ -1,0 +1,92 @@
+"""Assigned buffers: what forward puts in the place of one is written to it as forward ends.
+
+    self.count = self.count + 1    becomes    self.count.copy_(self.count + 1)    at the end
+
+Export does so for buffers of the model itself, and takes what is assigned to one of a module inside
+for nothing. Until forward ends, whoever has the buffer from before sees what was in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autopar._torch import memory_of
+from autopar.capture.hooks import replaced
+from autopar.errors import InvalidInput
+
+
+@contextmanager
+def buffers_written(
+    model: nn.Module,
+    varies: Callable[[Tensor], bool],
+    lines: Mapping[tuple[int, str], str | None],
+) -> Iterator[None]:
+    """Within, forward of `model` does so, which is followed. What does not vary is made anew by
+    every call: there it may have another shape, too. `lines`: where a module's buffer was assigned
+    last, by its id and the name."""
+    forward = model.forward
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = [
+            (module, name, buffer)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        result = forward(*args, **kwargs)
+        assigned = [
+            (module, name, buffer, value)
+            for module, name, buffer in before
+            if (value := module._buffers.get(name)) is not None and value is not buffer
+        ]
+        memories = {memory_of(buffer) for _, _, buffer, _ in assigned}
+        result = pytree.tree_map_only(
+            Tensor, lambda x: x.clone() if memory_of(x) in memories else x, result
+        )
+        # Of two that exchange their values, each is copied from what it was.
+        values = [
+            value.clone() if memory_of(value) in memories else value for *_, value in assigned
+        ]
+        for (module, name, buffer, _), value in zip(assigned, values, strict=True):
+            if _form(value) == _form(buffer):
+                with torch.no_grad():
+                    buffer.copy_(value)
+                if module is model:  # export copies what it was given last, too
+                    setattr(module, name, value)
+                module._buffers[name] = buffer
+            elif module is model or varies(value):
+                path = next(path for path, one in model.named_modules() if one is module)
+                raise _refused(
+                    ".".join(filter(None, (path, name))),
+                    buffer,
+                    value,
+                    lines.get((id(module), name)),
+                )
+        return result
+
+    with replaced(model, "forward", run):
+        yield
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def _refused(path: str, buffer: Tensor, value: Tensor, source: str | None) -> InvalidInput:
+    was, becomes = (
+        f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (buffer, value)
+    )
+    return InvalidInput(
+        "a buffer that forward assigns keeps its shape, dtype and device",
+        got=f"{path}, {was} on {buffer.device}, which becomes {becomes} on {value.device}",
+        remedy=f"register_buffer() {path} as it is after a call, or write to it in place",
+        source=source,
+    )
