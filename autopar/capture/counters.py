@@ -1,14 +1,14 @@
-"""Counters: what a module keeps in plain attributes from call to call, which a program cannot.
+"""Counters: what a module keeps from call to call in plain attributes, which a program cannot.
 
 Export follows forward, and keeps the value that a number had then. One that is set to the same
 value at every call (a length taken from the input) does no harm; one that a second call would
-change again is told to the user. A tensor that follows from inputs or parameters, and that a second
-call would read, is refused: its program would have none, or that of the example.
+change again is told to the user, and one by which a second call goes another way. A tensor that
+varies, and that a second call would read, is refused: its program would have none, or that of the
+example. Modules keep such things in attributes, and in what stands there (`module_state.py`).
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,109 +20,101 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autopar._torch import traced_node
+from autopar._torch import memory_of, traced_node
+from autopar.capture.attributes import PLAIN
 from autopar.capture.containers import Call, in_own_containers
+from autopar.capture.decisions import followed, written
 from autopar.capture.fake import FakeTensorMode
+from autopar.capture.graph_builder import is_mutable
+from autopar.capture.hooks import replaced
+from autopar.capture.module_state import ModuleState, is_known
 from autopar.capture.randomness import may_be_random
+from autopar.capture.templates import AGAIN
 from autopar.errors import InvalidInput
 from autopar.lines import caller, frames_to_caller
 
-
-@dataclass
-class Change:
-    """An attribute of a module that forward gave another number."""
-
-    module: nn.Module
-    name: str
-    before: float
-    after: float
-    source: str | None
-
-
-@dataclass
-class Kept:
-    """An attribute of a module that forward gave a tensor."""
-
-    module: nn.Module
-    name: str
-    before: Any
-    value: Any
-    source: str | None
+_OF_FORM = {"shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_leaf", "itemsize"}
 
 
 @dataclass
 class Changes:
-    """Of attributes, by module and name."""
+    """Of what modules keep, while forward is followed."""
 
-    numbers: dict[tuple[int, str], Change] = field(default_factory=dict)
-    tensors: dict[tuple[int, str], Kept] = field(default_factory=dict)
-    buffers: dict[tuple[int, str], str | None] = field(default_factory=dict)  # the last lines
+    paths: list[str] = field(default_factory=list)
+    varying: list[str] = field(default_factory=list)  # those that are tensors which vary
+    lines: dict[tuple[int, str], str | None] = field(default_factory=dict)  # that set attributes
 
 
 @contextmanager
-def changes_seen(is_kept: Callable[[Any], bool]) -> Iterator[Changes]:
-    """What becomes of plain numbers that modules hold, and which tensors they come to hold, while
-    forward runs: of those that `is_kept` says."""
-    seen = Changes()
+def changes_seen(model: nn.Module) -> Iterator[Changes]:
+    """What forward of `model` changes within; other modules keep what they kept."""
+    seen, own = Changes(), {id(module) for module in model.modules()}
+    others: dict[int, ModuleState] = {}
     plain = nn.Module.__setattr__
 
     def notice(self: nn.Module, name: str, value: Any) -> None:
-        before = self.__dict__.get(name, getattr(type(self), name, None))
-        key = id(self), name
-        if isinstance(before, int | float) and isinstance(value, int | float) and before != value:
-            if key not in seen.numbers:
-                seen.numbers[key] = Change(self, name, before, value, caller())
-            elif value != seen.numbers[key].before:  # export puts back what was there
-                seen.numbers[key].after = value
-        parameters, buffers = (vars(self).get(kind, {}) for kind in ("_parameters", "_buffers"))
-        if buffers.get(name) is not None:  # written to as forward ends (assigned.py)
-            seen.buffers[key] = caller()
-        elif name not in parameters and any(map(is_kept, _tensors(value))):
-            first = seen.tensors.get(key)
-            at = (before, caller()) if first is None else (first.before, first.source)
-            seen.tensors[key] = Kept(self, name, at[0], value, at[1])
+        if id(self) not in own:
+            if not is_known(self):
+                others.setdefault(id(self), ModuleState(self))
+        elif type(value) in PLAIN or pytree.tree_any_only(Tensor, lambda _: True, value):
+            seen.lines[id(self), name] = caller()
         plain(self, name, value)
 
-    nn.Module.__setattr__ = notice  # type: ignore[method-assign]
-    try:
-        yield seen
-    finally:
-        nn.Module.__setattr__ = plain  # type: ignore[method-assign]
+    with replaced(nn.Module, "__setattr__", notice):
+        try:
+            yield seen
+        finally:
+            for before in others.values():
+                before.put_back()
+
+
+@contextmanager
+def compared(model: nn.Module, seen: Changes, varies: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Around forward, where it is followed: what it changes is `seen`."""
+    before = ModuleState(model)
+    yield
+    after = ModuleState(model)
+    seen.paths = before.changed(after)
+    changed = ((path, after.values[path]) for path in seen.paths)
+    seen.varying = [path for path, one in changed if isinstance(one, Tensor) and varies(one)]
 
 
 @contextmanager
 def put_back(model: nn.Module) -> Iterator[None]:
-    """The attributes of modules afterwards are those before."""
-    before = [
-        (module, {name: _own(value) for name, value in vars(module).items()})
-        for module in model.modules()
-    ]
+    """What modules keep afterwards is what they kept before."""
+    before = ModuleState(model)
+    dicts = [vars(one)[kind] for one in model.modules() for kind in ("_parameters", "_buffers")]
+    held = [dict(one) for one in dicts]
     try:
         yield
     finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
+        before.put_back()
+        for one, tensors in zip(dicts, held, strict=True):
+            one.clear()
+            one.update(tensors)
 
 
 def varies(count: int) -> Callable[[Tensor], bool]:
     """Whether a tensor that is traced follows from one of the last `count` placeholders, which are
-    the inputs, from a parameter, or from random numbers."""
+    the inputs, from a parameter, a buffer that is written to, or from random numbers."""
 
     def test(tensor: Tensor) -> bool:
         node, _ = traced_node(tensor)
         if node is None:
             return False
         placeholders = node.graph.find_nodes(op="placeholder")
-        inputs = {*placeholders[len(placeholders) - count :]}
-        met, waiting = {node}, [node]
-        while waiting:
-            one = waiting.pop()
-            if one in inputs or _learns(one) or may_be_random(one):
-                return True
-            waiting.extend(set(one.all_input_nodes) - met)
-            met.update(one.all_input_nodes)
-        return False
+        changing = {*placeholders[len(placeholders) - count :]}
+        for one in node.graph.nodes:
+            if is_mutable(one.target):
+                changing.update(written(one))
+        of = followed(node)
+        return any(
+            (one.op == "placeholder" and one in changing)
+            or _learns(one)
+            or one.target is AGAIN
+            or may_be_random(one)
+            for one in of
+        )
 
     return test
 
@@ -134,30 +126,30 @@ def _learns(node: fx.Node) -> bool:
     )
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+class _Calls(TorchFunctionMode):
+    """What is called, with which plain values, and where of some tensors more than the form is
+    read."""
 
-
-class _Readers(TorchFunctionMode):
-    """Notes which of some tensors are read."""
-
-    def __init__(self, kept: Mapping[tuple[int, str], Kept], read: list[Kept]) -> None:
+    def __init__(self, kept: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._of = {id(one): each for each in kept.values() for one in _tensors(each.value)}
-        self._read = read
+        self.made: list[tuple[Any, ...]] = []
+        self.read: list[str] = []
+        self._kept = {memory_of(one): path for path, one in kept.items()}
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if id(leaf) in self._of and not _is_getter(function):
-                self._read.append(self._of[id(leaf)])
+        leaves = pytree.tree_leaves((args, kwargs))
+        self.made.append((function, *(leaf for leaf in leaves if type(leaf) in PLAIN)))
+        if not _asks_of_form(function) and self._kept:
+            memories = (memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+            self.read += [self._kept[one] for one in memories if one in self._kept]
         return function(*args, **(kwargs or {}))
 
 
-def _is_getter(function: Any) -> bool:
+def _asks_of_form(function: Any) -> bool:
     """Whether only an attribute is asked, as a shape."""
-    return getattr(function, "__name__", "") == "__get__"
+    return getattr(getattr(function, "__self__", None), "__name__", "") in _OF_FORM
 
 
 def warn_of_counters(
@@ -167,67 +159,55 @@ def warn_of_counters(
     seen: Changes,
 ) -> None:
     """Tell which of the numbers that were `seen` to change would change at every `call`, and refuse
-    tensors that it would read."""
-    with put_back(model):
-        read = _read_later(model, mode, call, seen) if seen.tensors else None
-    if read is not None:
+    tensors that it would read: forward runs twice more, without values."""
+    states, calls = [ModuleState(model)], list[_Calls]()
+    with put_back(model), suppress(Exception), mode, torch.no_grad():
+        own = {memory_of(one) for one in (*model.parameters(), *model.buffers())}
+        for kept in (lambda: dict[str, Tensor](), lambda: _new_tensors(*states)):
+            others = {path: one for path, one in kept().items() if memory_of(one) not in own}
+            args, kwargs = in_own_containers(pytree.tree_map_only(Tensor, torch.clone, call))
+            calls.append(_Calls(others))
+            with calls[-1]:
+                model(*args, **kwargs)
+            states.append(ModuleState(model))
+    if len(states) < 3:
+        return
+    read = [path for path in calls[1].read if _root(path) in map(_root, seen.varying)]
+    if read:
         raise InvalidInput(
             "what a call keeps for the next one stands in a buffer",
-            got=f"{_path(model, read)}, a tensor that forward assigns and the next call reads",
+            got=f"{read[0]}, a tensor that forward keeps and the next call reads",
             remedy="register_buffer() it with its first value, and write to it in place "
             "(self.state.copy_(...)); or hand it over as an input",
-            source=read.source,
+            source=_line(model, read[0], seen),
         )
-    if not seen.numbers:
-        return
-    with put_back(model):
-        for change in seen.numbers.values():
-            setattr(change.module, change.name, change.after)
-        with (
-            changes_seen(lambda _: False) as again,
-            suppress(Exception),
-            mode,
-            torch.no_grad(),
-        ):
-            _run(model, call)
-    for change in seen.numbers.values():
-        setattr(change.module, change.name, change.before)
-    for key in seen.numbers.keys() & again.numbers.keys():
-        change = seen.numbers[key]
+    before, once, twice = states
+    changed, again = before.changed(once), {*once.changed(twice)}
+    numbers = [path for path in changed if isinstance(once.values[path], int | float)]
+    how, told = "another number after every call", [path for path in numbers if path in again]
+    if not told and not _new_tensors(before, once) and calls[0].made != calls[1].made:
+        how, told = "another number after the first call, which the next one reads", numbers
+    for path in told:
+        line = _line(model, path, seen)
         warnings.warn(
-            f"{_path(model, change)} is another number after every call ({change.source}): a "
-            "program keeps the one of its capture; a buffer changes with the steps",
+            f"{path} is {how}{f' ({line})' if line else ''}: a program keeps the one of its "
+            "capture; a buffer changes with the steps",
             stacklevel=frames_to_caller(),
         )
 
 
-def _read_later(
-    model: nn.Module,
-    mode: FakeTensorMode,
-    call: Call,
-    seen: Changes,
-) -> Kept | None:
-    """What forward keeps and then reads, where it runs twice more, without values."""
-    read: list[Kept] = []
-    with suppress(Exception), mode, torch.no_grad():
-        with changes_seen(lambda _: True) as first:
-            _run(model, call)
-        kept = {key: one for key, one in first.tensors.items() if key in seen.tensors}
-        with _Readers(kept, read):
-            _run(model, call)
-    return read[0] if read else None
+def _new_tensors(before: ModuleState, after: ModuleState) -> dict[str, Tensor]:
+    changed = {*before.changed(after)}
+    return {path: tensor for path, tensor in after.tensors.items() if path in changed}
 
 
-def _run(model: nn.Module, call: Call) -> None:
-    args, kwargs = in_own_containers(call)
-    model(*args, **kwargs)
+def _root(path: str) -> str:
+    """The attribute, of what stands in it."""
+    return path.partition("[")[0]
 
 
-def _own(value: Any) -> Any:
-    """A plain list, dict or set with what is in it now."""
-    return copy.copy(value) if type(value) in (list, dict, set) else value
-
-
-def _path(model: nn.Module, change: Change | Kept) -> str:
-    paths = {id(module): path for path, module in model.named_modules()}
-    return ".".join(filter(None, (paths.get(id(change.module), ""), change.name)))
+def _line(model: nn.Module, path: str, seen: Changes) -> str | None:
+    """That set it, as far as it stands in an attribute of a module."""
+    owner, _, name = _root(path).rpartition(".")
+    modules = {where: id(module) for where, module in model.named_modules()}
+    return seen.lines.get((modules.get(owner, 0), name))

@@ -300,17 +300,7 @@ def slice_of(asked: fx.Node, root: nn.Module, known: Sequence[bool]) -> Sliced |
     """What a node of a graph that grows follows from, if that is flat inputs that are `known`."""
     placeholders = asked.graph.find_nodes(op="placeholder")
     numbers = dict(zip(placeholders[len(placeholders) - len(known) :], range(len(known))))
-    needed, reached = {asked}, [asked]
-    writes = [node for node in asked.graph.nodes if is_mutable(node.target)]
-    while reached:
-        for node in reached.pop().all_input_nodes:
-            if node not in needed:
-                needed.add(node)
-                reached.append(node)
-        if not reached:  # what writes to any of these, wherever it stands, is one of these too
-            bases = {_base(node) for node in needed}
-            reached = [one for one in writes if one not in needed and bases & {*_written(one)}]
-            needed |= {*reached}
+    needed = followed(asked)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     inputs, constants = dict[str, int](), dict[str, Tensor]()
     for node in asked.graph.nodes:
@@ -333,7 +323,23 @@ def slice_of(asked: fx.Node, root: nn.Module, known: Sequence[bool]) -> Sliced |
     return graph, inputs, constants
 
 
-def _written(node: fx.Node) -> Iterator[fx.Node]:
+def followed(asked: fx.Node) -> set[fx.Node]:
+    """A node of a graph that grows, and all that it follows from."""
+    needed, reached = {asked}, [asked]
+    writes = [node for node in asked.graph.nodes if is_mutable(node.target)]
+    while reached:
+        for node in reached.pop().all_input_nodes:
+            if node not in needed:
+                needed.add(node)
+                reached.append(node)
+        if not reached:  # what writes to any of these, wherever it stands, is one of these too
+            bases = {_base(node) for node in needed}
+            reached = [one for one in writes if one not in needed and bases & {*written(one)}]
+            needed |= {*reached}
+    return needed
+
+
+def written(node: fx.Node) -> Iterator[fx.Node]:
     """What the memory belongs to that a call changes."""
     written = pytree.tree_leaves(written_arguments(node.target, node.args, node.kwargs))
     return (_base(one) for one in written if isinstance(one, fx.Node))
@@ -342,7 +348,7 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 def is_written(node: fx.Node) -> bool:
     """Whether a call of its graph changes the memory that a value stands in."""
     base = _base(node)
-    return any(base in _written(one) for one in node.graph.nodes if is_mutable(one.target))
+    return any(base in written(one) for one in node.graph.nodes if is_mutable(one.target))
 
 
 def _base(node: fx.Node) -> fx.Node:

@@ -40,7 +40,7 @@ from autopar.capture.captured import Captured, Example
 from autopar.capture.checkpoints import checkpoints_marked, warn_of_buffers
 from autopar.capture.containers import Content, contents_seen
 from autopar.capture.containers import by_placeholder as contents_of
-from autopar.capture.counters import changes_seen, put_back, varies, warn_of_counters
+from autopar.capture.counters import changes_seen, compared, put_back, varies, warn_of_counters
 from autopar.capture.data_attribute import data_is_detached
 from autopar.capture.decisions import by_placeholder, decisions_made
 from autopar.capture.drawn_elsewhere import draws_elsewhere_refused
@@ -66,7 +66,7 @@ from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.grouped import groups_followed
 from autopar.capture.guards import refusals_kept
 from autopar.capture.hidden import Hiding, Needed
-from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
+from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory, while_it_runs
 from autopar.capture.host import cross_to_host
 from autopar.capture.listing import operator_name
 from autopar.capture.lookups import require_rows
@@ -146,11 +146,16 @@ def _captured(
             (copy, fakes) if precision is None else computing(copy, fakes, mode, precision)
         )
         is_kept, values = varies(len(leaves)), leaves if values is None else values
-        seen, asked = changes_seen(is_kept), decisions_made(run, values)
+        seen, asked = changes_seen(run), decisions_made(run, values)
         with seen as changes, hooks_refused() as lines, inside(run, autocasts), asked as decided:
             own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
-            assigned = buffers_written(run, is_kept, changes.buffers)
-            with put_back(run), emptied_afterwards(run, files, own), assigned:
+            around = partial(compared, run, changes, is_kept)
+            with (
+                put_back(run),
+                emptied_afterwards(run, files, own),
+                buffers_written(run, is_kept, changes.lines),
+                while_it_runs(run, around),
+            ):
                 program, contents = _export(run, mode, own_args, own_kwargs, given, files, shown)
         require_casting(program)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
@@ -167,7 +172,7 @@ def _captured(
         for write in writes:
             named = zip(captured.inputs, leaves, strict=True)
             require_apart(write, {name: leaf for name, leaf in named if name is not None})
-        if changes.numbers or changes.tensors:
+        if changes.paths:
             with emptied_afterwards(run, files, own):
                 warn_of_counters(run, mode, pytree.tree_unflatten(inputs, input_spec), changes)
     warn_of_memory(lines)

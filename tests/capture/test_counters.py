@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +62,70 @@ def test_a_number_that_the_class_begins_with_counts_too() -> None:
         capture(ByClass(4, 4))
 
 
+class InDict(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.state = {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state["calls"] += 1
+        return (super().forward(x) * self.state["calls"]).sum()
+
+
+class FromNothing(nn.Linear):
+    calls: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = (self.calls or 0) + 1
+        return (super().forward(x) * self.calls).sum()
+
+
+class TheFirstIsAnother(nn.Linear):
+    is_first = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.is_first:
+            y = y * 2
+            self.is_first = False
+        return y.sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        (InDict, r"state\['calls'\] is another number after every"),
+        (lambda: FromNothing(4, 4), "calls is another number after every"),
+        (lambda: TheFirstIsAnother(4, 4), "is_first is another number after the first"),
+    ],
+)
+def test_so_are_others_wherever_they_stand(kind: Callable[[], nn.Module], path: str) -> None:
+    model = kind()
+    with pytest.warns(UserWarning, match=path) as heard:
+        capture(model)
+    assert len(heard) == 1
+
+
+class GoesThrough(nn.Linear):
+    """Numbers that are what they were when the call ends."""
+
+    depth, last = 0, float("nan")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.depth += 1
+        self.last = float("nan")
+        for self.place in range(3):
+            x = super().forward(x) * (self.depth + self.place)
+        self.depth -= 1
+        return x.sum()
+
+
+def test_numbers_that_are_set_back_are_not_told() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capture(GoesThrough(4, 4))
+
+
 class Keeps(nn.Linear):
     """A tensor of one call, for the next."""
 
@@ -102,7 +168,90 @@ class KeepsNoise(Keeps):
         return torch.rand(4)
 
 
-@pytest.mark.parametrize("kind", [Keeps, KeepsTheFirst, KeepsWeights, KeepsNoise])
+class KeepsWritten(Keeps):
+    """Of what is written to in place."""
+
+    def kept(self, x: Tensor, y: Tensor) -> Any:
+        made = torch.zeros(4, 4)
+        made[:2] = y[:2].detach()
+        return made
+
+
+class KeepsABuffer(Keeps):
+    """What stood in it before."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def kept(self, x: Tensor, y: Tensor) -> Any:
+        before = self.seen.clone()
+        self.seen += x.mean(0)
+        return before
+
+
+class ReadsData(Keeps):
+    def read(self, state: Any) -> Tensor:
+        return state.data
+
+
+class ReadsTransposed(Keeps):
+    def read(self, state: Any) -> Tensor:
+        return state.T
+
+
+class InAList(Keeps):
+    """Elsewhere than in an attribute that is set."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.history = list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.Linear.forward(self, x)
+        if self.history:
+            y = y + self.history[-1]
+        self.history.append(y.detach())
+        return y.sum()
+
+
+class InAnObject(InAList):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.around = SimpleNamespace(history=self.history)
+        del self.history
+
+    def __getattr__(self, name: str) -> Any:
+        return self.around.history if name == "history" else super().__getattr__(name)
+
+
+@pytest.mark.parametrize("kind", [InAList, InAnObject])
+def test_wherever_it_stands(kind: type[Keeps]) -> None:
+    model = nn.Sequential(kind(4, 4))
+    with pytest.raises(InvalidInput, match="stands in a buffer") as error:
+        capture(model)
+    assert "history[0]" in str(error.value.got)
+    assert model[0].history == []
+
+
+HELPER = Keeps(4, 4)
+
+
+class Uses(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        HELPER.state = x.detach()
+        return super().forward(x).sum()
+
+
+def test_a_module_that_is_no_part_of_the_model_is_left_as_it_was() -> None:
+    capture(Uses(4, 4))
+    assert HELPER.state is None
+
+
+FORMS = [KeepsTheFirst, KeepsWeights, KeepsNoise, KeepsWritten, KeepsABuffer]
+
+
+@pytest.mark.parametrize("kind", [Keeps, *FORMS, ReadsData, ReadsTransposed])
 def test_a_tensor_for_the_next_call_is_refused(kind: type[Keeps]) -> None:
     model = nn.Sequential(kind(4, 4))
     with pytest.raises(InvalidInput, match="stands in a buffer") as error:
@@ -122,12 +271,13 @@ class Tabulates(nn.Linear):
 
     table: Any = None
     shown: Any = None
+    given: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.table is None:
             self.table = torch.arange(x.shape[1]) / 4
         y = super().forward(x * self.table)
-        self.shown = y.detach()  # which no call reads
+        self.shown, self.given = y.detach(), x  # which no call reads
         self.within = y.square()
         return self.within.sum()
 
