@@ -186,7 +186,8 @@ def warn_of_counters(
     numbers = [path for path in changed if isinstance(once.values[path], int | float)]
     how, told = "another number after every call", [path for path in numbers if path in again]
     if not told and not _new_tensors(before, once) and calls[0].made != calls[1].made:
-        how, told = "another number after the first call, which the next one reads", numbers
+        how = "another number after the first call, which the next one reads"
+        told = [path for path in numbers if isinstance(before.values.get(path), int | float)]
     for path in told:
         line = _line(model, path, seen)
         warnings.warn(
