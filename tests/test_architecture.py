@@ -23,6 +23,7 @@ FLOORS = (
     {
         "_torch",
         "_torch_groups",
+        "_torch_forms",
         "cluster",
         "drawing",
         "mesh",

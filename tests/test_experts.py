@@ -181,3 +181,24 @@ def test_a_norm_behind_the_experts_is_of_each_choice(monkeypatch: pytest.MonkeyP
     assert "grouped_mm" not in text
     for mesh in (Mesh(ep=3), Mesh(dp=2, ep=2)):
         assert ap.verify(model, (x,), mesh=mesh).ok
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_in_float32_they_are_taken_as_they_come(name: str) -> None:
+    """With the grouped product that their configurations choose."""
+    transformers = pytest.importorskip("transformers")
+    count = "num_local_experts" if name == "Mixtral" else "num_experts"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 48}
+    more = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+    told = {**sizes, **more, **ids, count: 4, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{name}Config")(**told)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    given = torch.randint(64, (4, 8))
+    assert model.config._experts_implementation == "grouped_mm"
+    plain = model(given, labels=given).loss
+    options = {"mesh": Mesh(dp=2, ep=2), "backend": "virtual"}
+    module = ap.parallelize(model, (given,), {"labels": given}, **options)
+    assert listing(module.plan.captured.graph).count("autopar.experts(") == 2
+    torch.testing.assert_close(module(given, labels=given).loss, plain)

@@ -187,7 +187,7 @@ def warn_of_counters(
     how, told = "another number after every call", [path for path in numbers if path in again]
     if not told and not _new_tensors(before, once) and calls[0].made != calls[1].made:
         how = "another number after the first call, which the next one reads"
-        told = [path for path in numbers if isinstance(before.values.get(path), int | float)]
+        told = [path for path in numbers if path.rpartition(".")[0] not in changed]
     for path in told:
         line = _line(model, path, seen)
         warnings.warn(

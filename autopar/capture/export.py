@@ -25,6 +25,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from autopar._torch_forms import grouped_products_of_floats
 from autopar.capture.assigned import buffers_written
 from autopar.capture.autocasts import (
     active,
@@ -134,6 +135,7 @@ def _captured(
         torch.enable_grad(),
         switched(()),
         blind,
+        grouped_products_of_floats(),
     ):
         mode = new_mode()
         leaves, input_spec = pytree.tree_flatten((args, kwargs))

@@ -31,7 +31,8 @@ class ModuleState:
     def __init__(self, model: nn.Module) -> None:
         self.values: dict[str, Any] = {}  # by path
         self._held: dict[int, tuple[Any, Any]] = {}  # what holds values, and all that it held
-        waiting: list[tuple[Any, str]] = [(one, path) for path, one in model.named_modules()][::-1]
+        self.values |= model.named_modules()
+        waiting: list[tuple[Any, str]] = [(one, path) for path, one in self.values.items()][::-1]
         while waiting:
             holder, path = waiting.pop()
             if id(holder) in self._held:
