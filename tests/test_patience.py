@@ -141,6 +141,7 @@ def test_asking_what_if_keeps_to_seconds_too() -> None:
 
 def test_time_is_left_to_make_the_program_of_what_was_chosen() -> None:
     assert not Patience.begun(20.0, captured=1e6).is_over()  # half of it at most
+    assert Patience.begun(None) == Patience.begun(1e13) == Patience.begun(10**400) == Patience()
     assert not Patience.begun(None).is_over()
     short = Patience.begun(1e-9)
     assert short.is_over()

@@ -12,18 +12,22 @@ import hashlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from autopar.cluster.machines import REACHED, Device, Host, Link, Node
 from autopar.errors import ExecutionError
 
+T = TypeVar("T")
+Fitted = dict[tuple[str, int], tuple[float, float]]  # (kind, ranks) -> alpha and bandwidth
 VERSION = 4
 MOST_PROCESSES = 8  # more are not started to measure; what they share is shared further
 
@@ -55,6 +59,7 @@ _GUESS: dict[str, Any] = {
     "collectives": [],
 }
 _AGAIN = 5  # times that a machine is measured when that is asked for
+_LONGEST = 120.0  # seconds that one time may take
 _GUESSED_LINK = (200e-6, 2e9)
 
 
@@ -63,11 +68,12 @@ def local_node(devices: int, measure: bool = True, again: bool = False) -> Node:
     if not measure:
         return measured_node(devices, devices, _GUESS)
     processes = min(devices, MOST_PROCESSES)
-    with kept_file(f"local-{processes}-{machine()}.json") as path:
-        if again or not path.exists():
-            path.write_text(json.dumps(_measure(processes, _AGAIN if again else 1)))
-        figures = json.loads(path.read_text())
-    return measured_node(devices, processes, figures)
+    return kept(
+        f"local-{processes}-{machine()}.json",
+        partial(measured_node, devices, processes),
+        lambda: _measure(processes, _AGAIN if again else 1),
+        again,
+    )
 
 
 def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node:
@@ -91,9 +97,18 @@ def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node
         half_flops=figures["half_flops"],
         host=host,
     )
-    measured = fit(figures["collectives"])
-    alpha, bandwidth = measured.get(("all_reduce", 2), _GUESSED_LINK)
-    return Node(device, devices, Link(alpha, bandwidth / crowd, measured))
+    fitted = fit_links(figures["collectives"])
+    alpha, rate = message_of(fitted)
+    measured = {key: (a, b / crowd) for key, (a, b) in fitted.items()}
+    return Node(device, devices, Link(alpha, rate / crowd, measured))
+
+
+def message_of(fitted: Fitted) -> tuple[float, float]:
+    """Alpha and bandwidth of a message: of a shift in the smallest group that was measured."""
+    for kind in ("shift", "all_reduce"):
+        if sizes := [ranks for name, ranks in fitted if name == kind]:
+            return fitted[kind, min(sizes)]
+    return _GUESSED_LINK
 
 
 def far_of(points: list[tuple[float, float]]) -> tuple[float, float]:
@@ -106,12 +121,15 @@ def far_of(points: list[tuple[float, float]]) -> tuple[float, float]:
     return max(0.0, large - slow / each), each
 
 
-def fit(timings: list[tuple[str, int, int, float]]) -> dict[tuple[str, int], tuple[float, float]]:
-    """Alpha from the smallest size and bandwidth from the largest, of each collective."""
-    found = {}
+def fit_links(timings: list[tuple[str, int, int, float]]) -> Fitted:
+    """Alpha from the smallest size and bandwidth from the largest, of each collective that was
+    measured with two."""
+    found: Fitted = {}
     for kind, ranks in {(kind, ranks): None for kind, ranks, _, _ in timings}:
         points = sorted((size, t) for k, n, size, t in timings if (k, n) == (kind, ranks))
         (small, fast), (large, slow) = points[0], points[-1]
+        if small == large:
+            continue
         volume = _VOLUMES[kind](ranks)
         # Noise can make the large one as fast as the small one; it is never more than 50 times so.
         bandwidth = volume * (large - small) / max(slow - fast, slow / 50)
@@ -123,19 +141,49 @@ def _measure(processes: int, times: int = 1) -> dict[str, Any]:
     """What single operators and collectives take; of several times the medians."""
     script = Path(__file__).with_name("measure.py")
     command = [sys.executable, "-P", str(script), str(processes), str(times)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120 * times)
-    if done.returncode:
-        raise ExecutionError(
-            "the constants of this machine are measured by a process of its own",
-            got=f"it failed: {done.stderr.strip()[-500:]}",
-            remedy="Cluster.local(n, measure=False) uses default constants",
-        )
-    return json.loads(done.stdout)
+    return json.loads(printed(command, _LONGEST * times))
+
+
+def printed(command: Sequence[str], seconds: float) -> str:
+    """What a program prints, in so many seconds; later it ends, with all that it has started."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, start_new_session=True) as program:
+        try:
+            found, said = program.communicate(timeout=seconds)
+            if not program.returncode:
+                return found
+            got = f"it failed: {said.strip()[-500:]}"
+        except BaseException as error:  # of Ctrl-C, too, a session of its own hears nothing
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            got = f"it took more than {seconds:g} seconds"
+    raise ExecutionError(
+        "the constants of this machine are measured by a process of its own",
+        got=got,
+        remedy="Cluster.local(n, measure=False) uses default constants",
+    )
+
+
+def kept(name: str, read: Callable[[Any], T], make: Callable[[], Any], again: bool = False) -> T:
+    """What `read` makes of the file called `name` in the cache folder. Where none is there, or it
+    cannot be read, and where it is made `again`, it is what `make` gives."""
+    with _locked(name) as path:
+        if not again:
+            with contextlib.suppress(Exception):  # whatever is wrong with it
+                return read(json.loads(path.read_text()))
+        made = make()
+        found = read(made)
+        written = path.with_suffix(".new")
+        written.write_text(json.dumps(made))
+        os.replace(written, path)
+        return found
 
 
 @contextlib.contextmanager
-def kept_file(name: str) -> Iterator[Path]:
-    """The file called `name` in the cache folder, one process at a time (ranks ask together)."""
+def _locked(name: str) -> Iterator[Path]:
+    """That file, one process at a time (ranks ask together)."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     folder = Path(base) / "autopar"
     try:

@@ -7,15 +7,13 @@ a step they find cold caches, and neighbours. Two factors for all plans of a mac
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from autopar.cluster.calibration import kept_file, machine
+from autopar.cluster.calibration import kept, machine
 from autopar.cluster.machines import Device, Host, Level, Link, Node
 from autopar.errors import InvalidInput
 
@@ -51,7 +49,7 @@ class Pace:
         return replace(level, alpha=level.alpha * factor, bandwidth=level.bandwidth / factor)
 
     def device(self, device: Device) -> Device:
-        """A device at this pace; what it copies goes over a link."""
+        """A device at this pace."""
         factor, host = self.compute, device.host
         return replace(
             device,
@@ -63,9 +61,12 @@ class Pace:
         )
 
     def _host(self, host: Host) -> Host:
+        """The host that is the device: its copies stay in the memory that it computes on."""
         factor = self.compute
         return replace(
             host,
+            copy_alpha=host.copy_alpha * factor,
+            copy_bandwidth=host.copy_bandwidth / factor,
             flops=host.flops / factor,
             bandwidth=host.bandwidth / factor,
             overhead=host.overhead * factor,
@@ -90,8 +91,12 @@ class Step:
         return self.compute * pace.compute + self.communication * pace.communication
 
 
-def fit(steps: Sequence[Step]) -> Pace:
-    """The pace at which predictions are least off, in the mean of their ratios."""
+def fit_pace(steps: Sequence[Step]) -> Pace:
+    """The pace at which predictions are least off, in the mean of their ratios; of a part that no
+    step has, 1."""
+    steps = [one for one in steps if one.predicted(Pace()) > 0]
+    if not steps:
+        return Pace()
     compute, communication, measured = np.array(
         [(one.compute, one.communication, one.measured) for one in steps]
     ).T
@@ -100,24 +105,25 @@ def fit(steps: Sequence[Step]) -> Pace:
         factors[:, None, None] * compute + factors[None, :, None] * communication
     )  # of each pair of factors
     off = np.abs(np.log(measured / predicted)).mean(axis=2)
-    # Where nothing is communicated each factor of it is as good: the one nearest to none.
-    off = off + 1e-9 * np.abs(np.log(factors))[None, :]
+    # Where nothing is computed, or communicated, each factor of it is as good: the nearest to none.
+    near = 1e-9 * np.abs(np.log(factors))
+    off = off + near[:, None] + near[None, :]
     first, second = np.unravel_index(off.argmin(), off.shape)
     return Pace(float(factors[first]), float(factors[second]))
 
 
 def kept_pace(device: str, devices: int) -> Pace:
     """What was kept of so many of these devices of this machine."""
-    with kept_file(_name(device, devices)) as path:
-        return Pace(**json.loads(path.read_text())) if path.exists() else Pace()
+    return kept(_name(device, devices), _read, lambda: asdict(Pace()))
 
 
 def keep_pace(pace: Pace, device: str, devices: int) -> None:
     """Keep it, from now on."""
-    with kept_file(_name(device, devices)) as path:
-        written = path.with_suffix(".new")
-        written.write_text(json.dumps(asdict(pace)))
-        os.replace(written, path)
+    kept(_name(device, devices), _read, lambda: asdict(pace), again=True)
+
+
+def _read(factors: dict[str, float]) -> Pace:
+    return Pace(**factors)
 
 
 def _name(device: str, devices: int) -> str:

@@ -357,7 +357,8 @@ def _set_out(asked: Request, own: Group, group: dist.ProcessGroup) -> Travelling
             comes: list[Sequence[Shape]] = [()] * count
             target, source = (index + asked.by) % count, (index - asked.by) % count
             if target == index:
-                return Travelling(lambda: asked.tensors)
+                kept = tuple(x.clone() for x in asked.tensors)
+                return Travelling(lambda: kept)
             sent[target], comes[source] = asked.tensors, asked.shapes
             travelling = _travel(sent, comes, asked.tensors, index, group)
             return Travelling(lambda: travelling()[source])

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from autopar.api import parallelize
 from autopar.cluster import Cluster
 from autopar.cluster.calibration import local_node
-from autopar.cluster.pace import Pace, Step, fit, keep_pace
+from autopar.cluster.pace import Pace, Step, fit_pace, keep_pace
 from autopar.commands.arguments import check_out
 from autopar.commands.printing import show, show_json, show_table
 from autopar.commands.streams import to_results
@@ -158,7 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
             found = launch(measure, ranks, cluster, heard=heard)[0]
     if not speaks:
         return 0
-    pace = fit([one.step for one in found])
+    pace = fit_pace([one.step for one in found])
     keep_pace(pace, cluster.device.name, ranks)
     calibrated = cluster.at(pace)
     if arguments.out is not None:

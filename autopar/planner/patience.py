@@ -35,10 +35,10 @@ class Patience:
     @classmethod
     def begun(cls, seconds: float | None, captured: float = 0.0) -> Patience:
         """From now on, of which at most half is for what comes last: the program of what was chosen
-        is made of all calls, as capture was. None: there is no end."""
-        if seconds is None:
+        is made of all calls, as capture was. None, or ages: there is no end."""
+        if seconds is None or seconds >= _AGES:
             return cls()
-        given = float(seconds) if seconds < _AGES else math.inf
+        given = float(seconds)
         last = min(captured + _STEP * given, given / 2)
         return cls(given, time.process_time() + given - last)
 

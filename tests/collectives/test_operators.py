@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.collectives import Movement, operator_call, operators
+from autopar.collectives.together import Group, Shift, Steps, in_lock_step, on_process
 from autopar.errors import VerifierError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -29,6 +30,22 @@ def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD.group_name
     dist.destroy_process_group()
+
+
+def test_what_one_sends_to_itself_arrives_as_its_own(group: str) -> None:
+    """As a message would: what is written to it is not written to what was sent."""
+    sent = torch.arange(3.0)
+
+    def kernel() -> Steps:
+        coming = yield Shift((sent,), 1, (sent.shape,))
+        (came,) = yield coming
+        came += 1
+        return came
+
+    for drive in (on_process(group, Group(1, 0)), in_lock_step):
+        (came,) = drive([kernel()])
+        assert came.tolist() == [1.0, 2.0, 3.0]
+        assert sent.tolist() == [0.0, 1.0, 2.0]
 
 
 def calls(group: str) -> dict[str, tuple]:

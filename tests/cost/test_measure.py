@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from autopar.cluster.calibration import _measure, far_of, fit, measured_node
-from autopar.cluster.measure import middle, overlapped
+from autopar.cluster.calibration import (
+    _GUESS,
+    _measure,
+    far_of,
+    fit_links,
+    measured_node,
+    printed,
+)
+from autopar.cluster.measure import BYTES, middle, overlapped
+from autopar.errors import ExecutionError
 
 
 def test_two_processes_measure_themselves() -> None:
@@ -36,7 +49,7 @@ def test_of_several_measurements_the_medians_count() -> None:
 
 def test_noise_never_gives_an_endless_bandwidth() -> None:
     timings = [("all_reduce", 2, 1000, 1e-3), ("all_reduce", 2, 1_000_000, 0.9e-3)]
-    ((_, bandwidth),) = fit(timings).values()
+    ((_, bandwidth),) = fit_links(timings).values()
     assert 0 < bandwidth < 1e12
 
 
@@ -44,9 +57,66 @@ def test_a_message_to_a_neighbour_moves_all_its_bytes() -> None:
     timings = [
         (kind, 4, 1000 * n, 1e-3 * (n + 1)) for kind in ("shift", "all_gather") for n in (1, 9)
     ]
-    found = fit(timings)
+    found = fit_links(timings)
     assert found["shift", 4] == pytest.approx((2e-3, 1e6))
     assert found["all_gather", 4] == pytest.approx((2e-3 / 3, 0.75e6))
+
+
+def test_of_one_size_nothing_is_fitted() -> None:
+    assert fit_links([("all_reduce", 2, 4096, 1e-4)]) == {}
+
+
+def figures_of(*sizes: int) -> dict[str, Any]:
+    """Of a machine where groups of these sizes were measured: shifts of 1 MB take 10 ms more."""
+    sums = [("all_reduce", n, size, 1e-3 + size / 1e8) for n in sizes for size in BYTES]
+    shifts = [("shift", n, size, 1e-3 + n * size / 2e8) for n in sizes for size in BYTES]
+    return {**_GUESS, "collectives": [*sums, *shifts]}
+
+
+@pytest.mark.parametrize(("devices", "sizes"), [(2, (2,)), (3, (3,)), (6, (2, 3, 6)), (7, (7,))])
+def test_a_message_is_a_shift_in_the_smallest_group(devices: int, sizes: tuple[int, ...]) -> None:
+    link = measured_node(devices, devices, figures_of(*sizes)).link
+    assert (link.alpha, link.bandwidth) == link.measured["shift", min(sizes)]
+    assert link.bandwidth == pytest.approx(2e8 / min(sizes))
+
+
+def test_what_a_machine_has_is_shared_by_all_its_devices() -> None:
+    few, many = (measured_node(n, 8, figures_of(2, 4, 8)) for n in (8, 32))
+    for kind in ("all_reduce", "shift"):
+        (alpha, bandwidth), (as_long, part) = (one.link.of(kind, 8) for one in (few, many))
+        assert (as_long, part) == (alpha, bandwidth / 4)
+    assert many.link.bandwidth == few.link.bandwidth / 4
+    assert many.device.peak("f32") == few.device.peak("f32") / 4
+
+
+# It forks one that holds a lock as long as it lives, says so, and waits.
+_FORKS = """
+import fcntl, os, sys, time
+ours, theirs = os.pipe()
+if os.fork() == 0:
+    held = open(sys.argv[1], "w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    os.write(theirs, b".")
+    time.sleep(600)
+os.read(ours, 1)
+time.sleep(600)
+"""
+
+
+def test_what_takes_too_long_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with pytest.raises(ExecutionError, match="a process of its own") as caught:
+        printed([sys.executable, "-c", _FORKS, str(path)], seconds=2.0)
+    assert "more than 2 seconds" in str(caught.value)
+    assert "measure=False" in str(caught.value)
+    with open(path, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # else this waits for minutes
+
+
+def test_what_fails_says_why() -> None:
+    with pytest.raises(ExecutionError, match="a process of its own") as caught:
+        printed([sys.executable, "-c", "raise SystemExit('no cores')"], seconds=60.0)
+    assert "it failed: no cores" in str(caught.value)
 
 
 def test_overlap_is_what_both_together_spare() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import warnings
 
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.cluster.pace import Pace, Step, fit, keep_pace, kept_pace
+from autopar.cluster.pace import Pace, Step, fit_pace, keep_pace, kept_pace
 from autopar.errors import InvalidInput
 
 
@@ -19,15 +20,23 @@ def test_the_factors_of_steps_are_found(pace: Pace) -> None:
         compute, communication = generator.uniform(0.01, 0.1), generator.uniform(0.0, 0.1)
         measured = compute * pace.compute + communication * pace.communication
         steps.append(Step(compute, communication, measured * generator.uniform(0.98, 1.02)))
-    found = fit(steps)
+    found = fit_pace(steps)
     assert found.compute == pytest.approx(pace.compute, rel=0.05)
     assert found.communication == pytest.approx(pace.communication, rel=0.08)
 
 
 def test_what_nothing_shows_stays() -> None:
-    found = fit([Step(0.1, 0.0, 0.2), Step(0.2, 0.0, 0.4)])
+    found = fit_pace([Step(0.1, 0.0, 0.2), Step(0.2, 0.0, 0.4)])
     assert found.compute == pytest.approx(2.0, rel=0.03)
     assert found.communication == pytest.approx(1.0, rel=0.03)
+
+
+@pytest.mark.parametrize("steps", [[], [Step(0.0, 0.0, 2.0)], [Step(0.0, 1.0, 1.0)]])
+def test_of_what_no_step_has_the_pace_is_as_the_constants_say(steps: list[Step]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = fit_pace(steps)
+    assert (found.compute, found.communication) == pytest.approx((1.0, 1.0), rel=0.03)
 
 
 def test_a_paced_cluster_takes_so_many_times_as_long() -> None:
@@ -41,6 +50,18 @@ def test_a_paced_cluster_takes_so_many_times_as_long() -> None:
     assert plain.at(Pace()) == plain
 
 
+def test_a_host_that_is_the_device_keeps_its_pace() -> None:
+    """Copies too: they stay in the memory that it computes on."""
+    plain = Cluster.local(2, measure=False)
+    host, slow = (one.device.host for one in (plain, plain.at(Pace(2.0, 4.0))))
+    assert host.is_device
+    assert slow.copied(1e6, copies=3) == pytest.approx(2 * host.copied(1e6, copies=3))
+    assert slow.link.throughput == host.link.throughput / 2
+    assert slow.processor.peak("f32") == host.processor.peak("f32") / 2
+    assert (slow.bandwidth, slow.overhead) == (host.bandwidth / 2, host.overhead * 2)
+    assert slow.memory == host.memory
+
+
 @pytest.mark.parametrize("factors", [(-1, 1), (0.0, 1), (1, float("nan")), ("2", 1)])
 def test_what_is_no_factor_is_refused(factors) -> None:
     with pytest.raises(InvalidInput, match="positive number of times"):
@@ -52,3 +73,14 @@ def test_a_pace_is_kept_for_so_many_devices_of_a_kind(tmp_path, monkeypatch) -> 
     keep_pace(Pace(1.5, 2.5), "H100", 8)
     assert kept_pace("H100", 8) == Pace(1.5, 2.5)
     assert kept_pace("H100", 4) == kept_pace("A100", 8) == Pace()
+
+
+@pytest.mark.parametrize("text", ["", '{"compute": 1.', "[]", '{"compute": NaN}', '{"speed": 1}'])
+def test_a_file_that_holds_no_pace_is_none(text: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_pace(Pace(1.5, 2.5), "H100", 8)
+    (path,) = tmp_path.glob("autopar/*.json")
+    path.write_text(text)
+    assert kept_pace("H100", 8) == Pace()
+    keep_pace(Pace(1.5, 2.5), "H100", 8)
+    assert kept_pace("H100", 8) == Pace(1.5, 2.5)
