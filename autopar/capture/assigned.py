@@ -8,7 +8,7 @@ for nothing. Until forward ends, whoever has the buffer from before sees what wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -47,6 +47,7 @@ def buffers_written(
             for module, name, buffer in before
             if (value := module._buffers.get(name)) is not None and value is not buffer
         ]
+        _require_one_value(model, before, {id(buffer) for _, _, buffer, _ in assigned})
         memories = {memory_of(buffer) for _, _, buffer, _ in assigned}
         result = pytree.tree_map_only(
             Tensor, lambda x: x.clone() if memory_of(x) in memories else x, result
@@ -63,17 +64,36 @@ def buffers_written(
                     setattr(module, name, value)
                 module._buffers[name] = buffer
             elif module is model or varies(value):
-                path = next(path for path, one in model.named_modules() if one is module)
-                raise _refused(
-                    ".".join(filter(None, (path, name))),
-                    buffer,
-                    value,
-                    lines.get((id(module), name)),
-                )
+                path, line = _path(model, module, name), lines.get((id(module), name))
+                raise _refused(path, buffer, value, line)
         return result
 
     with replaced(model, "forward", run):
         yield
+
+
+def _require_one_value(
+    model: nn.Module, before: Sequence[tuple[nn.Module, str, Tensor]], assigned: set[int]
+) -> None:
+    """A buffer of several names is one in the program: it is assigned by all of them, or none."""
+    values = dict[int, tuple[nn.Module, str, Tensor | None]]()
+    for module, name, buffer in before:
+        if id(buffer) not in assigned:
+            continue
+        value = module._buffers.get(name)
+        other, known, first = values.setdefault(id(buffer), (module, name, value))
+        if first is not value:
+            one, two = _path(model, other, known), _path(model, module, name)
+            raise InvalidInput(
+                "a buffer that modules share is assigned in all of them, or written to in place",
+                got=f"{one} and {two}, which become two",
+                remedy="self.state.copy_(...), or a buffer for each",
+            )
+
+
+def _path(model: nn.Module, module: nn.Module, name: str) -> str:
+    path = next(path for path, one in model.named_modules() if one is module)
+    return f"{path}.{name}" if path else name
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

@@ -96,9 +96,9 @@ def warn_of_buffers(captured: Captured) -> None:
     if not found:
         return
     (first, line), *others = found.items()
-    more = f" and {len(others)} more" if others else ""
+    more, where = f" and {len(others)} more" if others else "", f" ({line})" if line else ""
     warnings.warn(
-        f"{first}{more}, changed in a checkpoint ({line}): a step changes it once; torch does so "
+        f"{first}{more}, changed in a checkpoint{where}: a step changes it once; torch does so "
         "again in backward, when the forward of a checkpoint runs again",
         stacklevel=frames_to_caller(),
     )

@@ -154,6 +154,24 @@ def test_who_was_given_the_buffer_sees_what_was_in_it() -> None:
     assert_goes_on_alike(Gives(), Gives())
 
 
+class Shared(nn.Module):
+    """Two that begin with one buffer."""
+
+    def __init__(self, way: Way) -> None:
+        super().__init__()
+        self.first, self.second = Follows(way), Follows(way)
+        self.second.state = self.first.state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def test_what_modules_share_is_written_to_in_place() -> None:
+    assert_goes_on_alike(Shared(in_place), Shared(in_place))
+    with pytest.raises(InvalidInput, match=r"first\.state and second\.state, which become two"):
+        assert_goes_on_alike(Shared(averaged), Shared(averaged))
+
+
 def test_another_shape_is_refused_where_it_varies() -> None:
     def longer(seen: Follows, mean: Tensor) -> Tensor:
         seen.state = torch.cat([mean, mean])
