@@ -16,7 +16,6 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -35,7 +34,7 @@ from autopar.capture.fake import FakeTensor, has_no_data
 from autopar.capture.graph_builder import is_mutable
 from autopar.capture.grouped import Sizes
 from autopar.capture.guards import held_guard
-from autopar.capture.hooks import replaced, while_it_runs
+from autopar.capture.hooks import in_another_thread, replaced, while_it_runs
 from autopar.capture.plainly import fakes_told_apart
 from autopar.capture.randomness import may_be_random
 from autopar.capture.selections import selections_counted
@@ -200,8 +199,7 @@ class Asked:
             return None
         graph, inputs, constants = sliced
         values = {name: self.leaves[number] for name, number in inputs.items()}
-        with ThreadPoolExecutor(1) as outside:  # a thread begins without the modes of export
-            value = outside.submit(evaluated, graph, {**constants, **values}).result().item()
+        value = in_another_thread(evaluated, graph, {**constants, **values}).item()
         return _Number(value, graph, inputs, constants, self.made)
 
 

@@ -36,18 +36,30 @@ _BEGINS = str(Path(__file__).with_name("export.py"))  # what forward is called f
 @contextmanager
 def draws_elsewhere_refused() -> Iterator[None]:
     """While forward runs, refuse what it draws by Python or numpy."""
-    seeded = list[object]()
+    seeded, beside = list[object](), list[object]()  # `beside`: that other threads draw of
     before = random.getstate(), _numbers()
     with ExitStack() as stack:
         for module in (random, numpy.random):
             for name, function in _drawing(module):
                 call = _refuse(module.__name__, name, function, seeded)
-                stack.enter_context(replaced(module, name, call))
+                others = _noted(function, module, beside)
+                stack.enter_context(replaced(module, name, call, others))
         yield
-    is_numpy = before[1] != _numbers() and numpy.random not in seeded
-    if is_numpy or (before[0] != random.getstate() and random not in seeded):
+    known = [*seeded, *beside]
+    is_numpy = before[1] != _numbers() and numpy.random not in known
+    if is_numpy or (before[0] != random.getstate() and random not in known):
         name = "numpy.random" if is_numpy else "random"
         raise refused(f"a function of {name}, imported by its own name", (), None)
+
+
+def _noted(plain: Callable[..., Any], owner: object, drawn: list[object]) -> Callable[..., Any]:
+    """What a thread beside draws by, which `drawn` then tells."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        drawn.append(owner)
+        return plain(*args, **kwargs)
+
+    return call
 
 
 def _numbers() -> bytes:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from autopar._torch import memory_of
 from autopar.capture.autocasts import Autocast, active, switched
 from autopar.capture.fake import FakeTensor, FakeTensorMode
 from autopar.capture.function_rules import followed_rule
-from autopar.capture.hooks import replaced
+from autopar.capture.hooks import in_another_thread, replaced
 from autopar.capture.maps import whole_of
 from autopar.errors import InvalidInput
 from autopar.lines import caller
@@ -266,8 +265,7 @@ def _operator(
     if kwargs or any(isinstance(leaf, Tensor) for leaf in _inside(args)):
         raise _refused(cls, "with tensors inside of its arguments")
     places = tuple(place for place, arg in enumerate(args) if isinstance(arg, Tensor))
-    with ThreadPoolExecutor(1) as outside:  # a thread begins without the modes of export
-        seen = outside.submit(_seen, cls, args, active()).result()
+    seen = in_another_thread(_seen, cls, args, active())
     if isinstance(seen, str):
         raise _refused(cls, seen)
     key = cls, places, seen.results

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar, copy_context
 from functools import wraps
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +30,7 @@ from autopar.errors import InvalidInput
 from autopar.lines import caller, describe, frames_to_caller
 from autopar.units import counted
 
+T = TypeVar("T")
 _ON_TENSORS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 _SEEDS = ("manual_seed", "seed", "initial_seed")  # that are set or asked
 _DERIVATIVES = (
@@ -36,6 +41,9 @@ _DERIVATIVES = (
 )
 _ON_NODES = ("register_hook", "register_prehook")  # of a grad_fn
 _ONLY_MEMORY = (graph.save_on_cpu,)
+_ONE_AT_A_TIME = threading.Lock()  # what two replaced in turns, neither could put back
+# Whether this thread follows forward.
+_FOLLOWS = ContextVar("follows", default=False)
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -68,7 +76,7 @@ def hooks_refused() -> Iterator[list[str | None]]:
 
     def grad_fn(self: Tensor) -> Any:
         node = node_of.__get__(self)
-        asked = is_users(sys._getframe(1).f_code.co_filename)
+        asked = is_users(sys._getframe(2).f_code.co_filename)  # behind _Property
         return _Node(node) if asked and node is not None else node
 
     with ExitStack() as stack:
@@ -103,17 +111,70 @@ def warn_of_memory(lines: Sequence[str | None]) -> None:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` for a while."""
-    own = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
+def replaced(owner: Any, name: str, value: Any, others: Any = None) -> Iterator[None]:
+    """`owner.name` is `value` for a while. Of classes and modules, which all threads share, only in
+    this one: others find what was there, or `others`, and wait to replace anything themselves."""
+    with nullcontext() if _FOLLOWS.get() else _ONE_AT_A_TIME:
+        own, instead = vars(owner).get(name), value
+        if isinstance(owner, type | ModuleType):
+            kind = _Property if isinstance(value, property) else _OfThread
+            instead = kind(name, value, others or inspect.getattr_static(owner, name))
+        setattr(owner, name, instead)
+        before = _FOLLOWS.set(True)
+        try:
+            yield
+        finally:
+            _FOLLOWS.reset(before)
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+
+class _OfThread:
+    """An attribute that is `value` in the thread that follows forward, and `plain` in others;
+    called without a frame between, which would hide who calls."""
+
+    def __init__(self, name: str, value: Any, plain: Any) -> None:
+        self._name, self._value, self._plain = name, value, plain
+
+    def _here(self) -> Any:
+        return self._value if _FOLLOWS.get() else self._plain
+
+    def __get__(self, one: Any, owner: type | None = None) -> Any:
+        here = self._here()
+        bind = getattr(type(here), "__get__", None)
+        return here if bind is None else bind(here, one, owner)
+
+    @property
+    def __call__(self) -> Any:
+        return self._here()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._here(), name)
+
+    def __instancecheck__(self, one: Any) -> bool:
+        return isinstance(one, self._here())
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self._here(),)
+
+    def __reduce__(self) -> str:  # as of a function: a copy is the same
+        return self._name
+
+
+class _Property(_OfThread):
+    """The same of one that is set as well."""
+
+    def __set__(self, one: Any, value: Any) -> None:
+        self._here().__set__(one, value)
+
+
+def in_another_thread(work: Callable[..., T], *args: Any) -> T:
+    """What work gives that is a part of following forward, without the modes of export: a thread
+    begins without them."""
+    with ThreadPoolExecutor(1) as outside:
+        return outside.submit(copy_context().run, work, *args).result()
 
 
 @contextmanager

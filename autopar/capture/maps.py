@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -24,7 +23,7 @@ from torch.utils import _pytree as pytree
 from autopar._torch import function_transforms
 from autopar.capture.autocasts import active, switched
 from autopar.capture.fake import FakeTensor
-from autopar.capture.hooks import gradient_refused, replaced
+from autopar.capture.hooks import gradient_refused, in_another_thread, replaced
 from autopar.lines import is_users
 
 
@@ -112,8 +111,7 @@ class _Follower:
                 finally:
                     self.depth -= 1
 
-            with ThreadPoolExecutor(1) as outside:  # a thread begins without the modes of export
-                program = outside.submit(follow).result()
+            program = in_another_thread(follow)
             with switched(()):  # its casts are among its operators
                 return program(*args)
 
