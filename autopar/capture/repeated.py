@@ -412,9 +412,10 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module, Hashable]]:
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
                     every = names[id(tensor)] if tensor is not None else []
-                    whose = (*(one.removeprefix(start) for one in every if len(every) > 1),)
+                    is_own = all(one.startswith(start) for one in every)
+                    whose = [one.removeprefix(start) for one in every] if is_own else every[:1]
                     form = None if tensor is None else (type(tensor), *_form(tensor))
-                    found.append((name, form, whose))
+                    found.append((name, form, is_own, *whose))
         return tuple(found)
 
     found: list[tuple[str, nn.Module, Hashable]] = []
