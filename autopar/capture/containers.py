@@ -22,9 +22,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar._torch import traced_node
-from autopar.capture.attributes import PLAIN
 from autopar.capture.decisions import evaluated, slice_of
 from autopar.capture.hooks import replaced
+from autopar.capture.inside import PLAIN
 from autopar.capture.source import of_stack
 from autopar.errors import InvalidInput
 from autopar.lines import describe

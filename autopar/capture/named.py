@@ -1,148 +1,161 @@
-"""Named: what functions can read and change besides what they are given, as far as names lead.
+"""Named: what functions and objects can read and change besides what they are given.
 
-That is what stands in the globals of their files, in closures and in classes; and what functions
-that are named there name in turn. Of torch and Python itself nothing is.
+That is what objects hold, and what is named in the globals of their files, in closures and in
+classes by functions; and what all these lead to in turn. Of torch nothing is. Where it is told
+which code `ran`, functions that did not run lead nowhere.
 """
 
 from __future__ import annotations
 
 import dis
-import sys
-import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import cache, partial
-from types import (
-    CellType,
-    CodeType,
-    FrameType,
-    FunctionType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-from torch import nn
+import torch
 
-from autopar.capture.attributes import held, kept
+from autopar.capture.attributes import is_equal
+from autopar.capture.inside import ABSENT, LEAVES, PLAIN, inside, is_of_users
 from autopar.capture.source import is_users
 
 _Names = frozenset[str]
+_Found = tuple[tuple[str, ...] | None, list[Any]]  # values, and the names that they have
 _NONE = _Names()
-_ABSENT = object()
-_Cached = type(cache(lambda: None))
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a value has a name: in a mapping, or in a cell of a closure."""
-
-    name: str
-    space: Any
-    asked: _Names = _NONE  # what is asked of others around it
-
-    @property
-    def value(self) -> Any:
-        if isinstance(self.space, CellType):
-            return self.space.cell_contents if self.space != CellType() else _ABSENT
-        return self.space.get(self.name, _ABSENT)
+_LOOKED_INTO = (FunctionType, type, ModuleType, FrameType)
 
 
 class Named:
-    """All that functions, classes or a frame name, `but` some."""
+    """All that functions, classes, objects or a frame lead to, `but` some."""
 
-    def __init__(self, *roots: Any, but: Callable[[Any], bool] = lambda value: False) -> None:
-        self._but, self._places = but, list[_Place]()
-        waiting, seen = deque(_Place("", {"": root}) for root in roots), set[Any]()
+    def __init__(
+        self,
+        *roots: Any,
+        but: Callable[[Any], bool] = lambda value: False,
+        ran: Mapping[int, Any] | None = None,
+    ) -> None:
+        self.is_whole = True  # nothing holds what nobody sees
+        self.codes = set[int]()  # of the functions it leads to, by identity
+        self._but, self._ran = but, ran
+        self._held = list[tuple[str, Callable[[], _Found], list[Any]]]()
+        waiting, seen = deque(("", root, _NONE, True) for root in roots), set[Any]()
         while waiting:
-            place = waiting.popleft()
-            value = place.value
-            key = id(value), place.asked if isinstance(value, ModuleType) else place.name
-            if key in seen or but(value):
+            name, value, asked, is_named = waiting.popleft()
+            kind = type(value)
+            way = asked if isinstance(value, ModuleType) else name if ran is None else ""
+            key = id(value), way
+            is_far = ran is None and not is_named and isinstance(value, _LOOKED_INTO)
+            if kind in PLAIN or key in seen or is_far or but(value):
                 continue
             seen.add(key)
-            self._places.append(place)
-            leads = _leads_to(value, place.asked)
-            waiting.extend([_Place("", {"": type(value)})] if leads is None else leads)
+            found = self._reader(value, asked)
+            if found is None:
+                continue
+            read, asked = found
+            names, values = read()
+            self._held.append((name, read, values))
+            for at, one in enumerate(values):
+                if type(one) not in PLAIN:
+                    own = names[at] if names is not None and at < len(names) else name
+                    waiting.append((own, one, asked, names is not None))
+            if (is_named or ran is not None) and is_of_users(kind):
+                waiting.append(("", kind, _NONE, True))
 
     def now(self) -> dict[str, list[Any]]:
         """Of each value, by name, what tells whether it, or what it holds, changes."""
         found = defaultdict[str, list[Any]](list)
-        for place in self._places:
-            value = place.value
-            if not self._but(value):
-                found[place.name] += [value, *_told(value)]
+        for name, read, _ in self._held:
+            names, values = read()
+            for at, value in enumerate(values):
+                if names is None:
+                    found[name].append(value)
+                elif not self._but(value):
+                    found[names[at] if at < len(names) else name].append(value)
         return found
 
+    def is_as_before(self) -> bool:
+        return all(is_equal(before, read()[1]) for _, read, before in self._held)
 
-# What is looked into, beside objects of the user's own classes.
-_HELD = Collection | Iterator | SimpleNamespace | threading.local | ContextVar
+    def _reader(self, value: Any, asked: _Names) -> tuple[Callable[[], _Found], _Names] | None:
+        """What gives what a value leads to, now; and what is asked of that."""
+        if isinstance(value, FunctionType):
+            return self._of_function(value)
+        if isinstance(value, type):
+            return (lambda: _of_class(value), _NONE) if is_of_users(value) else None
+        if isinstance(value, ModuleType):
+            return (lambda: _among(vars(value), asked), asked) if _is_followed(value) else None
+        if isinstance(value, FrameType):
+            named, own = _names_of(value.f_code)
+            return lambda: _of_frame(value, named), own
+        if isinstance(value, LEAVES):
+            return None
+        look = inside(value)
+        if look is None:
+            self.is_whole = False
+            return None
+        return lambda: (None, look()), _NONE
 
+    def _of_function(self, value: FunctionType) -> tuple[Callable[[], _Found], _Names] | None:
+        code, is_own = value.__code__, is_users(value.__code__.co_filename)
+        if self._ran is None and not is_own:
+            return None
+        if self._ran is not None and id(code) not in self._ran:
+            return None
+        self.codes.update(map(id, _codes_in(code)))
+        named, asked = _names_of(code) if is_own else (_NONE, _NONE)
+        names, cells = (*sorted(named), *code.co_freevars), value.__closure__ or ()
+        space = value.__globals__
 
-def _told(value: Any) -> list[Any]:
-    if isinstance(value, nn.Module):
-        return kept(value)
-    if isinstance(value, FunctionType | type | ModuleType):
-        return []
-    is_held = isinstance(value, _HELD) or _is_users(type(value))
-    return held(value) if is_held else []
+        def read() -> _Found:
+            found = [space.get(name, ABSENT) for name in names[: len(named)]]
+            found += map(_content, cells)
+            found += value.__defaults__ or ()
+            found += (value.__kwdefaults__ or {}).values()
+            return names, [*found, *vars(value).values()]
 
-
-def _leads_to(value: Any, asked: _Names) -> Iterable[_Place] | None:
-    """What is reached by way of a function, class, module or frame; None by way of others."""
-    if isinstance(value, FunctionType):
-        return _of_function(value) if is_users(value.__code__.co_filename) else ()
-    if isinstance(value, type):
-        return _of_class(value) if _is_users(value) else ()
-    if isinstance(value, ModuleType):
-        is_own = is_users(getattr(value, "__file__", None) or "<")
-        return _among(vars(value), asked, asked) if is_own else ()
-    if isinstance(value, FrameType):
-        named, own = _names_of(value.f_code)
-        variables = _among(value.f_locals, _Names(value.f_locals), own)
-        return [*_among(value.f_globals, named, own), *variables]
-    inner: tuple[Any, ...] | None = None
-    if isinstance(value, MethodType):
-        inner = value.__func__, value.__self__
-    elif isinstance(value, partial):
-        inner = value.func, *value.args, *value.keywords.values()
-    elif isinstance(value, _Cached):
-        inner = (value.__wrapped__,)
-    return None if inner is None else [_Place("", {"": one}, asked) for one in inner]
-
-
-def _of_function(function: FunctionType) -> Iterator[_Place]:
-    named, asked = _names_of(function.__code__)
-    yield from _among(function.__globals__, named, asked)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        yield _Place(name, cell, asked)
-    defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
-    yield from (_Place(function.__name__, {function.__name__: one}, asked) for one in defaults)
-    yield from _among(vars(function), _Names(vars(function)), asked)
+        return read, asked
 
 
-def _of_class(kind: type) -> Iterator[_Place]:
-    yield from (_Place("", {"": base}) for base in kind.__bases__)
+def _is_followed(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None) or "<"
+    return not module.__name__.startswith((torch.__name__ + ".", "autopar.")) and (
+        module is not torch or is_users(file)
+    )
+
+
+def _content(cell: CellType) -> Any:
+    return cell.cell_contents if cell != CellType() else ABSENT
+
+
+def _of_class(kind: type) -> _Found:
+    """Its bases, and what it has besides what is Python's own."""
+    names, values = [""] * len(kind.__bases__), [*kind.__bases__]
     for name, value in [*vars(kind).items()]:
-        inner = _functions(value)
-        if name == "__init__" or (name.startswith("__") and not isinstance(value, FunctionType)):
-            continue
-        same = len(inner) == 1 and inner[0] is value
-        yield from [_Place(name, vars(kind))] if same else (_Place("", {"": f}) for f in inner)
+        is_pythons = name.startswith("__") and not isinstance(value, FunctionType)
+        if not is_pythons and name not in ("__init__", "_abc_impl"):
+            names.append(name)
+            values.append(value)
+    return tuple(names), values
 
 
-def _functions(value: Any) -> tuple[Any, ...]:
-    """Those of a property, or of a method of a class; of others, themselves."""
-    if isinstance(value, property):
-        return value.fget, value.fset
-    return (value.__func__,) if isinstance(value, staticmethod | classmethod) else (value,)
+def _among(space: Mapping[str, Any], names: Collection[str]) -> _Found:
+    found = [name for name in sorted(names) if name in space]
+    return tuple(found), [space[name] for name in found]
 
 
-def _among(space: Mapping[str, Any], names: _Names, asked: _Names) -> Iterator[_Place]:
-    return (_Place(name, space, asked) for name in sorted(names) if name in space)
+def _of_frame(frame: FrameType, named: _Names) -> _Found:
+    names, values = _among(frame.f_globals, named)
+    own, others = _among(frame.f_locals, [*frame.f_locals])
+    return (*(names or ()), *(own or ())), values + others
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Code, and that of the functions in it."""
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _codes_in(one)
 
 
 @cache
@@ -156,9 +169,3 @@ def _names_of(code: CodeType) -> tuple[_Names, _Names]:
             named |= _names_of(one)[0]
             asked |= _names_of(one)[1]
     return _Names(named), _Names(asked)
-
-
-def _is_users(kind: type) -> bool:
-    """Whether a class is of the user's code, which may have no file."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
-    return kind.__module__ == "__main__" or is_users(file)

@@ -4,7 +4,8 @@ The blocks of a ModuleList or a Sequential are of one kind if their modules are 
 and their tensors of the same shapes. Of each kind two are followed in full. If these are the same
 node for node, one that is called alike, and in which all that forward reads of its modules is the
 same, stands as one call, which `flatten.py` writes out. In doubt a block is followed in full: where
-it reads what is not its own, keeps something, makes constants, or asks for values.
+it reads what is not its own, keeps something, makes constants, or asks for values; and where code
+ran, or an object is held, of which it cannot be told what that reads (`named.py`, `ran.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -24,13 +24,15 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar._torch import memory_of, runs_around, traced_node
-from autopar.capture.attributes import PLAIN, Reads, has_same, is_equal, is_kept, kept, noted
+from autopar.capture.attributes import Reads, has_same, is_equal, noted
 from autopar.capture.autocasts import active
 from autopar.capture.decisions import Asked
 from autopar.capture.fake import FakeTensor, by_every_name
 from autopar.capture.hidden import Hiding
 from autopar.capture.hooks import replaced, while_it_runs
+from autopar.capture.inside import PLAIN
 from autopar.capture.named import Named
+from autopar.capture.ran import Ran
 from autopar.capture.source import of_stack
 from autopar.capture.templates import AGAIN, BEGINS, ENDS
 
@@ -69,17 +71,18 @@ class _Followed:
 
     def __post_init__(self) -> None:
         self.reads = Reads(self.block)
-        found = (one for m in self.block.modules() for one in (type(m), *vars(m).values()))
-        roots = (one for one in found if isinstance(one, type | FunctionType | MethodType))
-        self.named = Named(*roots)
-        self.around = self._around()
+        self.ran = Ran()
+        self.named = self.leads_to(self.ran)
 
-    def _around(self) -> list[Any]:
-        """What its functions can read and change, besides what its modules keep."""
-        return [one for pair in self.named.now().items() for one in (pair[0], *pair[1])]
+    def leads_to(self, ran: Ran) -> Named:
+        """What its modules keep, and what that and functions that `ran` lead to."""
+        return Named(*self.block.modules(), *ran.functions(), ran=ran.found)
 
-    def is_as_before(self) -> bool:
-        return is_equal(self.around, self._around())
+    def has_known_code(self, like: _Followed) -> bool:
+        """Whether its code ran for a block like it, and is of functions that something leads to."""
+        own = self.ran.own
+        is_known = self.ran.is_known and self.named.is_whole
+        return is_known and own <= self.named.codes and own <= like.ran.found.keys()
 
     def again(self, path: str, leaves: Sequence[Any]) -> Any:
         """What an equal block makes of such a call."""
@@ -183,7 +186,7 @@ class _Follower:
                 (
                     one
                     for one in known
-                    if one.call == how and has_same(block, one.reads) and one.is_as_before()
+                    if one.call == how and has_same(block, one.reads) and one.named.is_as_before()
                 ),
                 None,
             )
@@ -199,7 +202,7 @@ class _Follower:
                 return forward(*args, **kwargs)
             self.count += 1
             now = _Followed(self.count, block, path, how, is_apart=has_its_own)
-            made = self._follow(now, forward, args, kwargs, leaves)
+            made = self._follow(now, like or now, forward, args, kwargs, leaves)
             if like is None:
                 known.append(now)
             else:
@@ -212,6 +215,7 @@ class _Follower:
     def _follow(
         self,
         now: _Followed,
+        like: _Followed,
         forward: Callable[..., Any],
         args: Any,
         kwargs: Any,
@@ -225,19 +229,20 @@ class _Follower:
         forms = [*map(_form, own.values())]
         BEGINS(now.number, now.path, given)
         last = next(reversed(now.given[0].graph.nodes))
-        before = kept(now.block), [leaf._version for leaf in given]
+        before = now.leads_to(like.ran), [leaf._version for leaf in given]
         spec = pytree.tree_structure((args, kwargs))
         self.now = now
         try:
-            with noted(now.reads):
+            with noted(now.reads), now.ran.noted():
                 made = forward(*args, **kwargs)
         finally:
             self.now = None
-        is_same = is_equal(before[0], kept(now.block)) and now.is_as_before()
+        is_same = before[0].is_as_before()
         is_same &= before[1] == [leaf._version for leaf in given]
         after = pytree.tree_flatten((args, kwargs))
         is_same &= is_equal(leaves, after[0]) and spec == after[1]
-        is_same &= is_kept(now.reads) and now.reads.is_whole
+        now.named = now.leads_to(now.ran)
+        is_same &= now.reads.is_whole and now.has_known_code(like)
         now.is_apart &= is_same and _note_results(now, made, given)
         node = last.next
         while node.op != "root":
@@ -400,16 +405,17 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module, Hashable]]:
     if any(count > 1 for count in modules.values()):
         return []  # export calls by stand-ins then, of which each path has its own
 
-    def kind_of(block: nn.Module) -> Hashable:
+    def kind_of(block: nn.Module, start: str) -> Hashable:
         found: list[Any] = []
         for path, module in block.named_modules():
             found.append((path, type(module)))
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
-                    first, *others = names[id(tensor)] if tensor is not None else ("",)
-                    whose = first if others else None
+                    every = names[id(tensor)] if tensor is not None else []
+                    is_own = all(one.startswith(start) for one in every)
+                    whose = [one.removeprefix(start) for one in every] if is_own else every[:1]
                     form = None if tensor is None else (type(tensor), *_form(tensor))
-                    found.append((name, form, whose))
+                    found.append((name, form, is_own, *whose))
         return tuple(found)
 
     found: list[tuple[str, nn.Module, Hashable]] = []
@@ -419,7 +425,7 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module, Hashable]]:
         kinds: dict[str, Hashable] = {}
         for name, child in parent.named_children():
             if is_list and any(child.children()) and "forward" not in vars(child):
-                kinds[name] = kind_of(child)
+                kinds[name] = kind_of(child, f"{prefix}{name}.")
         counts = Counter(kinds.values())
         for name, child in parent.named_children():
             if counts[kinds.get(name)] >= FEWEST:
