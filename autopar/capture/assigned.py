@@ -38,14 +38,14 @@ def buffers_written(
         before = [
             (module, name, buffer)
             for module in model.modules()
-            for name, buffer in module._buffers.items()
+            for name, buffer in dict.items(module._buffers)  # hidden.py: of those that are there
             if buffer is not None
         ]
         result = forward(*args, **kwargs)
         assigned = [
             (module, name, buffer, value)
             for module, name, buffer in before
-            if (value := module._buffers.get(name)) is not None and value is not buffer
+            if (value := dict.get(module._buffers, name)) is not None and value is not buffer
         ]
         _require_one_value(model, before, {id(buffer) for _, _, buffer, _ in assigned})
         memories = {memory_of(buffer) for _, _, buffer, _ in assigned}
@@ -75,18 +75,27 @@ def buffers_written(
 def _require_one_value(
     model: nn.Module, before: Sequence[tuple[nn.Module, str, Tensor]], assigned: set[int]
 ) -> None:
-    """A buffer of several names is one in the program: it is assigned by all of them, or none."""
+    """A buffer of several names is one in the program: it is assigned by all of them, or none. And
+    none is taken away, or becomes another one, or a parameter, that goes on."""
     values = dict[int, tuple[nn.Module, str, Tensor | None]]()
+    owners = {memory_of(one): 0 for one in model.parameters()}
     for module, name, buffer in before:
-        if id(buffer) not in assigned:
-            continue
-        value = module._buffers.get(name)
+        value, path = dict.get(module._buffers, name), _path(model, module, name)
+        if value is None:
+            raise InvalidInput(
+                "a buffer is there for the next call",
+                got=f"{path}, which forward takes away",
+                remedy="a plain attribute for what one call makes",
+            )
         other, known, first = values.setdefault(id(buffer), (module, name, value))
-        if first is not value:
-            one, two = _path(model, other, known), _path(model, module, name)
+        is_one = owners.setdefault(memory_of(value), id(buffer)) == id(buffer)
+        if (first is not value and id(buffer) in assigned) or (value is not buffer and not is_one):
+            one = _path(model, other, known)
             raise InvalidInput(
                 "a buffer that modules share is assigned in all of them, or written to in place",
-                got=f"{one} and {two}, which become two",
+                got=f"{one} and {path}, which become two"
+                if first is not value
+                else f"{path}, which becomes one with another tensor of the model",
                 remedy="self.state.copy_(...), or a buffer for each",
             )
 

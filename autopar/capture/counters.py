@@ -10,7 +10,7 @@ example. Modules keep such things in attributes, and in what stands there (`modu
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +42,7 @@ class Changes:
 
     paths: list[str] = field(default_factory=list)
     varying: list[str] = field(default_factory=list)  # those that are tensors which vary
+    numbers: list[str] = field(default_factory=list)
     lines: dict[tuple[int, str], str | None] = field(default_factory=dict)  # that set attributes
 
 
@@ -75,6 +76,7 @@ def compared(model: nn.Module, seen: Changes, varies: Callable[[Tensor], bool]) 
     yield
     after = ModuleState(model)
     seen.paths = before.changed(after)
+    seen.numbers = _numbers(seen.paths, after)
     changed = ((path, after.values[path]) for path in seen.paths)
     seen.varying = [path for path, one in changed if isinstance(one, Tensor) and varies(one)]
 
@@ -170,7 +172,9 @@ def warn_of_counters(
             with calls[-1]:
                 model(*args, **kwargs)
             states.append(ModuleState(model))
-    if len(states) < 3:
+    if len(states) < 3:  # values are asked for, which nobody has here
+        told = [path for path in seen.paths if path in seen.varying or path in seen.numbers]
+        _tell(model, told, "kept by forward, which asks for values", seen)
         return
     read = [path for path in calls[1].read if _root(path) in map(_root, seen.varying)]
     if read:
@@ -183,18 +187,29 @@ def warn_of_counters(
         )
     before, once, twice = states
     changed, again = before.changed(once), {*once.changed(twice)}
-    numbers = [path for path in changed if isinstance(once.values[path], int | float)]
-    how, told = "another number after every call", [path for path in numbers if path in again]
-    if not told and not _new_tensors(before, once) and calls[0].made != calls[1].made:
-        how = "another number after the first call, which the next one reads"
-        told = [path for path in numbers if path.rpartition(".")[0] not in changed]
-    for path in told:
+    new = _new_tensors(before, once)
+    how, told = (
+        "another number after every call",
+        [path for path in _numbers(changed, once) if path in again],
+    )
+    if not told and not new and calls[0].made != calls[1].made:
+        how = "another one after the first call, which the next one reads"
+        told = [path for path in changed if path.rpartition(".")[0] not in changed]
+    _tell(model, told, how, seen)
+
+
+def _tell(model: nn.Module, paths: Sequence[str], how: str, seen: Changes) -> None:
+    for path in paths:
         line = _line(model, path, seen)
         warnings.warn(
             f"{path} is {how}{f' ({line})' if line else ''}: a program keeps the one of its "
             "capture; a buffer changes with the steps",
             stacklevel=frames_to_caller(),
         )
+
+
+def _numbers(paths: Sequence[str], state: ModuleState) -> list[str]:
+    return [path for path in paths if isinstance(state.values[path], int | float)]
 
 
 def _new_tensors(before: ModuleState, after: ModuleState) -> dict[str, Tensor]:

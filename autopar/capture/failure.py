@@ -65,7 +65,7 @@ def check_call(model: object, args: object, kwargs: object, given: str = EXAMPLE
             got=f"{type(args).__name__}",
             remedy="hand over a mapping of names as kwargs="
             if isinstance(args, Mapping)
-            else "write (x,) for one input",
+            else "write (x, y), or (x,) for one input",
         )
     named = {} if kwargs is None else kwargs
     if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):

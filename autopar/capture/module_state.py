@@ -10,11 +10,18 @@ back, and to be told from what it is later.
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from enum import Enum
-from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from types import (
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, cast
 
 from torch import Tensor, fx, nn
 
@@ -22,6 +29,8 @@ from autopar.capture.attributes import PLAIN
 
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}  # what every module keeps
 _LEAVES = (*PLAIN, Tensor, Enum, fx.Node, fx.Graph, type, FunctionType, ModuleType)
+_DESCRIPTORS = GetSetDescriptorType, MemberDescriptorType
+_MANY = 1000  # entries that are compared all together, where they are plain
 _KNOWN = sys.stdlib_module_names | {"torch", "autopar"}  # whose objects keep nothing of a model
 
 
@@ -39,7 +48,7 @@ class ModuleState:
                 continue
             self._held[id(holder)] = holder, _copied(holder)
             for name, value in _items(holder, path):
-                if _holds(value):
+                if not name.endswith("[...]") and _holds(value):
                     waiting.append((value, name))
                     value = type(value)
                 self.values[name] = value
@@ -65,8 +74,9 @@ class ModuleState:
             if now.keys() == held.keys() and all(now[key] is held[key] for key in held):
                 continue
             if isinstance(holder, dict):
-                holder.clear()
-                holder.update(held)
+                kind = OrderedDict if isinstance(holder, OrderedDict) else dict
+                kind.clear(holder)
+                kind.update(holder, held)
             elif isinstance(holder, list | deque):
                 holder.clear()
                 holder.extend(held.values())
@@ -91,25 +101,36 @@ def _holds(value: Any) -> bool:
         return False
     if isinstance(value, dict | list | tuple | set | deque | nn.Module | SimpleNamespace):
         return True
-    return not is_known(value) and (hasattr(value, "__dict__") or bool(_slots(value)))
+    return not is_known(value) and (_space(value) is not None or bool(_slots(value)))
 
 
 def _copied(holder: Any) -> dict[Any, Any]:
-    """What it holds now, by name, key or place."""
+    """What it holds now, by name, key or place; without asking it."""
     if isinstance(holder, dict):
-        return dict(holder)
+        return dict(dict.items(holder))
     if isinstance(holder, list | tuple | deque):
         return dict(enumerate(holder))
     if isinstance(holder, set):
         return dict.fromkeys(holder)
-    slots = {name: getattr(holder, name) for name in _slots(holder) if hasattr(holder, name)}
-    return getattr(holder, "__dict__", {}) | slots
+    return (_space(holder) or {}) | _slots(holder)
 
 
-def _slots(value: Any) -> list[str]:
-    told = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    names = (name for own in told for name in ([own] if isinstance(own, str) else own))
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+def _space(value: Any) -> dict[str, Any] | None:
+    """Its attributes, whatever its class answers."""
+    for kind in type(value).__mro__:
+        if isinstance(own := vars(kind).get("__dict__"), _DESCRIPTORS):
+            return cast(dict[str, Any], own.__get__(value))
+    return None
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in type(value).__mro__:
+        for name, member in vars(kind).items():
+            if isinstance(member, MemberDescriptorType) and not name.endswith("__"):
+                with suppress(AttributeError):  # not set
+                    found[name] = member.__get__(value)
+    return found
 
 
 def _items(holder: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -117,9 +138,15 @@ def _items(holder: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(holder, set):
         yield f"{path}, its members", frozenset(holder)
         return
-    is_indexed = isinstance(holder, dict | list | tuple | deque)
+    is_indexed, held = isinstance(holder, dict | list | tuple | deque), _copied(holder)
+    if is_indexed and len(held) > _MANY and {*map(type, held.values())} <= {*PLAIN}:
+        yield f"{path}[...]", tuple(held.items())
+        return
     of_torch = _OF_TORCH if isinstance(holder, nn.Module) else ()
-    for key, value in _copied(holder).items():
+    if isinstance(holder, nn.Module):  # hidden.py: what is there is asked of nobody
+        parameters: dict[str, Any] = dict(dict.items(holder._parameters))
+        held |= parameters | dict(dict.items(holder._buffers))
+    for key, value in held.items():
         if is_indexed:
             yield f"{path}[{key!r}]" if isinstance(key, str | int) else f"{path}[{id(key)}]", value
         elif key not in of_torch:
@@ -131,4 +158,4 @@ def _is_same(value: Any, other: Any) -> bool:
         return value is other
     if isinstance(value, float) and value != value:
         return other != other
-    return isinstance(value, (*PLAIN, frozenset)) and bool(value == other)
+    return isinstance(value, (*PLAIN, tuple, frozenset)) and bool(value == other)

@@ -172,6 +172,26 @@ def test_what_modules_share_is_written_to_in_place() -> None:
         assert_goes_on_alike(Shared(averaged), Shared(averaged))
 
 
+def test_a_buffer_does_not_become_another_one() -> None:
+    def one_for_both(seen: Follows, mean: Tensor) -> Tensor:
+        seen.state += mean
+        result = seen.other * 1
+        seen.other = seen.state
+        return result
+
+    with pytest.raises(InvalidInput, match=r"other, which becomes one with another tensor"):
+        assert_goes_on_alike(Follows(one_for_both), Follows(one_for_both))
+
+
+def test_a_buffer_is_not_taken_away() -> None:
+    def forgotten(seen: Follows, mean: Tensor) -> Tensor:
+        seen.state = None
+        return mean
+
+    with pytest.raises(InvalidInput, match=r"0\.state, which forward takes away"):
+        assert_goes_on_alike(FORMS["inside"](forgotten), FORMS["inside"](forgotten))
+
+
 def test_another_shape_is_refused_where_it_varies() -> None:
     def longer(seen: Follows, mean: Tensor) -> Tensor:
         seen.state = torch.cat([mean, mean])

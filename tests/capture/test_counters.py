@@ -96,7 +96,7 @@ class TheFirstIsAnother(nn.Linear):
     [
         (InDict, r"state\['calls'\] is another number after every"),
         (lambda: FromNothing(4, 4), "calls is another number after every"),
-        (lambda: TheFirstIsAnother(4, 4), "is_first is another number after the first"),
+        (lambda: TheFirstIsAnother(4, 4), "is_first is another one after the first"),
     ],
 )
 def test_so_are_others_wherever_they_stand(kind: Callable[[], nn.Module], path: str) -> None:
@@ -248,6 +248,80 @@ def test_a_module_that_is_no_part_of_the_model_is_left_as_it_was() -> None:
     assert HELPER.state is None
 
 
+class KeepsInABuffer(nn.Linear):
+    """That is not there before the first call."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("state", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.state = y.detach() if self.state is None else self.state + y.detach()
+        return (y + self.state).sum()
+
+
+def test_a_buffer_that_is_not_there_yet_keeps_nothing() -> None:
+    with pytest.raises(InvalidInput, match="stands in a buffer") as error:
+        capture(nn.Sequential(KeepsInABuffer(4, 4)))
+    assert "0.state" in str(error.value.got)
+
+
+class InSlots:
+    __slots__ = ("__calls", "other")
+
+    def __init__(self) -> None:
+        self.__calls = 0
+
+    def next(self) -> int:
+        self.__calls += 1
+        return self.__calls
+
+
+class ByAnObject(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.counter = InSlots()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) * self.counter.next()).sum()
+
+
+class ByAWord(nn.Linear):
+    kind = "first"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * (2 if self.kind == "first" else 1)
+        self.kind = "other"
+        return y.sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        (ByAnObject, "counter._InSlots__calls is another number after every"),
+        (lambda: ByAWord(4, 4), "kind is another one after the first"),
+    ],
+)
+def test_others_too(kind: Callable[[], nn.Module], path: str) -> None:
+    with pytest.warns(UserWarning, match=path):
+        capture(kind())
+
+
+class AsksForValues(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        self.calls += 1
+        return (super().forward(x)[:, : int(lengths.max())] * self.calls).sum()
+
+
+def test_where_values_are_asked_for_all_that_changes_is_told() -> None:
+    given = torch.ones(4, 4), torch.tensor([1, 2, 3, 2])
+    with pytest.warns(UserWarning, match="calls is kept by forward, which asks for values"):
+        ap.plan(AsksForValues(4, 4), given, mesh=ap.Mesh(dp=2), mode="data")
+
+
 FORMS = [KeepsTheFirst, KeepsWeights, KeepsNoise, KeepsWritten, KeepsABuffer]
 
 
@@ -282,11 +356,26 @@ class Tabulates(nn.Linear):
         return self.within.sum()
 
 
-@pytest.mark.parametrize("kind", [OnlyLooksAtShapes, Tabulates])
+class Lengthens(nn.Linear):
+    """A table of places, made longer where it is too short."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.longest = 0
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.longest < x.shape[1]:
+            self.longest = x.shape[1]
+            self.register_buffer("table", torch.arange(x.shape[1]) / 4, persistent=False)
+        return (super().forward(x) + self.table).sum()
+
+
+@pytest.mark.parametrize("kind", [OnlyLooksAtShapes, Tabulates, Lengthens])
 def test_others_are_kept_in_peace(kind: type[nn.Linear]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        capture(kind(4, 4))
+        capture(nn.Sequential(kind(4, 4)))
 
 
 def test_what_is_looked_at_leaves_nothing_behind() -> None:
