@@ -23,6 +23,7 @@ from types import (
 )
 from typing import Any, cast
 
+import numpy as np
 from torch import Tensor, fx, nn
 
 from autopar.capture.attributes import PLAIN
@@ -31,7 +32,10 @@ _OF_TORCH = vars(nn.Module()).keys() - {"training"}  # what every module keeps
 _LEAVES = (*PLAIN, Tensor, Enum, fx.Node, fx.Graph, type, FunctionType, ModuleType)
 _DESCRIPTORS = GetSetDescriptorType, MemberDescriptorType
 _MANY = 1000  # entries that are compared all together, where they are plain
-_KNOWN = sys.stdlib_module_names | {"torch", "autopar"}  # whose objects keep nothing of a model
+_KNOWN = sys.stdlib_module_names - {"collections"} | {
+    "torch",
+    "autopar",
+}  # whose objects keep nothing of a model
 
 
 class ModuleState:
@@ -51,6 +55,8 @@ class ModuleState:
                 if not name.endswith("[...]") and _holds(value):
                     waiting.append((value, name))
                     value = type(value)
+                elif isinstance(value, np.ndarray | bytearray):
+                    value = (bytes(value),)
                 self.values[name] = value
 
     @property

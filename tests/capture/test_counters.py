@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections import UserDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -287,6 +289,26 @@ class ByAnObject(nn.Linear):
         return (super().forward(x) * self.counter.next()).sum()
 
 
+class InAnArray(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.calls = np.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (super().forward(x) * float(self.calls[0])).sum()
+
+
+class InAUserDict(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.state = UserDict(calls=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state["calls"] += 1
+        return (super().forward(x) * self.state["calls"]).sum()
+
+
 class ByAWord(nn.Linear):
     kind = "first"
 
@@ -300,6 +322,8 @@ class ByAWord(nn.Linear):
     ("kind", "path"),
     [
         (ByAnObject, "counter._InSlots__calls is another number after every"),
+        (InAnArray, "calls is another one after the first"),
+        (InAUserDict, r"state\.data\['calls'\] is another number after every"),
         (lambda: ByAWord(4, 4), "kind is another one after the first"),
     ],
 )
