@@ -78,7 +78,8 @@ def _require_one_value(
     """A buffer of several names is one in the program: it is assigned by all of them, or none. And
     none is taken away, or becomes another one, or a parameter, that goes on."""
     values = dict[int, tuple[nn.Module, str, Tensor | None]]()
-    owners = {memory_of(one): 0 for one in model.parameters()}
+    held = (dict.values(module._parameters) for module in model.modules())
+    owners = {memory_of(one): 0 for parameters in held for one in parameters if one is not None}
     for module, name, buffer in before:
         value, path = dict.get(module._buffers, name), _path(model, module, name)
         if value is None:
