@@ -141,9 +141,11 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if _asks_of_form(function):
+            return function(*args, **(kwargs or {}))
         leaves = pytree.tree_leaves((args, kwargs))
         self.made.append((function, *(leaf for leaf in leaves if type(leaf) in PLAIN)))
-        if not _asks_of_form(function) and self._kept:
+        if self._kept:
             memories = (memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
             self.read += [self._kept[one] for one in memories if one in self._kept]
         return function(*args, **(kwargs or {}))
