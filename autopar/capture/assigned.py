@@ -81,17 +81,17 @@ def _require_one_value(
     held = (dict.values(module._parameters) for module in model.modules())
     owners = {memory_of(one): 0 for parameters in held for one in parameters if one is not None}
     for module, name, buffer in before:
-        value, path = dict.get(module._buffers, name), _path(model, module, name)
+        value = dict.get(module._buffers, name)
         if value is None:
             raise InvalidInput(
                 "a buffer is there for the next call",
-                got=f"{path}, which forward takes away",
+                got=f"{_path(model, module, name)}, which forward takes away",
                 remedy="a plain attribute for what one call makes",
             )
         other, known, first = values.setdefault(id(buffer), (module, name, value))
         is_one = owners.setdefault(memory_of(value), id(buffer)) == id(buffer)
         if (first is not value and id(buffer) in assigned) or (value is not buffer and not is_one):
-            one = _path(model, other, known)
+            one, path = _path(model, other, known), _path(model, module, name)
             raise InvalidInput(
                 "a buffer that modules share is assigned in all of them, or written to in place",
                 got=f"{one} and {path}, which become two"
