@@ -22,6 +22,7 @@ from autopar.garbage import set_aside
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.stages.stretch import NotAlike
+from autopar.planner.again import Again
 from autopar.planner.bounds import CHEAPEST, lowered, most_saved
 from autopar.planner.candidate import Candidate
 from autopar.planner.hosting import may_go
@@ -29,11 +30,11 @@ from autopar.planner.ideal import Ideal
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.leanest import in_each_number_of_stages, leanest
 from autopar.planner.ledger import Ledger
-from autopar.planner.mixed import ATTEMPTS, mixed
+from autopar.planner.mixed import ATTEMPTS
 from autopar.planner.patience import Ended
 from autopar.planner.pipelines import Pipelines
 from autopar.planner.promises import Promises, Size
-from autopar.planner.recomputation import Regions
+from autopar.planner.recomputation import AskedRecomputation, Regions
 from autopar.planner.request import Request
 from autopar.planner.room import Room
 from autopar.planner.telling import Telling, size_words
@@ -46,13 +47,11 @@ from autopar.search.auto import NothingFaster, TimeIsOver, is_large, too_early
 from autopar.search.constraints import Constraints, read_constraints
 from autopar.search.smallest_footprint import NothingFits
 from autopar.solver.graph import UnequalBlocks
-from autopar.states import States
+from autopar.states import NAMED, WHOLE, States
 
 HUGE = 2000  # calls of a program that is not looked at where it cannot be the best
 MOST_LEANEST = 3  # numbers of stages in which the leanest way of a huge program is looked for
 LEANER = 0.9  # than their memory asks for: few layouts are in between
-NEARLY = 0.01  # relative: where memory is short, layouts that are so much slower may win
-MOST_NEAR = 2  # meshes of such layouts
 
 
 class Planner:
@@ -68,7 +67,9 @@ class Planner:
     ) -> None:
         """`whole`: of a program that stands for a longer one."""
         self.captured, self.request, self.memory = captured, request, request.memory
-        self.regions = Regions(captured, request.recompute, marked_regions(model))
+        marked = marked_regions(model)
+        self.regions = Regions(captured, request.recompute, marked)
+        every = Regions(captured, AskedRecomputation(), marked)
         self.ideal = Ideal(captured, request, Room(captured, request, self.regions))
         count = len(blocks(captured if whole is None else whole.short.whole))
         self._promises = Promises(captured, request, self.ideal, count)
@@ -79,11 +80,14 @@ class Planner:
         self._hosted = request.hosted if may_go(model, request.states) else ()
         self._layouts = Layouts(request, self.constraints, self.report, whole)
         self._whole, self._is_huge = whole, captured.length > HUGE
+        held = self._layouts, self.regions, every, whole, self.memory, self.ledger
+        self._again = Again(*held, is_many=not self._is_huge)
         about = self.ledger, self._promises, self.ideal
         self._pipelines = Pipelines(
-            request, count, self._regions_of, stage_pins(model), about, self._is_huge
+            request, count, self._again.regions_of, stage_pins(model), about, self._is_huge
         )
         self._is_short_of_memory = False  # and all that would be with states on the device
+        self._short: list[Size] = []  # the sizes of memory, without stages
         self.ended: Ended = ""  # early: the best so far is taken
         self._left: list[Size] = []  # then, also what was only guessed not to be faster
 
@@ -137,24 +141,27 @@ class Planner:
             if self.ended:
                 break
             is_short = not is_hosted and self._is_short_of_memory
+            self._short += [left[0]] if is_short and self._is_straight(stages) else []
             left[:1] = [Size(stages, parts, is_hosted=True)] if is_short and self._hosted else []
         self._left += left
+        for short in sorted(self._short, key=self._promises.of):
+            if not self.ended and self._may_win(short):
+                self.ended = self._weigh_all(self._further(*short[:2]))
         if self.ledger.kept.best is None and self.ended != "Ctrl-C":
             if self.ledger.left_out["unlike"]:
                 raise NotAlike
             if self.ledger.is_beside and not self.ledger.refused:
                 raise NothingFaster
-            try:
-                self._weigh_leanest(sizes)
-            except TimeIsOver:  # something fits
-                self.ended = "time"
-            except (KeyboardInterrupt, Interrupted):
-                self.ended = "Ctrl-C"
+            self.ended = self._weigh_all(self._leanest_of(sizes)) or self.ended
         if (best := self.ledger.kept.best) is None:
             if self.ended == "Ctrl-C":
                 raise too_early()
             raise self.ledger.refusal(self.regions, self.captured) or no_size(reasons, self.request)
-        return self._finished(best)
+        if not self.ended and best.pipelining is None and self._is_searched:
+            asked = self._layout_request(1, best.microbatches)
+            if self._weigh_all(self._again.as_named(best, asked)) == "Ctrl-C":
+                self.ended = "Ctrl-C"
+        return self._finished(self.ledger.kept.best or best)
 
     def _likely(self, left: Sequence[Size]) -> list[Size]:
         """Those of the sizes that are left which may well be faster than what fits already."""
@@ -217,13 +224,26 @@ class Planner:
         here = max(self._promises.run(own), search.bound - saved / own.stages)
         return min([here, *(self._promises.least(size, saved) for size in self._left)])
 
-    def _weigh_leanest(self, sizes: Sequence[tuple[int, int]]) -> None:
+    def _weigh_all(self, ways: Iterator[Candidate]) -> Ended:
+        """What ended it early, if that did."""
+        try:
+            for way in ways:
+                self._weigh(way)
+        except NothingFaster:
+            pass
+        except TimeIsOver:
+            return "time"
+        except (KeyboardInterrupt, Interrupted):
+            return "Ctrl-C"
+        return self.ended
+
+    def _leanest_of(self, sizes: Sequence[tuple[int, int]]) -> Iterator[Candidate]:
         """What takes least is told of, or fits though nothing else does."""
         self.ledger.is_last = True
         self.report("memory", "the least that is needed")
         most = MOST_LEANEST if self._is_huge else len(sizes)
         for way in in_each_number_of_stages(sizes, most, self._leanest):
-            self._weigh(way.changed(way.search and way.search.lowered(0.0)))
+            yield way.changed(way.search and way.search.lowered(0.0))
 
     def _looks_ahead(self, stages: int, parts: int) -> bool:
         """Look for the fastest layouts of a size; whether they were not known."""
@@ -268,6 +288,7 @@ class Planner:
             if not self.ledger.is_bound or self.ended:
                 return
             yield from weighed(self._placed(free, stages, parts, others))
+            yield from weighed(self._with_those_of_whole(asked, stages, parts))
             yield from weighed(self._placed(free, stages, parts, settings, is_leaner=True))
             if asked.is_all and free.seconds + self._promises.update < self._fastest:
                 yield from weighed(self._moved_to_host(free))  # which takes no search
@@ -277,15 +298,32 @@ class Planner:
                 if any(found) or self.ledger.fits_device or self.ended:
                     break
                 yield from weighed(self._with_states(replace(asked, states=states), stages, parts))
-        if len(self.regions.kinds) > 1 and not self.ended:
-            if asked.is_all:
-                yield from weighed(self._recomputing(free, asked, settings))
-            elif not any(found) and not self.ledger.fits_itself:
-                lean = self.regions.all(self.regions.kinds[-1])
-                leaner = replace(asked, states=settings[-1], recompute=lean)
-                yield from weighed(self._with_states(leaner, stages, parts))
+        may_choose = len(self.regions.kinds) > 1
+        if not self.ended and asked.is_all and may_choose:
+            yield from weighed(self._again.ways(free, asked, settings))
+        elif not (self.ended or any(found) or self.ledger.fits_itself) and may_choose:
+            lean = self.regions.all(self.regions.kinds[-1])
+            leaner = replace(asked, states=settings[-1], recompute=lean)
+            yield from weighed(self._with_states(leaner, stages, parts))
         self._is_short_of_memory = True
         self.ledger.refuse([error.smallest for error in refused], stages)
+
+    def _with_those_of_whole(
+        self, asked: LayoutRequest, stages: int, parts: int
+    ) -> Iterator[Candidate]:
+        """Every way with states that were asked for and the layouts that are best with whole ones,
+        which may be cut more."""
+        is_named = self.request.states is not None and self.request.states in NAMED.values()
+        if is_named and self._is_searched:
+            free, _ = self._layouts.find(replace(asked, states=WHOLE))
+            yield from self._placed(free, stages, parts, [asked.states])
+
+    def _further(self, stages: int, parts: int) -> Iterator[Candidate]:
+        """Ways with other layouts that may fit and be faster than what does."""
+        asked = replace(self._layout_request(stages, parts), cutoff=self._fastest * stages)
+        if self._is_searched and not self._promises.is_crowded(stages, parts):
+            free, _ = self._layouts.find(asked)
+            yield from self._again.further(free, asked, self.request.settings(stages))
 
     def _on_host(self, stages: int, parts: int) -> Iterator[Candidate]:
         """Ways with states on the host, as long as they may be faster than what fits already: those
@@ -303,7 +341,7 @@ class Planner:
         for states in self._hosted if asked.is_all and len(self.regions.kinds) > 1 else ():
             source = free.placed(states)
             may_win = not source.fits(self.memory) and source.seconds < self._fastest
-            if may_win and (way := self._mixed(source)) is not None:
+            if may_win and (way := self._again.mixed(source)) is not None:
                 yield way.changed(way.search and way.search.taken(way.cost.seconds))
         is_open = self.request.mode == "auto" and not self._promises.is_crowded(stages, parts)
         is_open &= not self._is_huge or not self.ledger.fits_device
@@ -328,48 +366,10 @@ class Planner:
             with_states = replace(asked, states=states)
             yield from leanest(with_states, self._layouts, self.regions, kinds, schedules, about)
 
-    def _recomputing(
-        self, free: Candidate, asked: LayoutRequest, settings: Sequence[States]
-    ) -> Iterator[Candidate]:
-        """Ways in which some regions are recomputed, so that they fit: with the layouts that are
-        best without a limit or, where none of these fits, if all regions are recomputed."""
-        self.report("memory", "recomputing regions")
-        every = [free, *(free.placed(states) for states in settings[1:])]
-        if not self._is_huge:
-            every += [other.placed(settings[-1]) for other in self._nearly_as_fast(free, asked)]
-        before, tried = len(self.ledger.dropped), 0
-        for source in every:
-            self.ledger.go_on()
-            if source.seconds < self._fastest:  # what runs again makes it slower yet
-                tried += 1
-                if (way := self._mixed(source)) is not None:
-                    yield self._accounted(way, free)
-        if tried and len(self.ledger.dropped) == before + tried and free.search is not None:
-            lean = self.regions.all(self.regions.kinds[-1])
-            asked = replace(asked, memory=self.memory, states=settings[-1], recompute=lean)
-            source, _ = self._layouts.find(asked)
-            yield self._accounted(self._mixed(source) or source, free)
-
-    def _accounted(self, way: Candidate, free: Candidate) -> Candidate:
-        """With the same states, none that fits is faster than the best without a limit."""
-        if (account := way.search) is not None and free.search is not None:
-            account = account.made(way.seconds, free.search.bound)
-        return way.changed(account)
-
-    def _nearly_as_fast(self, free: Candidate, asked: LayoutRequest) -> Iterator[Candidate]:
-        """The layouts of a few other meshes, of which states may be cut over more ranks."""
-        others = () if free.search is None else free.search.considered
-        near = free.seconds * (1 + NEARLY)
-        meshes = [one.mesh for one in others if one.seconds is not None and one.seconds <= near]
-        for mesh in [mesh for mesh in meshes if mesh != free.mesh][:MOST_NEAR]:
-            yield self._layouts.find(replace(asked, offered=[mesh]))[0]
-
-    def _regions_of(self, laid: Candidate) -> Regions:
-        return self.regions if not self._whole or laid.captured.times > 1 else self._whole.regions
-
-    def _mixed(self, laid: Candidate) -> Candidate | None:
-        about = self._regions_of(laid), self.memory, self.ledger.dropped, self._whole, self._fastest
-        return mixed(laid, *about, self.ledger.go_on)
+    @property
+    def _is_searched(self) -> bool:
+        """Whether layouts are, and many of them are looked at."""
+        return self.request.mode == "auto" and not self._is_huge
 
     def _is_straight(self, stages: int) -> bool:
         """Whether devices hold no more than one program."""

@@ -48,7 +48,7 @@ def mixed(
     go_on()
     problem = mixed_problem(graphs, members, laid.prices, plain.repeats)
     mix = problem.solve(room, host)
-    if whole is not None and mix is not None and mix.own is None and _may_win(laid, mix, fastest):
+    if whole is not None and mix is not None and mix.own is None and _may_win(plain, mix, fastest):
         # Before a program is made of it: there is more beside what is kept where some runs again.
         used = {kind.kind for kind in mix.kinds}
         every = (way for kind, way in ways.items() if kind.kind in used)
@@ -57,7 +57,7 @@ def mixed(
     for _ in range(ATTEMPTS):
         if mix is None:
             break
-        if not _may_win(laid, mix, fastest):
+        if not _may_win(plain, mix, fastest):
             return None
         go_on()
         if mix.own is not None:
@@ -88,5 +88,5 @@ def _left(way: Candidate, memory: float) -> tuple[float, float]:
     return (min(left, way.host_room), math.inf) if is_shared else (left, way.host_room)
 
 
-def _may_win(laid: Candidate, mix: Mix, fastest: float) -> bool:
-    return laid.seconds + laid.microbatches * mix.seconds < fastest * (1 + _SLACK)
+def _may_win(plain: Candidate, mix: Mix, fastest: float) -> bool:
+    return plain.seconds + plain.microbatches * mix.seconds < fastest * (1 + _SLACK)

@@ -34,24 +34,16 @@ from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates, NodeClasses, storage_states, uncut
 from autopar.search.computed import Way, computed
 from autopar.search.constraints import Constraints
+from autopar.search.counted import Reading, bytes_of, moments, read_as
 from autopar.search.edges import Edges, Late
 from autopar.search.prologue import find_prologue, is_whole
 from autopar.search.reshard import Placements
 from autopar.solver.graph import CostGraph
 from autopar.states import WHOLE, States
 from autopar.strategies.node_info import Region, info
-from autopar.strategies.results import maker, place_of, tensors_of, values_of
+from autopar.strategies.results import maker, place_of, values_of
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One tensor input of one operator: the value, the operator, which of its inputs."""
-
-    value: str
-    reader: str
-    position: int
 
 
 @dataclass(frozen=True)
@@ -118,7 +110,7 @@ class Builder:
         self._stored: dict[tuple, tuple[Placements, Array]] = {}
         self._offers: dict[str, tuple[Candidates, Array]] = {}
         self.producers: dict[str, Variable] = {}  # of values, by name
-        self.counts_gradients = self.counts_activations = True
+        self.pieces: dict[str, list[Reading]] = {}  # of inputs, by their only readers
         of_parameters = partial(is_of_parameters, captured=self.captured)
         decided, self.regions = self.constraints.recompute, dict[str, Region]()
         self.runs = runs(self.captured.graph, decided, of_parameters) if decided else []
@@ -135,7 +127,8 @@ class Builder:
         self.saved = SavedTensors(facts, self.readings, self.regions)
         full = [nodes for _, nodes in self.runs if self.regions[nodes[0].name].is_full]
         self.remade = set[str]().union(*map(self.saved.remade, full))
-        self._choose_moment()
+        about = self.captured, self.readings, self.saved, self.microbatches
+        self.counts_activations, self.counts_gradients = moments(*about)
         for node in calls:
             cost = self._cost(node.name)
             self.built.alone += float(cost.min()) * info(node).times
@@ -147,8 +140,7 @@ class Builder:
             if node.op == "placeholder" and node.name in self.captured.parameters:
                 self._add_parameter(node)
             elif node.op == "placeholder":
-                size = info(node).val.numel() * info(node).val.itemsize
-                self.built.fixed_bytes += size * info(node).times
+                self._add_bytes(node)
                 if node.name in self.readings:
                     self._add_input(node)
             elif node.name in self.captured.classes:
@@ -204,29 +196,6 @@ class Builder:
         held = dict(zip(HELD, parameter_bytes(node, places, self.mesh)))
         return float(sum(held.values()) - (0 if self.counts_gradients else held["gradients"]))
 
-    def _choose_moment(self) -> None:
-        """What is counted against a limit: what is held when backward begins, or when it ends.
-
-        Activations go while gradients come, but for micro-batches after the first, which find
-        those of others. Both moments are within the limit in every plan that fits; the larger one
-        tells more. The finished program has the last word on what lies between."""
-        if self.microbatches > 1:
-            return
-        kept = {value for value in self.readings if self.saved.is_kept(value)}
-        kept |= {
-            value.name
-            for call in self.captured.operators
-            for value in values_of(call)
-            if self.saved.keeps_output(call.name)
-        }
-        values = [self.nodes[name] for name in kept - set(self.captured.parameters)]
-        activations = sum(_bytes(node) * info(node).times for node in values)
-        parameters = [self.nodes[name] for name in self.captured.parameters]
-        learned = [node for node in parameters if info(node).learns]
-        gradients = sum(_bytes(node) * info(node).times for node in learned)
-        self.counts_gradients = activations < gradients
-        self.counts_activations = not self.counts_gradients
-
     def _look_at(self, node: fx.Node) -> None:
         """Find the candidates of an operator, and who reads what."""
         candidates = self._allowed(node, self.classes.candidates(node))
@@ -256,6 +225,9 @@ class Builder:
             for value in values_of(node):
                 states = candidates.results[place_of(value)]
                 memory = memory + self.edges.bytes(value, states)
+        for piece in self.pieces.get(node.name, ()):
+            states = candidates.inputs[piece.position]
+            memory = memory + self.edges.bytes(self.nodes[piece.value], states)
         number = self.built.graph.add_node(
             self.edges.same(cost, "cost"), self.edges.same(memory, "memory"), name=node.name
         )
@@ -264,6 +236,16 @@ class Builder:
         for value in values_of(node):
             states = candidates.results[place_of(value)]
             self.producers[value.name] = replace(variable, states=states)
+
+    def _add_bytes(self, node: fx.Node) -> None:
+        """What an input or a buffer takes: a piece of it, where all its readers want that one. Of
+        several readers no less than the smallest is known."""
+        readings, size = read_as(self.captured, node), bytes_of(node) * info(node).times
+        if readings is not None and len(readings) == 1:
+            (reading,) = readings
+            self.pieces.setdefault(reading.reader, []).append(reading)
+        else:
+            self.built.fixed_bytes += size / (self.mesh.size if readings else 1)
 
     def _add_input(self, node: fx.Node) -> None:
         """An input of the model that wants a gradient: whole on every rank."""
@@ -443,7 +425,3 @@ class Builder:
             return False
         facts = self._offers[maker(value).name][0].facts
         return facts is None or not facts.is_view
-
-
-def _bytes(node: fx.Node) -> int:
-    return sum(value.numel() * value.itemsize for value in tensors_of(node))

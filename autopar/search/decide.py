@@ -9,8 +9,8 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.layout import Placement
 from autopar.search.build import Built
+from autopar.search.counted import read_as
 from autopar.search.decisions import Decisions, Fallback
-from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
 
 
@@ -56,13 +56,6 @@ def decide(built: Built, choice: Sequence[int]) -> Decisions:
 
 def _as_read(captured: Captured, node: fx.Node, wants: dict[str, list[Placement]]) -> Placement:
     """An input is cut at once if all its readers want the same piece; else it stays whole."""
-    whole = Placement.whole(info(node).val.ndim)
-    if node.name in captured.buffers or info(node).differentiable:
-        return whole
-    states = set()
-    for reader in node.users:
-        if reader.op == "output" or captured.rules.get(reader.name) is None:
-            return whole
-        inputs = tensor_inputs(reader)
-        states |= {wants[reader.name][i] for i, value in enumerate(inputs) if value is node}
-    return states.pop() if len(states) == 1 else whole
+    readings = read_as(captured, node) or ()
+    states = {wants[one.reader][one.position] for one in readings}
+    return states.pop() if len(states) == 1 else Placement.whole(info(node).val.ndim)

@@ -1,0 +1,188 @@
+"""Again: ways to run one program in which some regions run again in backward, so that they fit.
+
+Of layouts that are found for the states that a step has, or for whole ones: these may be cut more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from autopar.capture.captured import Captured
+from autopar.errors import InvalidInput
+from autopar.mesh import Mesh
+from autopar.planner.candidate import Candidate
+from autopar.planner.layouts import LayoutRequest, Layouts
+from autopar.planner.ledger import Ledger
+from autopar.planner.mixed import mixed
+from autopar.planner.recomputation import PLAIN, Regions
+from autopar.planner.whole import Whole
+from autopar.search.auto import NothingFaster
+from autopar.search.decisions import Decisions
+from autopar.search.smallest_footprint import NothingFits
+from autopar.solver.residual import relative_gap
+from autopar.states import NAMED, WHOLE, States
+
+NEARLY = 0.01  # relative: where memory is short, layouts that are so much slower may win
+MOST_NEAR = 2  # meshes of such layouts
+CLOSE = 0.01  # relative, to the best without a limit: nothing else is looked for
+SOMEWHAT = 0.05  # relative: of layouts for which all regions run again
+
+
+class Again:
+    """Recomputes regions of the programs of one request."""
+
+    def __init__(
+        self,
+        layouts: Layouts,
+        regions: Regions,
+        every: Regions,
+        whole: Whole | None,
+        memory: float,
+        ledger: Ledger,
+        is_many: bool,
+    ) -> None:
+        """`every`: the regions if nothing was said of them: layouts are found for these too.
+        `is_many`: not only the best layouts are looked at."""
+        self._layouts, self._regions, self._every, self._whole = layouts, regions, every, whole
+        self._tried: list[tuple[Captured, Decisions]] = []  # that were mixed
+        self._memory, self._ledger, self._is_many = memory, ledger, is_many
+
+    def regions_of(self, laid: Candidate) -> Regions:
+        """Those of the program that it is of."""
+        is_own = self._whole is None or laid.captured.times > 1
+        return self._regions if is_own or self._whole is None else self._whole.regions
+
+    def mixed(self, laid: Candidate) -> Candidate | None:
+        """The same layouts, where those regions run again that have to; None: it cannot fit, or
+        is not faster than what does."""
+        ledger, regions = self._ledger, self.regions_of(laid)
+        if len(regions.kinds) > 1:
+            about = regions, self._memory, ledger.dropped, self._whole, ledger.fastest
+            return mixed(laid, *about, ledger.go_on)
+        way = laid.recomputed(regions.all(regions.kinds[0]))
+        if way.fits(self._memory):
+            return way if way.seconds < ledger.fastest else None
+        ledger.dropped.append(way)
+        return None
+
+    def ways(
+        self, free: Candidate, asked: LayoutRequest, settings: Sequence[States]
+    ) -> Iterator[Candidate]:
+        """Ways in which some regions are recomputed, so that they fit: with the layouts that are
+        best without a limit or, where none of these fits, if all regions are recomputed."""
+        self._layouts.report("memory", "recomputing regions")
+        every = [free, *(free.placed(states) for states in settings[1:])]
+        if self._is_many:
+            every += [other.placed(settings[-1]) for other in self._nearly_as_fast(free, asked)]
+        before, tried = len(self._ledger.dropped), len(self._tried)
+        yield from self._mixed_of(every, free)
+        tried = len(self._tried) - tried
+        if tried and len(self._ledger.dropped) == before + tried and free.search is not None:
+            lean = self._lean(asked)
+            yield from self._leanest(replace(lean, states=settings[-1]), free)
+
+    def further(
+        self, free: Candidate, asked: LayoutRequest, settings: Sequence[States]
+    ) -> Iterator[Candidate]:
+        """The same with layouts that are best for each of the settings, or with whole states, on a
+        few meshes, and with those that are best if all regions run again: whatever is asked for by
+        name, it is looked for among the same ways. None, if what fits is about as fast as `free`.
+        """
+        bound = 0.0 if free.search is None else free.search.bound
+        if relative_gap(self._ledger.fastest, bound) <= CLOSE:
+            return
+        self._layouts.report("memory", "further layouts")
+        asked = replace(asked, recompute=self._every.all(PLAIN))
+        every = sorted(self._sources(asked, settings), key=lambda one: one.seconds)
+        yield from self._mixed_of(every, free)
+        for states in dict.fromkeys((settings[0], settings[-1])):
+            with suppress(NothingFaster):
+                one = replace(asked, states=states)
+                best, _ = self._layouts.find(one)
+                near = [best.mesh, *_as_fast(best, SOMEWHAT)]
+                meshes = [mesh for mesh in asked.offered if mesh in near]
+                yield from self._leanest(replace(self._lean(one), offered=meshes), free)
+
+    def _mixed_of(self, every: Sequence[Candidate], free: Candidate) -> Iterator[Candidate]:
+        for source in every:
+            self._ledger.go_on()
+            key = source.captured, source.decisions
+            if source.seconds < self._ledger.fastest and key not in self._tried:
+                self._tried.append(key)  # what runs again takes longer yet
+                if (way := self.mixed(source)) is not None:
+                    yield _accounted(way, free)
+
+    def _lean(self, asked: LayoutRequest) -> LayoutRequest:
+        """What asks for layouts that fit if all regions run again, however long that takes."""
+        lean = self._every.all(self._every.kinds[-1])
+        return replace(asked, memory=self._memory, recompute=lean, cutoff=math.inf)
+
+    def _leanest(self, asked: LayoutRequest, free: Candidate) -> Iterator[Candidate]:
+        """With the layouts that fit if all regions run again."""
+        self._ledger.go_on()
+        try:
+            source, _ = self._layouts.find(asked)
+        except NothingFits as error:
+            self._ledger.refuse([error.smallest], 1)
+            return
+        found = self.mixed(source)
+        if found is None and len(self._regions.kinds) > 1:
+            found = source if source.seconds < self._ledger.fastest else None
+        if found is not None:
+            yield _accounted(found, free)
+
+    def as_named(self, best: Candidate, asked: LayoutRequest) -> Iterator[Candidate]:
+        """The layouts that are found for the states and the regions of the best way, if they are
+        better: what is asked for by these names takes no less."""
+        if best.captured is asked.captured:
+            decided = best.decisions.recompute
+            asked = replace(asked, offered=[best.mesh], states=best.states, recompute=decided)
+            for memory in (math.inf, self._memory):
+                with suppress(NothingFits, NothingFaster, InvalidInput):
+                    found, _ = self._layouts.find(replace(asked, memory=memory))
+                    if found.fits(self._memory):
+                        if found.seconds < best.seconds:
+                            yield found
+                        return
+
+    def _sources(self, asked: LayoutRequest, settings: Sequence[States]) -> Iterator[Candidate]:
+        """Layouts without a limit, with each of some settings of states: those that are the fastest
+        with these, and those that are with whole ones, on a few meshes."""
+        for base in dict.fromkeys((WHOLE, *settings)):
+            try:
+                best, _ = self._layouts.find(replace(asked, states=base))
+            except NothingFaster:
+                continue
+            near = self._nearly_as_fast(best, asked)
+            for laid in (best, *near):
+                for states in settings:
+                    if states == base:
+                        yield laid
+                    elif base.is_whole and states in NAMED.values():
+                        placed = laid.placed(states)
+                        if placed.decisions.apart:
+                            yield placed
+
+    def _nearly_as_fast(self, best: Candidate, asked: LayoutRequest) -> Iterator[Candidate]:
+        """The layouts of a few other meshes, of which states may be cut over more ranks."""
+        asked = replace(asked, states=best.states)
+        for mesh in _as_fast(best, NEARLY)[:MOST_NEAR]:
+            yield self._layouts.find(replace(asked, offered=[mesh]))[0]
+
+
+def _as_fast(best: Candidate, more: float) -> list[Mesh]:
+    """The other meshes on which a step takes as long, but for so much `more`."""
+    others = () if best.search is None else best.search.considered
+    most = best.seconds * (1 + more)
+    found = [one.mesh for one in others if one.seconds is not None and one.seconds <= most]
+    return [mesh for mesh in found if mesh != best.mesh]
+
+
+def _accounted(way: Candidate, free: Candidate) -> Candidate:
+    """With the same states, none that fits is faster than the best without a limit."""
+    if (account := way.search) is not None and free.search is not None:
+        account = account.made(way.seconds, free.search.bound)
+    return way.changed(account)
