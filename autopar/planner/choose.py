@@ -207,13 +207,13 @@ class Planner:
             search = search.taken(best.seconds)
             best = best.changed(search)
         stages = 1 if best.pipelining is None else best.pipelining.schedule.ranks
+        bound = self._least_of_all(search, Size(stages, best.microbatches))
         if self.ended:
-            bound = self._least_of_all(search, Size(stages, best.microbatches))
             return best.changed(search.cut_short(bound))
-        if self.request.states is not None or not best.states.is_cut:
-            return best
-        asked = replace(self._layout_request(stages, best.microbatches), states=CHEAPEST)
-        return best.changed(lowered(search, asked, self._layouts, stages, self._is_huge))
+        if self.request.states is None and best.states.is_cut:
+            asked = replace(self._layout_request(stages, best.microbatches), states=CHEAPEST)
+            search = lowered(search, asked, self._layouts, stages, self._is_huge)
+        return best.changed(search.made(search.objective, max(search.bound, bound)))
 
     def _least_of_all(self, search: Search, own: Size) -> float:
         """What a step takes at least, of its `own` size or of one that was left."""
