@@ -77,6 +77,7 @@ class Again:
         every = [free, *(free.placed(states) for states in settings[1:])]
         if self._is_many:
             every += [other.placed(settings[-1]) for other in self._nearly_as_fast(free, asked)]
+            every += self._placed_of(WHOLE, asked, settings) if WHOLE not in settings else []
         before, tried = len(self._ledger.dropped), len(self._tried)
         yield from self._mixed_of(every, free)
         tried = len(self._tried) - tried
@@ -137,7 +138,8 @@ class Again:
     def as_named(self, best: Candidate, asked: LayoutRequest) -> Iterator[Candidate]:
         """The layouts that are found for the states and the regions of the best way, if they are
         better: what is asked for by these names takes no less."""
-        if best.captured is asked.captured:
+        is_further = best.states.is_cut or best.decisions.recompute
+        if is_further and self._whole is None:
             decided = best.decisions.recompute
             asked = replace(asked, offered=[best.mesh], states=best.states, recompute=decided)
             for memory in (math.inf, self._memory):
@@ -145,26 +147,32 @@ class Again:
                     found, _ = self._layouts.find(replace(asked, memory=memory))
                     if found.fits(self._memory):
                         if found.seconds < best.seconds:
-                            yield found
+                            yield _accounted(found, best)
                         return
 
     def _sources(self, asked: LayoutRequest, settings: Sequence[States]) -> Iterator[Candidate]:
         """Layouts without a limit, with each of some settings of states: those that are the fastest
         with these, and those that are with whole ones, on a few meshes."""
         for base in dict.fromkeys((WHOLE, *settings)):
-            try:
-                best, _ = self._layouts.find(replace(asked, states=base))
-            except NothingFaster:
-                continue
-            near = self._nearly_as_fast(best, asked)
-            for laid in (best, *near):
-                for states in settings:
-                    if states == base:
-                        yield laid
-                    elif base.is_whole and states in NAMED.values():
-                        placed = laid.placed(states)
-                        if placed.decisions.apart:
-                            yield placed
+            yield from self._placed_of(base, asked, settings, is_many=True)
+
+    def _placed_of(
+        self, base: States, asked: LayoutRequest, settings: Sequence[States], is_many: bool = False
+    ) -> Iterator[Candidate]:
+        """The layouts that are the fastest with states of a `base`; `is_many`: and on other meshes.
+        Those of whole states with each of the settings."""
+        try:
+            best, _ = self._layouts.find(replace(asked, states=base))
+        except NothingFaster:
+            return
+        for laid in (best, *(self._nearly_as_fast(best, asked) if is_many else ())):
+            for states in settings:
+                if states == base:
+                    yield laid
+                elif base.is_whole and states in NAMED.values():
+                    placed = laid.placed(states)
+                    if placed.decisions.apart:
+                        yield placed
 
     def _nearly_as_fast(self, best: Candidate, asked: LayoutRequest) -> Iterator[Candidate]:
         """The layouts of a few other meshes, of which states may be cut over more ranks."""

@@ -18,6 +18,7 @@ from autopar.cost.price import ClusterPrice
 from autopar.errors import Interrupted
 from autopar.mesh import Mesh
 from autopar.planner.layouts import LayoutRequest, Layouts
+from autopar.planner.request import Request
 from autopar.search.account import Search
 from autopar.search.auto import TimeIsOver
 from autopar.states import States
@@ -72,6 +73,12 @@ def lowered(
         search = None if is_huge else layouts.find(asked)[0].search
         if search is not None and not search.interrupted:
             return known.lowered(search.bound / stages)
-    machines = asked.machines(layouts.request.cluster)
-    saved = most_saved(asked.captured, machines, asked.offered)
-    return known.lowered(known.bound - saved / stages)
+    return known.lowered(known.bound - saved_by_states(asked, layouts.request) / stages)
+
+
+def saved_by_states(asked: LayoutRequest, request: Request) -> float:
+    """The seconds that cut states save at most of what is known with whole ones; none, if it was
+    asked for some."""
+    if request.states is not None:
+        return 0.0
+    return most_saved(asked.captured, asked.machines(request.cluster), asked.offered)

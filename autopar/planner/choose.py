@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 
@@ -23,7 +24,7 @@ from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.stages.stretch import NotAlike
 from autopar.planner.again import Again
-from autopar.planner.bounds import CHEAPEST, lowered, most_saved
+from autopar.planner.bounds import CHEAPEST, lowered, saved_by_states
 from autopar.planner.candidate import Candidate
 from autopar.planner.hosting import may_go
 from autopar.planner.ideal import Ideal
@@ -144,9 +145,8 @@ class Planner:
             self._short += [left[0]] if is_short and self._is_straight(stages) else []
             left[:1] = [Size(stages, parts, is_hosted=True)] if is_short and self._hosted else []
         self._left += left
-        for short in sorted(self._short, key=self._promises.of):
-            if not self.ended and self._may_win(short):
-                self.ended = self._weigh_all(self._further(*short[:2]))
+        if not self.ended and self._weigh_all(self._further()) == "Ctrl-C":
+            self.ended = "Ctrl-C"
         if self.ledger.kept.best is None and self.ended != "Ctrl-C":
             if self.ledger.left_out["unlike"]:
                 raise NotAlike
@@ -157,11 +157,7 @@ class Planner:
             if self.ended == "Ctrl-C":
                 raise too_early()
             raise self.ledger.refusal(self.regions, self.captured) or no_size(reasons, self.request)
-        if not self.ended and best.pipelining is None and self._is_searched:
-            asked = self._layout_request(1, best.microbatches)
-            if self._weigh_all(self._again.as_named(best, asked)) == "Ctrl-C":
-                self.ended = "Ctrl-C"
-        return self._finished(self.ledger.kept.best or best)
+        return self._finished(best)
 
     def _likely(self, left: Sequence[Size]) -> list[Size]:
         """Those of the sizes that are left which may well be faster than what fits already."""
@@ -199,7 +195,7 @@ class Planner:
             self.ended = "Ctrl-C"
 
     def _finished(self, best: Candidate) -> Candidate:
-        """Of the whole program, with a bound for all cut states, if the search chose these."""
+        """Of the whole program, with what is known of the least that a step takes."""
         best = best if self._whole is None else self._whole.same(best)
         if (search := best.search) is None:
             return best
@@ -207,30 +203,27 @@ class Planner:
             search = search.taken(best.seconds)
             best = best.changed(search)
         stages = 1 if best.pipelining is None else best.pipelining.schedule.ranks
-        bound = self._least_of_all(search, Size(stages, best.microbatches))
+        own = Size(stages, best.microbatches)
+        saved = saved_by_states(self._layout_request(*own[:2]), self.request)
+        bound = self._promises.least_of_all(own, search.bound, saved, self._left)
         if self.ended:
             return best.changed(search.cut_short(bound))
-        if self.request.states is None and best.states.is_cut:
-            asked = replace(self._layout_request(stages, best.microbatches), states=CHEAPEST)
-            search = lowered(search, asked, self._layouts, stages, self._is_huge)
+        search = self._lowered(best, search)
         return best.changed(search.made(search.objective, max(search.bound, bound)))
 
-    def _least_of_all(self, search: Search, own: Size) -> float:
-        """What a step takes at least, of its `own` size or of one that was left."""
-        saved = 0.0
-        if self.request.states is None:
-            asked = self._layout_request(own.stages, own.parts)
-            saved = most_saved(asked.captured, asked.machines(self.request.cluster), asked.offered)
-        here = max(self._promises.run(own), search.bound - saved / own.stages)
-        return min([here, *(self._promises.least(size, saved) for size in self._left)])
+    def _lowered(self, best: Candidate, search: Search) -> Search:
+        """With a bound for all cut states, if the search chose these."""
+        if self.request.states is not None or not best.states.is_cut:
+            return search
+        stages = 1 if best.pipelining is None else best.pipelining.schedule.ranks
+        asked = replace(self._layout_request(stages, best.microbatches), states=CHEAPEST)
+        return lowered(search, asked, self._layouts, stages, self._is_huge)
 
     def _weigh_all(self, ways: Iterator[Candidate]) -> Ended:
         """What ended it early, if that did."""
         try:
             for way in ways:
                 self._weigh(way)
-        except NothingFaster:
-            pass
         except TimeIsOver:
             return "time"
         except (KeyboardInterrupt, Interrupted):
@@ -288,7 +281,7 @@ class Planner:
             if not self.ledger.is_bound or self.ended:
                 return
             yield from weighed(self._placed(free, stages, parts, others))
-            yield from weighed(self._with_those_of_whole(asked, stages, parts))
+            yield from weighed(self._of_whole(asked, stages, parts))
             yield from weighed(self._placed(free, stages, parts, settings, is_leaner=True))
             if asked.is_all and free.seconds + self._promises.update < self._fastest:
                 yield from weighed(self._moved_to_host(free))  # which takes no search
@@ -308,22 +301,30 @@ class Planner:
         self._is_short_of_memory = True
         self.ledger.refuse([error.smallest for error in refused], stages)
 
-    def _with_those_of_whole(
-        self, asked: LayoutRequest, stages: int, parts: int
-    ) -> Iterator[Candidate]:
+    def _of_whole(self, asked: LayoutRequest, stages: int, parts: int) -> Iterator[Candidate]:
         """Every way with states that were asked for and the layouts that are best with whole ones,
         which may be cut more."""
-        is_named = self.request.states is not None and self.request.states in NAMED.values()
-        if is_named and self._is_searched:
+        named = self.request.states
+        if named and named.is_cut and named in NAMED.values() and self._is_searched:
             free, _ = self._layouts.find(replace(asked, states=WHOLE))
-            yield from self._placed(free, stages, parts, [asked.states])
+            yield from self._placed(free, stages, parts, [named])
 
-    def _further(self, stages: int, parts: int) -> Iterator[Candidate]:
-        """Ways with other layouts that may fit and be faster than what does."""
-        asked = replace(self._layout_request(stages, parts), cutoff=self._fastest * stages)
-        if self._is_searched and not self._promises.is_crowded(stages, parts):
-            free, _ = self._layouts.find(asked)
-            yield from self._again.further(free, asked, self.request.settings(stages))
+    def _further(self) -> Iterator[Candidate]:
+        """Ways with other layouts that may fit and be faster than what does, of the sizes that are
+        short of memory. Nothing that is known of the least depends on them."""
+        if not self._is_searched:
+            return
+        for size in sorted(self._short, key=self._promises.of):
+            stages, parts, _ = size
+            if self._may_win(size) and not self._promises.is_crowded(stages, parts):
+                if (best := self.ledger.kept.best) and best.search:
+                    self._lowered(best, best.search)  # which is known from here on
+                asked = replace(self._layout_request(stages, parts), cutoff=self._fastest)
+                with suppress(NothingFaster):
+                    free, _ = self._layouts.find(asked)
+                    yield from self._again.further(free, asked, self.request.settings(stages))
+        if self._short and (best := self.ledger.kept.best) and best.pipelining is None:
+            yield from self._again.as_named(best, self._layout_request(1, best.microbatches))
 
     def _on_host(self, stages: int, parts: int) -> Iterator[Candidate]:
         """Ways with states on the host, as long as they may be faster than what fits already: those

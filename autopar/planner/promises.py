@@ -120,6 +120,12 @@ class Promises:
         known = self.known_least(size.stages, size.parts) - saved / size.stages
         return max(self.run(size), known)
 
+    def least_of_all(self, own: Size, known: float, saved: float, left: Sequence[Size]) -> float:
+        """The same of a step of its `own` size, which takes no less than is `known` of it, or of
+        one that was `left`."""
+        here = max(self.run(own), known - saved / own.stages)
+        return min([here, *(self.least(size, saved) for size in left)])
+
     def likely(self, size: Size, seconds: float) -> bool:
         """Whether a step may well take about so many seconds: what is known of its layouts is the
         least that they take."""

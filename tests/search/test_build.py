@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.mesh import Mesh
+from autopar.planner.candidate import Candidate
 from autopar.search.build import Builder, Built
 from autopar.search.constraints import Constraints
+from autopar.search.decide import decide
 from autopar.solver.optimum import Optimiser
 from autopar.solver.residual import solve_residual
 from autopar.solver.solve import solve
@@ -134,3 +136,14 @@ def test_the_prologue_is_whole_and_ties_no_layers_together() -> None:
     solution = solve(found.graph)
     assert solution.sizes.core_nodes == 0
     assert found.slack <= 0.002 * solution.objective
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "resnet", "llama", "bert", "vit"])
+def test_a_search_counts_no_more_bytes_than_the_finished_program_holds(name: str) -> None:
+    case = ZOO[name]()
+    for mesh in (Mesh(x=4), Mesh(x=2, y=2)):
+        made = built(case, mesh)
+        choice = solve(made.graph).choice
+        _, counted = made.graph.evaluate(choice)
+        way = Candidate(made.captured, machines(4, *EVEN), decide(made, choice))
+        assert counted + made.fixed_bytes <= way.memory.peak, mesh
