@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from autopar import schema
 from autopar.cluster.machines import REACHED, Device, Host, Link, Node
 from autopar.errors import ExecutionError
 
@@ -77,7 +78,7 @@ def local_node(devices: int, measure: bool = True, again: bool = False) -> Node:
 
 
 def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node:
-    """Turn the figures that `measure.py` printed into a node."""
+    """Turn the figures that `measure.py` printed into a node; an error, if they cannot be true."""
     crowd = devices / processes
     memory, flops = host_memory() / devices, figures["flops"]["f32"] / crowd
     alpha, copying = figures["copy"]
@@ -100,7 +101,8 @@ def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node
     fitted = fit_links(figures["collectives"])
     alpha, rate = message_of(fitted)
     measured = {key: (a, b / crowd) for key, (a, b) in fitted.items()}
-    return Node(device, devices, Link(alpha, rate / crowd, measured))
+    node = Node(device, devices, Link(alpha, rate / crowd, measured))
+    return schema.read(Node, schema.write(node))
 
 
 def message_of(fitted: Fitted) -> tuple[float, float]:
