@@ -172,7 +172,7 @@ def test_where_no_part_of_the_machines_is_faster_none_is_said_to_be_too_small(mo
     def least(planner: Planner, sizes: object) -> None:
         raise AssertionError("all fits")
 
-    monkeypatch.setattr(Planner, "_weigh_leanest", least)
+    monkeypatch.setattr(Planner, "_leanest_of", least)
     for name in ("4 and 8", "5, 1 and 2"):
         assert len(list(offers(UNEVEN[name]))) > 1
         plan(mlp(layers=3), UNEVEN[name], microbatches=1)

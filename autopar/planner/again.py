@@ -178,7 +178,8 @@ class Again:
         """The layouts of a few other meshes, of which states may be cut over more ranks."""
         asked = replace(asked, states=best.states)
         for mesh in _as_fast(best, NEARLY)[:MOST_NEAR]:
-            yield self._layouts.find(replace(asked, offered=[mesh]))[0]
+            with suppress(NothingFaster):
+                yield self._layouts.find(replace(asked, offered=[mesh]))[0]
 
 
 def _as_fast(best: Candidate, more: float) -> list[Mesh]:

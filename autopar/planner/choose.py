@@ -145,8 +145,8 @@ class Planner:
             self._short += [left[0]] if is_short and self._is_straight(stages) else []
             left[:1] = [Size(stages, parts, is_hosted=True)] if is_short and self._hosted else []
         self._left += left
-        if not self.ended and self._weigh_all(self._further()) == "Ctrl-C":
-            self.ended = "Ctrl-C"
+        if not self.ended:
+            self.ended = self._weigh_all(self._further())
         if self.ledger.kept.best is None and self.ended != "Ctrl-C":
             if self.ledger.left_out["unlike"]:
                 raise NotAlike
@@ -203,13 +203,12 @@ class Planner:
             search = search.taken(best.seconds)
             best = best.changed(search)
         stages = 1 if best.pipelining is None else best.pipelining.schedule.ranks
-        own = Size(stages, best.microbatches)
-        saved = saved_by_states(self._layout_request(*own[:2]), self.request)
-        bound = self._promises.least_of_all(own, search.bound, saved, self._left)
         if self.ended:
+            own = Size(stages, best.microbatches)
+            saved = saved_by_states(self._layout_request(*own[:2]), self.request)
+            bound = self._promises.least_of_all(own, search.bound, saved, self._left)
             return best.changed(search.cut_short(bound))
-        search = self._lowered(best, search)
-        return best.changed(search.made(search.objective, max(search.bound, bound)))
+        return best.changed(self._lowered(best, search))
 
     def _lowered(self, best: Candidate, search: Search) -> Search:
         """With a bound for all cut states, if the search chose these."""
@@ -320,7 +319,7 @@ class Planner:
                 if (best := self.ledger.kept.best) and best.search:
                     self._lowered(best, best.search)  # which is known from here on
                 asked = replace(self._layout_request(stages, parts), cutoff=self._fastest)
-                with suppress(NothingFaster):
+                with suppress(NothingFaster, NotAlike, InvalidInput):  # there is one that fits
                     free, _ = self._layouts.find(asked)
                     yield from self._again.further(free, asked, self.request.settings(stages))
         if self._short and (best := self.ledger.kept.best) and best.pipelining is None:
