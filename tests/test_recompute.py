@@ -18,6 +18,7 @@ import autopar as ap
 from autopar.capture import capture
 from autopar.capture.regions import blocks
 from autopar.runtime import away, recompute
+from autopar.strategies.node_info import info
 from tests import models
 from tests.annotations import megatron
 from tests.held import kept_for_backward
@@ -198,6 +199,35 @@ def test_what_a_checkpoint_covers_is_asked_for_once(tmp_path) -> None:
     for how in ("selective", None):
         with pytest.raises(ap.InvalidInput, match="all of it inside a checkpoint"):
             ap.plan(Checkpointed("plain"), (X,), recompute={"rows.0": how}, **options)
+
+
+class Layered(nn.Module):
+    """Blocks whose layers stand in several lists, each block in a checkpoint but for its sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(16, 32) for _ in range(3))
+        self.second = nn.ModuleList(nn.Linear(32, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def block(x: torch.Tensor, number: int) -> torch.Tensor:
+            return self.second[number](nn.functional.gelu(self.first[number](x)))
+
+        for number in range(3):
+            x = x + checkpoint(block, x, number, use_reentrant=False)
+        return x.square().mean()
+
+
+def test_own_regions_leave_the_users_checkpoints_alone() -> None:
+    kept = {f"checkpoint {n}": FULL for n in range(3)}
+    for how in ("auto", "selective", None, kept):
+        plan = ap.plan(Layered(), (torch.randn(8, 16),), mesh=ap.Mesh(x=2), recompute=how)
+        assert plan.decisions.recompute == kept, how
+        wrapped = [n for n in plan.rewritten.nodes if n.meta.get("checkpoint") is not None]
+        assert len(wrapped) >= 9, how
+        for node in wrapped:
+            assert info(node).region.name == f"checkpoint {info(node).checkpoint}", how
+            assert info(node).remade, how
 
 
 @pytest.mark.parametrize("is_learning", [True, False])

@@ -109,8 +109,8 @@ def runs(
             continue
         inside = [index for index, node in enumerate(calls) if _is_in(node, start, end)]
         if inside:
-            first, last = inside[0], inside[-1] + 1
-            labels[first:last] = [name] * (last - first)
+            for index in range(inside[0], inside[-1] + 1):
+                labels[index] = name if not _is_checkpoint(labels[index]) else labels[index]
     found = []
     for label, run in itertools.groupby(zip(labels, calls), key=lambda pair: pair[0]):
         if label is not None:
@@ -142,7 +142,8 @@ def found(captured: Captured, names: Iterable[str]) -> tuple[str, ...]:
     for node in captured.operators:
         label = label_of(node, names)
         known |= {name for name in names if name == label}
-        known |= {name for name in names if _TO in name and _is_in(node, *name.split(_TO))}
+        if not _is_checkpoint(label):
+            known |= {name for name in names if _TO in name and _is_in(node, *name.split(_TO))}
     return tuple(name for name in names if name in known)
 
 
@@ -154,6 +155,11 @@ def label_of(node: fx.Node, names: Collection[str]) -> str | None:
     parts = path.split(".")
     prefixes = (".".join(parts[: i + 1]) for i in range(len(parts)))
     return next((prefix for prefix in prefixes if prefix in names), None)
+
+
+def _is_checkpoint(label: str | None) -> bool:
+    """Whether the user wrapped what is called so: that runs again as is said there."""
+    return label is not None and label.startswith(CHECKPOINT)
 
 
 def _is_in(node: fx.Node, *paths: str) -> bool:

@@ -52,6 +52,8 @@ class Regions:
         modules = {p for path in paths for p in _prefixes(path)}
         named: dict[str, Recompute] = {}
         for pattern, kind in asked.modules.items():
+            if pattern in self.fixed and kind == FULL:  # as it is
+                continue
             matched = [name for name in (*sorted(modules), *own) if fnmatchcase(name, pattern)]
             if not matched:
                 raise _unknown(pattern, [*own, *sorted(modules)])
