@@ -48,7 +48,7 @@ from autopar.search.auto import NothingFaster, TimeIsOver, is_large, too_early
 from autopar.search.constraints import Constraints, read_constraints
 from autopar.search.smallest_footprint import NothingFits
 from autopar.solver.graph import UnequalBlocks
-from autopar.states import NAMED, WHOLE, States
+from autopar.states import NAMED, States
 
 HUGE = 2000  # calls of a program that is not looked at where it cannot be the best
 MOST_LEANEST = 3  # numbers of stages in which the leanest way of a huge program is looked for
@@ -305,8 +305,7 @@ class Planner:
         which may be cut more."""
         named = self.request.states
         if named and named.is_cut and named in NAMED.values() and self._is_searched:
-            free, _ = self._layouts.find(replace(asked, states=WHOLE))
-            yield from self._placed(free, stages, parts, [named])
+            yield from self._placed(self._layouts.of_whole(asked), stages, parts, [named])
 
     def _further(self) -> Iterator[Candidate]:
         """Ways with other layouts that may fit and be faster than what does, of the sizes that are

@@ -96,6 +96,14 @@ class Layouts:
         of_whole = replace(asked, captured=program, batches=batches, recompute=decided)
         return self._of_program(of_whole)
 
+    def of_whole(self, asked: LayoutRequest) -> Candidate:
+        """The layouts that are the best with whole states. With those that were asked for, none
+        takes less than the best with these."""
+        (own, _), (whole, _) = self.find(asked), self.find(replace(asked, states=WHOLE))
+        if own.search is None or whole.search is None:
+            return whole
+        return whole.changed(whole.search.lowered(own.search.bound))
+
     def _of_program(self, asked: LayoutRequest) -> tuple[Candidate, float]:
         while True:
             found, memory = self._found(asked)
