@@ -190,10 +190,8 @@ def warn_of_counters(
     before, once, twice = states
     changed, again = before.changed(once), {*once.changed(twice)}
     new = _new_tensors(before, once)
-    how, told = (
-        "another number after every call",
-        [path for path in _numbers(changed, once) if path in again],
-    )
+    how = "another number after every call"
+    told = [path for path in _numbers(changed, once) if path in again]
     if not told and not new and calls[0].made != calls[1].made:
         how = "another one after the first call, which the next one reads"
         told = [path for path in changed if path.rpartition(".")[0] not in changed]

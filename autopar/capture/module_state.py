@@ -32,10 +32,8 @@ _OF_TORCH = vars(nn.Module()).keys() - {"training"}  # what every module keeps
 _LEAVES = (*PLAIN, Tensor, Enum, fx.Node, fx.Graph, type, FunctionType, ModuleType)
 _DESCRIPTORS = GetSetDescriptorType, MemberDescriptorType
 _MANY = 1000  # entries that are compared all together, where they are plain
-_KNOWN = sys.stdlib_module_names - {"collections"} | {
-    "torch",
-    "autopar",
-}  # whose objects keep nothing of a model
+# Modules whose objects keep nothing of a model.
+_KNOWN = sys.stdlib_module_names - {"collections"} | {"torch", "autopar"}
 
 
 class ModuleState:

@@ -110,7 +110,8 @@ def runs(
         inside = [index for index, node in enumerate(calls) if _is_in(node, start, end)]
         if inside:
             for index in range(inside[0], inside[-1] + 1):
-                labels[index] = name if not _is_checkpoint(labels[index]) else labels[index]
+                if not _is_checkpoint(labels[index]):
+                    labels[index] = name
     found = []
     for label, run in itertools.groupby(zip(labels, calls), key=lambda pair: pair[0]):
         if label is not None:

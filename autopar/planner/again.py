@@ -52,8 +52,9 @@ class Again:
 
     def regions_of(self, laid: Candidate) -> Regions:
         """Those of the program that it is of."""
-        is_own = self._whole is None or laid.captured.times > 1
-        return self._regions if is_own or self._whole is None else self._whole.regions
+        if self._whole is None or laid.captured.times > 1:
+            return self._regions
+        return self._whole.regions
 
     def mixed(self, laid: Candidate) -> Candidate | None:
         """The same layouts, where those regions run again that have to; None: it cannot fit, or
@@ -111,8 +112,9 @@ class Again:
         for source in every:
             self._ledger.go_on()
             key = source.captured, source.decisions
+            # What runs again makes it slower yet.
             if source.seconds < self._ledger.fastest and key not in self._tried:
-                self._tried.append(key)  # what runs again takes longer yet
+                self._tried.append(key)
                 if (way := self.mixed(source)) is not None:
                     yield _accounted(way, free)
 
@@ -143,7 +145,7 @@ class Again:
             decided = best.decisions.recompute
             asked = replace(asked, offered=[best.mesh], states=best.states, recompute=decided)
             for memory in (math.inf, self._memory):
-                with suppress(NothingFits, NothingFaster, InvalidInput):
+                with suppress(NothingFaster, InvalidInput):
                     found, _ = self._layouts.find(replace(asked, memory=memory))
                     if found.fits(self._memory):
                         if found.seconds < best.seconds:

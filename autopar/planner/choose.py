@@ -34,7 +34,7 @@ from autopar.planner.ledger import Ledger
 from autopar.planner.mixed import ATTEMPTS
 from autopar.planner.patience import Ended
 from autopar.planner.pipelines import Pipelines
-from autopar.planner.promises import Promises, Size
+from autopar.planner.promises import Promises, Size, size_of
 from autopar.planner.recomputation import AskedRecomputation, Regions
 from autopar.planner.request import Request
 from autopar.planner.room import Room
@@ -152,7 +152,7 @@ class Planner:
                 raise NotAlike
             if self.ledger.is_beside and not self.ledger.refused:
                 raise NothingFaster
-            self.ended = self._weigh_all(self._leanest_of(sizes)) or self.ended
+            self.ended = self._weigh_all(self._leanest_of(sizes))
         if (best := self.ledger.kept.best) is None:
             if self.ended == "Ctrl-C":
                 raise too_early()
@@ -202,9 +202,8 @@ class Planner:
         if best.pipelining is None:  # of what runs again the search adds up some alone
             search = search.taken(best.seconds)
             best = best.changed(search)
-        stages = 1 if best.pipelining is None else best.pipelining.schedule.ranks
         if self.ended:
-            own = Size(stages, best.microbatches)
+            own = size_of(best)
             saved = saved_by_states(self._layout_request(*own[:2]), self.request)
             bound = self._promises.least_of_all(own, search.bound, saved, self._left)
             return best.changed(search.cut_short(bound))
@@ -214,8 +213,8 @@ class Planner:
         """With a bound for all cut states, if the search chose these."""
         if self.request.states is not None or not best.states.is_cut:
             return search
-        stages = 1 if best.pipelining is None else best.pipelining.schedule.ranks
-        asked = replace(self._layout_request(stages, best.microbatches), states=CHEAPEST)
+        stages, parts, _ = size_of(best)
+        asked = replace(self._layout_request(stages, parts), states=CHEAPEST)
         return lowered(search, asked, self._layouts, stages, self._is_huge)
 
     def _weigh_all(self, ways: Iterator[Candidate]) -> Ended:

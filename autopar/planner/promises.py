@@ -16,6 +16,7 @@ from typing import NamedTuple
 from autopar.capture.captured import Captured
 from autopar.cost.footprint import whole_bytes
 from autopar.pipeline.schedules import most_chunks
+from autopar.planner.candidate import Candidate
 from autopar.planner.hosting import least_update
 from autopar.planner.ideal import Ideal
 from autopar.planner.recomputation import PLAIN
@@ -35,6 +36,12 @@ class Size(NamedTuple):
     stages: int
     parts: int
     is_hosted: bool = False
+
+
+def size_of(way: Candidate) -> Size:
+    """That of a way to run a step, wherever its states are."""
+    stages = 1 if way.pipelining is None else way.pipelining.schedule.ranks
+    return Size(stages, way.microbatches)
 
 
 class Promises:
