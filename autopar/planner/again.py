@@ -19,11 +19,12 @@ from autopar.planner.ledger import Ledger
 from autopar.planner.mixed import mixed
 from autopar.planner.recomputation import PLAIN, Regions
 from autopar.planner.whole import Whole
+from autopar.recompute import Recompute
 from autopar.search.auto import NothingFaster
 from autopar.search.decisions import Decisions
 from autopar.search.smallest_footprint import NothingFits
 from autopar.solver.residual import relative_gap
-from autopar.states import NAMED, WHOLE, States
+from autopar.states import WHOLE, States
 
 NEARLY = 0.01  # relative: where memory is short, layouts that are so much slower may win
 MOST_NEAR = 2  # meshes of such layouts
@@ -83,30 +84,37 @@ class Again:
         yield from self._mixed_of(every, free)
         tried = len(self._tried) - tried
         if tried and len(self._ledger.dropped) == before + tried and free.search is not None:
-            lean = self._lean(asked)
+            lean = self._lean(asked, self._every.kinds[-1])
             yield from self._leanest(replace(lean, states=settings[-1]), free)
 
     def further(
-        self, free: Candidate, asked: LayoutRequest, settings: Sequence[States]
+        self,
+        free: Candidate,
+        asked: LayoutRequest,
+        settings: Sequence[States],
+        hosted: Sequence[States],
     ) -> Iterator[Candidate]:
         """The same with layouts that are best for each of the settings, or with whole states, on a
         few meshes, and with those that are best if all regions run again: whatever is asked for by
-        name, it is looked for among the same ways. None, if what fits is about as fast as `free`.
+        name, it is looked for among the same ways. `hosted`: settings that are slower than these.
+        None, if what fits is about as fast as `free`.
         """
         bound = 0.0 if free.search is None else free.search.bound
         if relative_gap(self._ledger.fastest, bound) <= CLOSE:
             return
         self._layouts.report("memory", "further layouts")
         asked = replace(asked, recompute=self._every.all(PLAIN))
-        every = sorted(self._sources(asked, settings), key=lambda one: one.seconds)
-        yield from self._mixed_of(every, free)
-        for states in dict.fromkeys((settings[0], settings[-1])):
+        sources = self._sources(asked, [*settings, *hosted])
+        yield from self._mixed_of(sorted(sources, key=lambda one: one.seconds), free)
+        for states in dict.fromkeys((settings[0], settings[-1], *hosted)):
             with suppress(NothingFaster):
                 one = replace(asked, states=states)
                 best, _ = self._layouts.find(one)
                 near = [best.mesh, *_as_fast(best, SOMEWHAT)]
                 meshes = [mesh for mesh in asked.offered if mesh in near]
-                yield from self._leanest(replace(self._lean(one), offered=meshes), free)
+                for kind in self._every.kinds[1:]:
+                    lean = replace(self._lean(one, kind), offered=meshes)
+                    yield from self._leanest(lean, free)
 
     def _mixed_of(self, every: Sequence[Candidate], free: Candidate) -> Iterator[Candidate]:
         for source in every:
@@ -118,9 +126,9 @@ class Again:
                 if (way := self.mixed(source)) is not None:
                     yield _accounted(way, free)
 
-    def _lean(self, asked: LayoutRequest) -> LayoutRequest:
+    def _lean(self, asked: LayoutRequest, kind: Recompute) -> LayoutRequest:
         """What asks for layouts that fit if all regions run again, however long that takes."""
-        lean = self._every.all(self._every.kinds[-1])
+        lean = self._every.all(kind)
         return replace(asked, memory=self._memory, recompute=lean, cutoff=math.inf)
 
     def _leanest(self, asked: LayoutRequest, free: Candidate) -> Iterator[Candidate]:
@@ -171,7 +179,7 @@ class Again:
             for states in settings:
                 if states == base:
                     yield laid
-                elif base.is_whole and states in NAMED.values():
+                elif base.is_whole and not states.numbers:
                     placed = laid.placed(states)
                     if placed.decisions.apart:
                         yield placed

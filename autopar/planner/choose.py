@@ -319,7 +319,9 @@ class Planner:
                 asked = replace(self._layout_request(stages, parts), cutoff=self._fastest)
                 with suppress(NothingFaster, NotAlike, InvalidInput):  # there is one that fits
                     free, _ = self._layouts.find(asked)
-                    yield from self._again.further(free, asked, self.request.settings(stages))
+                    is_open = free.seconds + self._promises.update < self._fastest
+                    settings = self.request.settings(stages), self._hosted if is_open else ()
+                    yield from self._again.further(free, asked, *settings)
         if self._short and (best := self.ledger.kept.best) and best.pipelining is None:
             yield from self._again.as_named(best, self._layout_request(1, best.microbatches))
 

@@ -33,6 +33,7 @@ from autopar.units import bytes_text, seconds_text
 
 MOST_OF_A_KIND = 8  # meshes with the same number of axes that are all tried
 MOST_SPLIT = 2  # meshes whose axes are split, where there are more; of a large program the best
+_ROUNDED = 1e-9  # relative
 _TIGHTENED = 6  # times that a limit is lowered because the finished program needs more
 _WIDENED = 2  # and raised again, where what fits then is not known to be about as fast
 _CLOSE = 0.01
@@ -346,7 +347,11 @@ class LayoutSearch:
             try:
                 found = self._solved(built, limit, found)
             except NoRoom:
-                break
+                # The finished program may shrink by more than the search adds up.
+                least = least_memory(built.graph)[0] * (1 + _ROUNDED)
+                if over <= least or is_large(self.captured):
+                    break
+                found, limit = self._solved(built, least, found), least
         raise NoRoom(
             "the finished program fits into memory",
             got=f"{bytes_text(needed, 4)} with a limit of {bytes_text(self.memory, 4)}",
