@@ -84,8 +84,8 @@ class Again:
         yield from self._mixed_of(every, free)
         tried = len(self._tried) - tried
         if tried and len(self._ledger.dropped) == before + tried and free.search is not None:
-            lean = self._lean(asked, self._every.kinds[-1])
-            yield from self._leanest(replace(lean, states=settings[-1]), free)
+            lean = self._under(self._every.kinds[-1], replace(asked, states=settings[-1]))
+            yield from self._leanest(lean, free)
 
     def further(
         self,
@@ -106,15 +106,27 @@ class Again:
         asked = replace(asked, recompute=self._every.all(PLAIN))
         sources = self._sources(asked, [*settings, *hosted])
         yield from self._mixed_of(sorted(sources, key=lambda one: one.seconds), free)
-        for states in dict.fromkeys((settings[0], settings[-1], *hosted)):
-            with suppress(NothingFaster):
-                one = replace(asked, states=states)
-                best, _ = self._layouts.find(one)
-                near = [best.mesh, *_as_fast(best, SOMEWHAT)]
-                meshes = [mesh for mesh in asked.offered if mesh in near]
-                for kind in self._every.kinds[1:]:
-                    lean = replace(self._lean(one, kind), offered=meshes)
-                    yield from self._leanest(lean, free)
+        for kind in self._every.kinds:
+            few = settings if kind.is_plain else dict.fromkeys((settings[0], settings[-1]))
+            for states in (*few, *hosted):
+                yield from self._near(replace(asked, states=states), kind, free)
+
+    def _near(self, asked: LayoutRequest, kind: Recompute, free: Candidate) -> Iterator[Candidate]:
+        """With layouts that fit if all regions are of a `kind`, on the meshes that are about as
+        fast as the best without a limit."""
+        fastest = self._ledger.fastest
+        with suppress(NothingFaster):
+            best, _ = self._layouts.find(replace(asked, cutoff=fastest))
+            near = [best.mesh, *_as_fast(best, SOMEWHAT, fastest)]
+            meshes = [mesh for mesh in asked.offered if mesh in near]
+            lean = self._under(kind, replace(asked, offered=meshes))
+            lean = replace(lean, cutoff=fastest) if kind.is_plain else lean
+            yield from self._leanest(lean, free)
+
+    def _under(self, kind: Recompute, asked: LayoutRequest) -> LayoutRequest:
+        """What asks for layouts that fit if all regions are of a `kind`, however long it takes."""
+        decided = self._every.all(kind)
+        return replace(asked, memory=self._memory, recompute=decided, cutoff=math.inf)
 
     def _mixed_of(self, every: Sequence[Candidate], free: Candidate) -> Iterator[Candidate]:
         for source in every:
@@ -125,11 +137,6 @@ class Again:
                 self._tried.append(key)
                 if (way := self.mixed(source)) is not None:
                     yield _accounted(way, free)
-
-    def _lean(self, asked: LayoutRequest, kind: Recompute) -> LayoutRequest:
-        """What asks for layouts that fit if all regions run again, however long that takes."""
-        lean = self._every.all(kind)
-        return replace(asked, memory=self._memory, recompute=lean, cutoff=math.inf)
 
     def _leanest(self, asked: LayoutRequest, free: Candidate) -> Iterator[Candidate]:
         """With the layouts that fit if all regions run again."""
@@ -192,11 +199,12 @@ class Again:
                 yield self._layouts.find(replace(asked, offered=[mesh]))[0]
 
 
-def _as_fast(best: Candidate, more: float) -> list[Mesh]:
-    """The other meshes on which a step takes as long, but for so much `more`."""
+def _as_fast(best: Candidate, more: float, fastest: float = math.inf) -> list[Mesh]:
+    """The other meshes on which a step takes as long, but for so much `more`, and not `fastest`."""
     others = () if best.search is None else best.search.considered
     most = best.seconds * (1 + more)
-    found = [one.mesh for one in others if one.seconds is not None and one.seconds <= most]
+    taken = [(one.mesh, one.seconds) for one in others if one.seconds is not None]
+    found = [mesh for mesh, seconds in taken if seconds <= most and seconds < fastest]
     return [mesh for mesh in found if mesh != best.mesh]
 
 
