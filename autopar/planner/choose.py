@@ -28,7 +28,7 @@ from autopar.planner.bounds import CHEAPEST, lowered, saved_by_states
 from autopar.planner.candidate import Candidate
 from autopar.planner.hosting import may_go
 from autopar.planner.ideal import Ideal
-from autopar.planner.layouts import LayoutRequest, Layouts
+from autopar.planner.layouts import LEANER, LayoutRequest, Layouts
 from autopar.planner.leanest import in_each_number_of_stages, leanest
 from autopar.planner.ledger import Ledger
 from autopar.planner.mixed import ATTEMPTS
@@ -52,7 +52,6 @@ from autopar.states import NAMED, States
 
 HUGE = 2000  # calls of a program that is not looked at where it cannot be the best
 MOST_LEANEST = 3  # numbers of stages in which the leanest way of a huge program is looked for
-LEANER = 0.9  # than their memory asks for: few layouts are in between
 
 
 class Planner:

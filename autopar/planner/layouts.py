@@ -39,6 +39,8 @@ from autopar.search.smallest_footprint import NothingFits
 from autopar.states import WHOLE, States
 
 MOST_BUILT = 3  # programs whose cost graphs are kept
+LEANER = 0.9  # than other layouts: few are in between
+MOST_LEANER = 3  # that are looked at for replicas, one after the other
 UNEQUAL = 0.01  # relative: what blocks may lose by being equal
 
 
@@ -111,7 +113,7 @@ class Layouts:
                 return found.placed(asked.states), memory
             graph, mesh = found.rewritten, found.mesh
             if self._lacks_replicas(asked, graph, mesh):
-                found, memory = self._with_batch_axis(asked)
+                found, memory = self._with_replicas(asked, found)
                 graph, mesh = found.rewritten, found.mesh
             try:
                 split = split_for(asked.states, main_axes(graph, mesh), mesh)
@@ -133,33 +135,42 @@ class Layouts:
     def _lacks_replicas(self, asked: LayoutRequest, graph: fx.Graph, mesh: Mesh) -> bool:
         """Whether states that were asked for by name are to be cut, and there is nothing to cut."""
         asked_for = self.request.mode == "auto" and self.request.states is not None
-        may_be = asked.states.is_cut and not asked.batch_axis and mesh.size > 1
+        may_be = asked.states.is_cut and mesh.size > 1
         return asked_for and may_be and not any(data_axes(graph, mesh).values())
 
-    def _with_batch_axis(self, asked: LayoutRequest) -> tuple[Candidate, float]:
-        """The fastest layouts in which some axis cuts the batch; any, if there are none."""
+    def _with_replicas(self, asked: LayoutRequest, best: Candidate) -> tuple[Candidate, float]:
+        """The fastest layouts in which some axis cuts the batch, or that take less memory than the
+        `best` and have replicas; any, if there are none."""
         ways: list[tuple[Candidate, float]] = []
         refused: list[Exception] = []
+
+        def look_for(one: LayoutRequest) -> None:
+            try:
+                laid, memory = self._found(one)
+            except (NothingFits, NothingFaster) as error:
+                refused.append(error)
+            except InvalidInput:
+                pass  # the batch is too small
+            else:
+                if not self._lacks_replicas(asked, laid.rewritten, laid.mesh):
+                    ways.append((laid, memory))
+
+        limit = best.memory.peak
+        for _ in range(MOST_LEANER if asked.is_all else 0):
+            limit *= LEANER
+            look_for(replace(asked, memory=min(limit, asked.memory)))
         for mesh in asked.offered:
             named = self.constraints(asked.captured, asked.recompute, mesh).axes
             for axis in [axis for axis in mesh if mesh[axis] > 1 and axis not in named]:
-                one = replace(asked, offered=[mesh], batch_axis=axis)
-                try:
-                    way = self._found(one)
-                except (NothingFits, NothingFaster) as error:
-                    refused.append(error)
-                except InvalidInput:
-                    pass  # the batch is too small
-                else:
-                    if not self._lacks_replicas(asked, way[0].rewritten, mesh):
-                        ways.append(way)
-        if refused and not ways:
-            raise refused[0]
+                look_for(replace(asked, offered=[mesh], batch_axis=axis))
         if not ways:
+            if refused:
+                raise refused[0]
             return self._found(asked)
-        best, memory = min(ways, key=lambda way: way[0].placed(asked.states).cost.seconds)
-        bound = min(way.search.bound for way, _ in ways if way.search is not None)
-        return best.changed(best.search and best.search.lowered(bound)), memory
+        found, memory = min(ways, key=lambda way: way[0].placed(asked.states).cost.seconds)
+        if found.search is not None and best.search is not None:
+            found = found.changed(found.search.lowered(best.search.bound))
+        return found, memory
 
     def _found(self, asked: LayoutRequest) -> tuple[Candidate, float]:
         """With states that are whole yet. What was asked before is known: layouts without a limit

@@ -57,9 +57,10 @@ def moments(
 
 
 def read_as(captured: Captured, node: fx.Node) -> list[Reading] | None:
-    """The readings of an input that is cut at once if all of them want the same piece; None: it is
-    whole on every rank in any case."""
-    if node.name in captured.buffers or info(node).differentiable:
+    """The readings of an input or a buffer that is cut at once if all of them want the same piece;
+    None: it is whole on every rank in any case."""
+    is_changed = captured.buffers.get(node.name) in captured.mutations
+    if is_changed or info(node).differentiable:
         return None
     found = []
     for reader in node.users:
