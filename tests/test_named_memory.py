@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import autopar as ap
 
 MACHINE = ap.Cluster.preset("dgx-h100")
+ALONE = {"cluster": MACHINE, "pipeline": None, "seconds": None}
 
 
 class Wide(nn.Module):
@@ -37,20 +38,85 @@ def named(plan: ap.Plan, limit: float, *without: str) -> ap.Plan:
         "recompute": dict(plan.decisions.recompute),
     }
     asked = {name: value for name, value in asked.items() if name not in without}
-    about = {"cluster": MACHINE, "memory": limit, "pipeline": None}
-    return ap.plan(model, inputs, **about, **asked)
+    return ap.plan(model, inputs, memory=limit, **ALONE, **asked)
 
 
 @pytest.mark.parametrize("part", [0.5, 0.4, 0.3])
 def test_a_choice_that_memory_binds_costs_the_same_by_name(part: float) -> None:
     model, inputs = wide()
-    free = ap.plan(model, inputs, cluster=MACHINE)
+    free = ap.plan(model, inputs, **ALONE)
     limit = part * free.memory.peak
-    plan = ap.plan(model, inputs, cluster=MACHINE, memory=limit)
-    assert plan.pipelining is None
+    plan = ap.plan(model, inputs, memory=limit, **ALONE)
     assert plan.memory.peak <= limit
     assert plan.states.is_cut or plan.decisions.recompute or plan.microbatches > 1
     for without in ([], ["recompute"], ["states"]):
         again = named(plan, limit, *without)
         assert again.memory.peak <= limit
         assert again.cost.seconds == pytest.approx(plan.cost.seconds, rel=1e-9), without
+
+
+class Blocks(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.ups = nn.ModuleList(nn.Linear(width, inner) for _ in range(3))
+        self.downs = nn.ModuleList(nn.Linear(inner, width) for _ in range(3))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
+            x = x + down(nn.functional.gelu(up(norm(x))))
+        return nn.functional.mse_loss(x, target)
+
+
+def blocks(width: int, inner: int, rows: int, limit: float, **asked: object) -> ap.Plan:
+    with torch.device("meta"):
+        model, x = Blocks(width, inner), torch.empty(rows, width)
+    return ap.plan(model, (x, x), microbatches=1, memory=limit, **ALONE, **asked)
+
+
+def test_layouts_that_add_up_least_are_tried_before_nothing_fits() -> None:
+    """The search adds up 8.4 MB, the finished program takes 40.9: a limit that is lowered by what
+    is too much would be below what any layouts add up."""
+    on_host = ap.States("all", "all", "all", parameters_device="host", optimizer_device="host")
+    asked = {"recompute": "selective", "states": on_host, "mesh": ap.Mesh(x=4, y=2)}
+    plan = blocks(1024, 2048, 2048, 41.58e6, **asked)
+    assert plan.memory.peak <= 41.58e6
+    assert plan.search is not None
+    assert plan.search.bound > 0.5 * plan.cost.seconds  # searched for, not only the least
+
+
+def test_states_on_the_host_are_weighed_with_regions_that_run_again() -> None:
+    asked = {"mesh": ap.Mesh(x=4, y=2)}
+    plan = blocks(1024, 2048, 2048, 41.58e6, **asked)
+    again = blocks(1024, 2048, 2048, 41.58e6, recompute="selective", **asked)
+    assert again.decisions.recompute
+    assert plan.memory.peak <= 41.58e6
+    assert plan.cost.seconds <= again.cost.seconds
+
+
+@pytest.mark.parametrize("states", ["zero1", "zero3"])
+def test_states_by_name_are_no_slower_with_more_memory(states: str) -> None:
+    """Without replicas there is nothing to cut: the best layouts of few rows have none."""
+    limits = (60e6, 80.7e6, 120e6)
+    seconds = [blocks(1024, 1024, 4, limit, states=states).cost.seconds for limit in limits]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+class Noise(nn.Module):
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.register_buffer("noise", torch.zeros(rows, width))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(x) + self.noise)
+        return nn.functional.mse_loss(self.last(hidden), target)
+
+
+def test_a_buffer_of_the_size_of_a_batch_is_cut_as_in_data_parallelism() -> None:
+    with torch.device("meta"):
+        model, x = Noise(8192, 1024), torch.empty(8192, 1024)
+    data = ap.plan(model, (x, x), cluster=MACHINE, mode="data")
+    plan = ap.plan(model, (x, x), cluster=MACHINE, pipeline=None, memory=data.memory.peak)
+    assert plan.cost.seconds <= data.cost.seconds
+    assert plan.memory.peak <= data.memory.peak

@@ -28,7 +28,7 @@ from autopar.states import WHOLE, States
 
 NEARLY = 0.01  # relative: where memory is short, layouts that are so much slower may win
 MOST_NEAR = 2  # meshes of such layouts
-CLOSE = 0.01  # relative, to the best without a limit: nothing else is looked for
+CLOSE = 0.01  # relative, to the best without a limit: nothing else is looked for on many meshes
 SOMEWHAT = 0.05  # relative: of layouts for which all regions run again
 
 
@@ -97,13 +97,17 @@ class Again:
         """The same with layouts that are best for each of the settings, or with whole states, on a
         few meshes, and with those that are best if all regions run again: whatever is asked for by
         name, it is looked for among the same ways. `hosted`: settings that are slower than these.
-        None, if what fits is about as fast as `free`.
+        None, if nothing is faster than what fits by more than little; on one mesh, by anything.
         """
-        bound = 0.0 if free.search is None else free.search.bound
-        if relative_gap(self._ledger.fastest, bound) <= CLOSE:
-            return
         self._layouts.report("memory", "further layouts")
         asked = replace(asked, recompute=self._every.all(PLAIN))
+        try:
+            least, _ = self._layouts.find(replace(asked, states=WHOLE))
+        except NothingFaster:
+            return
+        bound = 0.0 if least.search is None else least.search.bound
+        if len(asked.offered) > 1 and relative_gap(self._ledger.fastest, bound) <= CLOSE:
+            return
         sources = self._sources(asked, [*settings, *hosted])
         yield from self._mixed_of(sorted(sources, key=lambda one: one.seconds), free)
         for kind in self._every.kinds:
