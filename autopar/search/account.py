@@ -30,7 +30,7 @@ class Search:
     objective: float  # predicted seconds of a step
     added_up: float  # the same, as the search adds them up of the layouts that it found
     # No plan that fits takes less, on any mesh that was tried, with states that are whole, or cut
-    # in any way, as those of the plan are. 0: not known.
+    # in any way, as those of the plan are, and of which no less runs again. 0: not known.
     bound: float
     gap: float
     sizes: Sizes
