@@ -120,9 +120,19 @@ class States:
         return tuple(f for f in self._factors.values() if f != "all" and f > 1)
 
     @property
+    def keeps_mesh(self) -> bool:
+        """Whether they may be put on any layouts: numbers of parts may split an axis."""
+        return not self.numbers
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether hosts update parameters."""
+        return self.optimizer_device == "host"
+
+    @property
     def is_whole(self) -> bool:
         """Nothing is cut, and nothing on the host."""
-        return not self.is_cut and self.optimizer_device == "device"
+        return not self.is_cut and not self.is_on_host
 
     @property
     def is_cut(self) -> bool:
@@ -132,7 +142,7 @@ class States:
         """What is there of a parameter; an optimizer keeps nothing of one that does not learn."""
         if self.parameters_device == "host":
             return ("storage", "optimizer")
-        return ("optimizer",) if self.optimizer_device == "host" and learns else ()
+        return ("optimizer",) if self.is_on_host and learns else ()
 
     def places(
         self,
@@ -181,7 +191,7 @@ class States:
                 return name
         if self.buffer_bytes != BUFFER_BYTES:
             return f"{replace(self, buffer_bytes=BUFFER_BYTES)}, {self.buffer_bytes:,} at a time"
-        if self.optimizer_device == "host":
+        if self.is_on_host:
             there = "parameters and " * (self.parameters_device == "host") + "optimizer"
             on_device = replace(self, parameters_device="device", optimizer_device="device")
             return f"{on_device}, {there} on the host"

@@ -1,4 +1,4 @@
-"""Under a memory limit, what was chosen costs the same when all of it is asked for by name."""
+"""Under a memory limit: the same costs the same by name and by choice, and what fits is found."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def test_states_by_name_are_no_slower_with_more_memory(states: str) -> None:
 
 
 class Noise(nn.Module):
-    def __init__(self, rows: int, width: int) -> None:
+    def __init__(self, rows: int, width: int, *, bias: bool = True) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.first, self.last = (nn.Linear(width, width, bias=bias) for _ in range(2))
         self.register_buffer("noise", torch.zeros(rows, width))
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
@@ -117,6 +117,14 @@ def test_a_buffer_of_the_size_of_a_batch_is_cut_as_in_data_parallelism() -> None
     with torch.device("meta"):
         model, x = Noise(8192, 1024), torch.empty(8192, 1024)
     data = ap.plan(model, (x, x), cluster=MACHINE, mode="data")
-    plan = ap.plan(model, (x, x), cluster=MACHINE, pipeline=None, memory=data.memory.peak)
+    plan = ap.plan(model, (x, x), memory=data.memory.peak, **ALONE)
     assert plan.cost.seconds <= data.cost.seconds
     assert plan.memory.peak <= data.memory.peak
+
+
+def test_states_that_cannot_be_cut_are_refused_for_that() -> None:
+    """Whatever was looked for on the way, under limits that nobody gave."""
+    with torch.device("meta"):
+        model, x = Noise(1, 4096, bias=False), torch.empty(1, 4096)
+    with pytest.raises(ap.InvalidInput, match="states are cut over ranks that hold replicas"):
+        ap.plan(model, (x, x), states="zero1", mesh=ap.Mesh(x=8), **ALONE)

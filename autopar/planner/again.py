@@ -1,4 +1,4 @@
-"""Again: ways to run one program in which some regions run again in backward, so that they fit.
+"""Again: ways to run one program that fit, most of them since some regions run again in backward.
 
 Of layouts that are found for the states that a step has, or for whole ones: these may be cut more.
 """
@@ -28,12 +28,14 @@ from autopar.states import WHOLE, States
 
 NEARLY = 0.01  # relative: where memory is short, layouts that are so much slower may win
 MOST_NEAR = 2  # meshes of such layouts
-CLOSE = 0.01  # relative, to the best without a limit: nothing else is looked for on many meshes
-SOMEWHAT = 0.05  # relative: of layouts for which all regions run again
+CLOSE = (
+    0.01  # relative, to the bound: of what is so good nothing better is looked for on many meshes
+)
+SOMEWHAT = 0.05  # relative: meshes that are so much slower without a limit may win under it
 
 
 class Again:
-    """Recomputes regions of the programs of one request."""
+    """Finds ways to run the programs of one request that fit."""
 
     def __init__(
         self,
@@ -84,8 +86,9 @@ class Again:
         yield from self._mixed_of(every, free)
         tried = len(self._tried) - tried
         if tried and len(self._ledger.dropped) == before + tried and free.search is not None:
-            lean = self._under(self._every.kinds[-1], replace(asked, states=settings[-1]))
-            yield from self._leanest(lean, free)
+            asked = replace(asked, states=settings[-1])
+            lean = self._under(self._every.kinds[-1], asked, asked.offered)
+            yield from self._fitting(lean, free)
 
     def further(
         self,
@@ -94,43 +97,52 @@ class Again:
         settings: Sequence[States],
         hosted: Sequence[States],
     ) -> Iterator[Candidate]:
-        """The same with layouts that are best for each of the settings, or with whole states, on a
-        few meshes, and with those that are best if all regions run again: whatever is asked for by
-        name, it is looked for among the same ways. `hosted`: settings that are slower than these.
-        None, if nothing is faster than what fits by more than little; on one mesh, by anything.
-        """
+        """Ways with the layouts that are best for each of the settings, or for whole states, on a
+        few meshes, and with those that are best of what fits if all regions are alike, in each
+        kind: whatever is asked for by name, it is looked for among the same ways. `hosted`:
+        settings on the host; none, if these cannot be faster. There is nothing to look for if what
+        fits is `CLOSE` to the bound; on one mesh, if it is at the bound."""
         self._layouts.report("memory", "further layouts")
         asked = replace(asked, recompute=self._every.all(PLAIN))
-        try:
-            least, _ = self._layouts.find(replace(asked, states=WHOLE))
-        except NothingFaster:
-            return
-        bound = 0.0 if least.search is None else least.search.bound
-        if len(asked.offered) > 1 and relative_gap(self._ledger.fastest, bound) <= CLOSE:
+        whole = self._layouts.find(replace(asked, states=WHOLE))[0].search
+        bound, close = (
+            0.0 if whole is None else whole.bound,
+            CLOSE if len(asked.offered) > 1 else 0.0,
+        )
+        if relative_gap(self._ledger.fastest, bound) <= close:
             return
         sources = self._sources(asked, [*settings, *hosted])
         yield from self._mixed_of(sorted(sources, key=lambda one: one.seconds), free)
+        near: dict[States, list[Mesh]] = {}
         for kind in self._every.kinds:
             few = settings if kind.is_plain else dict.fromkeys((settings[0], settings[-1]))
             for states in (*few, *hosted):
-                yield from self._near(replace(asked, states=states), kind, free)
+                one = replace(asked, states=states)
+                if near.get(states) != []:
+                    near[states] = self._near(one)
+                if near[states]:
+                    yield from self._fitting(self._under(kind, one, near[states]), free)
 
-    def _near(self, asked: LayoutRequest, kind: Recompute, free: Candidate) -> Iterator[Candidate]:
-        """With layouts that fit if all regions are of a `kind`, on the meshes that are about as
-        fast as the best without a limit."""
+    def _near(self, asked: LayoutRequest) -> list[Mesh]:
+        """The meshes that are about as fast as the best without a limit; none, if that is not
+        faster than what fits."""
         fastest = self._ledger.fastest
-        with suppress(NothingFaster):
+        try:
             best, _ = self._layouts.find(replace(asked, cutoff=fastest))
-            near = [best.mesh, *_as_fast(best, SOMEWHAT, fastest)]
-            meshes = [mesh for mesh in asked.offered if mesh in near]
-            lean = self._under(kind, replace(asked, offered=meshes))
-            lean = replace(lean, cutoff=fastest) if kind.is_plain else lean
-            yield from self._leanest(lean, free)
+        except NothingFaster:
+            return []
+        near = [best.mesh, *_as_fast(best, SOMEWHAT, fastest)]
+        return [mesh for mesh in asked.offered if mesh in near]
 
-    def _under(self, kind: Recompute, asked: LayoutRequest) -> LayoutRequest:
-        """What asks for layouts that fit if all regions are of a `kind`, however long it takes."""
+    def _under(
+        self, kind: Recompute, asked: LayoutRequest, meshes: Sequence[Mesh]
+    ) -> LayoutRequest:
+        """What asks for layouts that fit if all regions are of a `kind`."""
         decided = self._every.all(kind)
-        return replace(asked, memory=self._memory, recompute=decided, cutoff=math.inf)
+        # Of what runs again, less may have to.
+        cutoff = self._ledger.fastest if kind.is_plain else math.inf
+        asked = replace(asked, offered=meshes, recompute=decided)
+        return replace(asked, memory=self._memory, cutoff=cutoff)
 
     def _mixed_of(self, every: Sequence[Candidate], free: Candidate) -> Iterator[Candidate]:
         for source in every:
@@ -142,17 +154,21 @@ class Again:
                 if (way := self.mixed(source)) is not None:
                     yield _accounted(way, free)
 
-    def _leanest(self, asked: LayoutRequest, free: Candidate) -> Iterator[Candidate]:
-        """With the layouts that fit if all regions run again."""
+    def _fitting(self, asked: LayoutRequest, free: Candidate) -> Iterator[Candidate]:
+        """With layouts that fit if regions run again as is asked; or less of them, if they may."""
         self._ledger.go_on()
         try:
             source, _ = self._layouts.find(asked)
         except NothingFits as error:
             self._ledger.refuse([error.smallest], 1)
             return
-        found = self.mixed(source)
-        if found is None and len(self._regions.kinds) > 1:
-            found = source if source.seconds < self._ledger.fastest else None
+        except NothingFaster:
+            return
+        may_choose = len(self._regions.kinds) > 1
+        is_least = may_choose and asked.recompute == self._every.all(PLAIN)
+        found = None if is_least else self.mixed(source)
+        if found is None and may_choose and source.seconds < self._ledger.fastest:
+            found = source  # it fits as it is
         if found is not None:
             yield _accounted(found, free)
 
@@ -190,7 +206,7 @@ class Again:
             for states in settings:
                 if states == base:
                     yield laid
-                elif base.is_whole and not states.numbers:
+                elif base.is_whole and states.keeps_mesh:
                     placed = laid.placed(states)
                     if placed.decisions.apart:
                         yield placed
@@ -204,7 +220,8 @@ class Again:
 
 
 def _as_fast(best: Candidate, more: float, fastest: float = math.inf) -> list[Mesh]:
-    """The other meshes on which a step takes as long, but for so much `more`, and not `fastest`."""
+    """The other meshes on which a step takes at most so much `more` than `best`, and less than
+    `fastest`."""
     others = () if best.search is None else best.search.considered
     most = best.seconds * (1 + more)
     taken = [(one.mesh, one.seconds) for one in others if one.seconds is not None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import combinations
 
 from autopar.capture.captured import Captured
@@ -62,13 +63,18 @@ def most_saved(captured: Captured, cluster: Cluster, meshes: Sequence[Mesh]) -> 
 
 
 def lowered(
-    known: Search, asked: LayoutRequest, layouts: Layouts, stages: int, is_huge: bool
+    known: Search, states: States, asked: LayoutRequest, layouts: Layouts, is_huge: bool
 ) -> Search:
-    """What is known of a plan in so many stages, with a bound for all cut states.
+    """What is known of a plan with these `states`, with a bound for all cut ones if it was chosen
+    to have some.
 
-    The layouts that are `asked` for have the cheapest; where they are not looked for, as of huge
-    programs, or the search for them ends early, it is by what cut states save at most.
+    The layouts of the cheapest are looked for; where they are not, as of huge programs, or the
+    search for them ends early, it is by what cut states save at most.
     """
+    if layouts.request.states is not None or not states.is_cut:
+        return known
+    stages = 1 if asked.line is None else asked.line.stages
+    asked = replace(asked, states=CHEAPEST)
     with suppress(KeyboardInterrupt, Interrupted, TimeIsOver):
         search = None if is_huge else layouts.find(asked)[0].search
         if search is not None and not search.interrupted:

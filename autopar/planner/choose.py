@@ -24,11 +24,11 @@ from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.stages.stretch import NotAlike
 from autopar.planner.again import Again
-from autopar.planner.bounds import CHEAPEST, lowered, saved_by_states
+from autopar.planner.bounds import lowered, saved_by_states
 from autopar.planner.candidate import Candidate
 from autopar.planner.hosting import may_go
 from autopar.planner.ideal import Ideal
-from autopar.planner.layouts import LEANER, LayoutRequest, Layouts
+from autopar.planner.layouts import LESS, LayoutRequest, Layouts
 from autopar.planner.leanest import in_each_number_of_stages, leanest
 from autopar.planner.ledger import Ledger
 from autopar.planner.mixed import ATTEMPTS
@@ -48,7 +48,7 @@ from autopar.search.auto import NothingFaster, TimeIsOver, is_large, too_early
 from autopar.search.constraints import Constraints, read_constraints
 from autopar.search.smallest_footprint import NothingFits
 from autopar.solver.graph import UnequalBlocks
-from autopar.states import NAMED, States
+from autopar.states import States
 
 HUGE = 2000  # calls of a program that is not looked at where it cannot be the best
 MOST_LEANEST = 3  # numbers of stages in which the leanest way of a huge program is looked for
@@ -86,8 +86,8 @@ class Planner:
         self._pipelines = Pipelines(
             request, count, self._again.regions_of, stage_pins(model), about, self._is_huge
         )
-        self._is_short_of_memory = False  # and all that would be with states on the device
-        self._short: list[Size] = []  # the sizes of memory, without stages
+        self._is_short_of_memory = False  # what is looked at: something faster did not fit
+        self._short_of_memory: list[Size] = []  # the sizes without stages of which that is so
         self.ended: Ended = ""  # early: the best so far is taken
         self._left: list[Size] = []  # then, also what was only guessed not to be faster
 
@@ -141,7 +141,7 @@ class Planner:
             if self.ended:
                 break
             is_short = not is_hosted and self._is_short_of_memory
-            self._short += [left[0]] if is_short and self._is_straight(stages) else []
+            self._short_of_memory += [left[0]] if is_short and self._is_straight(stages) else []
             left[:1] = [Size(stages, parts, is_hosted=True)] if is_short and self._hosted else []
         self._left += left
         if not self.ended:
@@ -171,9 +171,10 @@ class Planner:
         """Whether some way of that size may be faster than what fits."""
         stages, parts, is_hosted = size
         fastest = self._fastest - self._promises.update * is_hosted
-        least = self._promises.known_least(stages, parts)
-        if fastest == math.inf or least >= fastest:
-            return fastest == math.inf
+        if fastest == math.inf:
+            return True
+        if (least := self._promises.known_least(stages, parts)) >= fastest:
+            return False
         made = None if self._is_straight(stages) else self._pipelines.schedules(stages, parts)
         return self.ideal.may_win(stages, parts, made, fastest, least, is_hosted)
 
@@ -210,11 +211,8 @@ class Planner:
 
     def _lowered(self, best: Candidate, search: Search) -> Search:
         """With a bound for all cut states, if the search chose these."""
-        if self.request.states is not None or not best.states.is_cut:
-            return search
-        stages, parts, _ = size_of(best)
-        asked = replace(self._layout_request(stages, parts), states=CHEAPEST)
-        return lowered(search, asked, self._layouts, stages, self._is_huge)
+        asked = self._layout_request(*size_of(best)[:2])
+        return lowered(search, best.states, asked, self._layouts, self._is_huge)
 
     def _weigh_all(self, ways: Iterator[Candidate]) -> Ended:
         """What ended it early, if that did."""
@@ -278,9 +276,9 @@ class Planner:
             if not self.ledger.is_bound or self.ended:
                 return
             yield from weighed(self._placed(free, stages, parts, others))
-            yield from weighed(self._of_whole(asked, stages, parts))
+            yield from weighed(self._on_whole_states(asked, stages, parts))
             yield from weighed(self._placed(free, stages, parts, settings, is_leaner=True))
-            if asked.is_all and free.seconds + self._promises.update < self._fastest:
+            if asked.is_all and self._may_be_hosted(free):
                 yield from weighed(self._moved_to_host(free))  # which takes no search
         if self.request.mode == "auto" and not is_crowded:
             yield from weighed(self._with_states(asked, stages, parts))
@@ -298,38 +296,43 @@ class Planner:
         self._is_short_of_memory = True
         self.ledger.refuse([error.smallest for error in refused], stages)
 
-    def _of_whole(self, asked: LayoutRequest, stages: int, parts: int) -> Iterator[Candidate]:
+    def _on_whole_states(
+        self, asked: LayoutRequest, stages: int, parts: int
+    ) -> Iterator[Candidate]:
         """Every way with states that were asked for and the layouts that are best with whole ones,
         which may be cut more."""
         named = self.request.states
-        if named and named.is_cut and named in NAMED.values() and self._is_searched:
-            yield from self._placed(self._layouts.of_whole(asked), stages, parts, [named])
+        if named and named.is_cut and named.keeps_mesh and self._is_searched:
+            yield from self._placed(self._layouts.with_whole_states(asked), stages, parts, [named])
 
     def _further(self) -> Iterator[Candidate]:
         """Ways with other layouts that may fit and be faster than what does, of the sizes that are
         short of memory. Nothing that is known of the least depends on them."""
         if not self._is_searched:
             return
-        for size in sorted(self._short, key=self._promises.of):
-            stages, parts, _ = size
-            if self._may_win(size) and not self._promises.is_crowded(stages, parts):
-                if (best := self.ledger.kept.best) and best.search:
-                    self._lowered(best, best.search)  # which is known from here on
+        if (best := self.ledger.kept.best) and best.search:
+            self._lowered(best, best.search)  # its bound is known before time is over
+        for stages, parts, _ in sorted(self._short_of_memory, key=self._promises.of):
+            if self._may_win(Size(stages, parts)) and not self._promises.is_crowded(stages, parts):
                 asked = replace(self._layout_request(stages, parts), cutoff=self._fastest)
-                with suppress(NothingFaster, NotAlike, InvalidInput):  # there is one that fits
+                with suppress(NothingFaster, NotAlike, InvalidInput):  # others may fit
                     free, _ = self._layouts.find(asked)
-                    is_open = free.seconds + self._promises.update < self._fastest
-                    settings = self.request.settings(stages), self._hosted if is_open else ()
+                    on_host = self._hosted if self._may_be_hosted(free) else ()
+                    settings = self.request.settings(stages), on_host
                     yield from self._again.further(free, asked, *settings)
-        if self._short and (best := self.ledger.kept.best) and best.pipelining is None:
+        if self._short_of_memory and (best := self.ledger.kept.best) and best.pipelining is None:
             yield from self._again.as_named(best, self._layout_request(1, best.microbatches))
+
+    def _may_be_hosted(self, free: Candidate, stages: int = 1) -> bool:
+        """Whether layouts may be faster than what fits if hosts update what is learned."""
+        return free.seconds / stages + self._promises.update < self._fastest
 
     def _on_host(self, stages: int, parts: int) -> Iterator[Candidate]:
         """Ways with states on the host, as long as they may be faster than what fits already: those
         of stages as they are, then with recomputation, then with layouts of their own."""
         asked = replace(self._layout_request(stages, parts), cutoff=self._fastest * stages)
         free, _ = self._layouts.find(asked)
-        if free.seconds / stages + self._promises.update >= self._fastest:
+        if not self._may_be_hosted(free, stages):
             return
         self.report("memory", "states on the host")
         if not asked.is_all:
@@ -379,11 +382,10 @@ class Planner:
         is_straight = self._is_straight(stages)
         batches = None if is_straight and parts == 1 else self._batches(parts)
         program = self.captured if batches is None else batches.captured
-        plain = self.regions.all(self.regions.kinds[0])
         line = None if is_straight else self.request.line(stages)
         about = program, batches, self.request.meshes(stages, parts), math.inf, is_straight
-        states = self.request.settings(stages)[0]
-        return LayoutRequest(*about, states, recompute=plain, line=line)
+        states, decided = self.request.settings(stages)[0], self.regions.all(self.regions.kinds[0])
+        return LayoutRequest(*about, states, recompute=decided, line=line)
 
     def _laid(
         self, laid: Candidate, stages: int, parts: int, is_leaner: bool = False
@@ -445,4 +447,4 @@ class Planner:
             # Stages are uneven, and keep several micro-batches: leaner layouts may leave room.
             asked = replace(asked, offered=[laid.mesh])
             least = min(limit, needed)
-            limit = max(LEANER * least * self.memory / taken, (impossible + least) / 2)
+            limit = max(LESS * least * self.memory / taken, (impossible + least) / 2)

@@ -24,7 +24,7 @@ def may_go(model: nn.Module, asked: States | None) -> bool:
     stays = [(path, at) for path, (device, at) in devices.items() if device == "device"]
     within = [path for path, (device, _) in devices.items() if device == "host"]
     stays = [one for one in stays if not any(f"{one[0]}.".startswith(f"{p}.") for p in within)]
-    if stays and asked is not None and asked.optimizer_device == "host":
+    if stays and asked is not None and asked.is_on_host:
         raise InvalidInput(
             "a module that is to be on the device has no states on the host",
             got=f"{stays[0][0]}, with states {asked}",

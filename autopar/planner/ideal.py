@@ -67,7 +67,7 @@ class Ideal:
         """Whether a program with its layouts takes `fastest` at least, in whatever stages;
         `has_order`: even if its ranks wait only as the order of the schedule asks for."""
         parts, inner = laid.microbatches, laid.mesh.size
-        is_hosted = laid.states.optimizer_device == "host"
+        is_hosted = laid.states.is_on_host
         has_room = self.room.holds(self.room.last, made, inner, is_hosted)
         if has_room and not has_order:
             return False

@@ -22,7 +22,7 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.lengthened import longer
 from autopar.planner.request import Request
 from autopar.planner.state_places import (
-    data_axes,
+    has_something_to_cut,
     main_axes,
     require_agreement,
     require_something_to_cut,
@@ -39,8 +39,8 @@ from autopar.search.smallest_footprint import NothingFits
 from autopar.states import WHOLE, States
 
 MOST_BUILT = 3  # programs whose cost graphs are kept
-LEANER = 0.9  # than other layouts: few are in between
-MOST_LEANER = 3  # that are looked at for replicas, one after the other
+LESS = 0.9  # of a limit: few layouts are in between
+MOST_LEANER = 3  # layouts that are looked at for replicas, each with so much of the last limit
 UNEQUAL = 0.01  # relative: what blocks may lose by being equal
 
 
@@ -95,10 +95,10 @@ class Layouts:
             return found, memory
         program, batches = whole.program(asked.batches)
         decided = whole.recomputed(asked.recompute)
-        of_whole = replace(asked, captured=program, batches=batches, recompute=decided)
-        return self._of_program(of_whole)
+        unshortened = replace(asked, captured=program, batches=batches, recompute=decided)
+        return self._of_program(unshortened)
 
-    def of_whole(self, asked: LayoutRequest) -> Candidate:
+    def with_whole_states(self, asked: LayoutRequest) -> Candidate:
         """The layouts that are the best with whole states. With those that were asked for, none
         takes less than the best with these."""
         (own, _), (whole, _) = self.find(asked), self.find(replace(asked, states=WHOLE))
@@ -113,7 +113,7 @@ class Layouts:
                 return found.placed(asked.states), memory
             graph, mesh = found.rewritten, found.mesh
             if self._lacks_replicas(asked, graph, mesh):
-                found, memory = self._with_replicas(asked, found)
+                found, memory = self._with_replicas(asked, found, memory)
                 graph, mesh = found.rewritten, found.mesh
             try:
                 split = split_for(asked.states, main_axes(graph, mesh), mesh)
@@ -135,20 +135,21 @@ class Layouts:
     def _lacks_replicas(self, asked: LayoutRequest, graph: fx.Graph, mesh: Mesh) -> bool:
         """Whether states that were asked for by name are to be cut, and there is nothing to cut."""
         asked_for = self.request.mode == "auto" and self.request.states is not None
-        may_be = asked.states.is_cut and mesh.size > 1
-        return asked_for and may_be and not any(data_axes(graph, mesh).values())
+        return asked_for and not has_something_to_cut(graph, asked.states, mesh)
 
-    def _with_replicas(self, asked: LayoutRequest, best: Candidate) -> tuple[Candidate, float]:
+    def _with_replicas(
+        self, asked: LayoutRequest, best: Candidate, memory: float
+    ) -> tuple[Candidate, float]:
         """The fastest layouts in which some axis cuts the batch, or that take less memory than the
-        `best` and have replicas; any, if there are none."""
+        `best` and have replicas; an error, if some were refused, else the `best`."""
         ways: list[tuple[Candidate, float]] = []
         refused: list[Exception] = []
 
-        def look_for(one: LayoutRequest) -> None:
+        def look_for(one: LayoutRequest, is_asked: bool = True) -> None:
             try:
                 laid, memory = self._found(one)
             except (NothingFits, NothingFaster) as error:
-                refused.append(error)
+                refused.extend([error] if is_asked else [])
             except InvalidInput:
                 pass  # the batch is too small
             else:
@@ -157,8 +158,8 @@ class Layouts:
 
         limit = best.memory.peak
         for _ in range(MOST_LEANER if asked.is_all else 0):
-            limit *= LEANER
-            look_for(replace(asked, memory=min(limit, asked.memory)))
+            limit *= LESS
+            look_for(replace(asked, memory=min(limit, asked.memory)), is_asked=False)
         for mesh in asked.offered:
             named = self.constraints(asked.captured, asked.recompute, mesh).axes
             for axis in [axis for axis in mesh if mesh[axis] > 1 and axis not in named]:
@@ -166,7 +167,7 @@ class Layouts:
         if not ways:
             if refused:
                 raise refused[0]
-            return self._found(asked)
+            return best, memory
         found, memory = min(ways, key=lambda way: way[0].placed(asked.states).cost.seconds)
         if found.search is not None and best.search is not None:
             found = found.changed(found.search.lowered(best.search.bound))

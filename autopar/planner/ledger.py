@@ -42,7 +42,7 @@ class Ledger:
     refused: list[SmallestFootprint] = field(default_factory=list)  # too large
     dropped: list[Candidate] = field(default_factory=list)  # too large though all runs again
     is_bound: bool = False  # memory kept the last layouts from what would be faster
-    fits_device: bool = False  # some way does, with no states on the host
+    fits_device: bool = False  # some way does, with no states on the host but what was asked for
     fits_itself: bool = False  # some way does, with nothing there
     is_last: bool = False  # what takes least is looked for: after it there is nothing
     leanest: StagedWay | None = None  # of those of which it was clear that they are too large

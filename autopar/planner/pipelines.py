@@ -66,7 +66,7 @@ class Pipelines:
         too large though all run again. Of what a short program cannot tell is counted how much."""
         ledger, regions = self._ledger, self._regions_of(laid)
         tried, program = self.tried(laid), self.staged(laid, stages)
-        is_hosted = laid.states.optimizer_device == "host"
+        is_hosted = laid.states.is_on_host
         # Cutting the states of the same layouts makes a way no faster, or by what it hides: little.
         is_deep = self._is_huge or laid.captured.times > 1
         is_known = is_deep or laid.states.is_whole

@@ -135,7 +135,7 @@ class Room:
     def _states(self) -> float:
         """The bytes that all ranks keep together of parameters, from step to step."""
         asked = self._request.states
-        if asked is not None and asked.optimizer_device == "host":
+        if asked is not None and asked.is_on_host:
             return 0.0
         found = whole_bytes(self._captured)
         return sum(found.values()) - found["gradients"]  # which come when some of the rest has gone

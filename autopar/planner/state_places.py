@@ -109,9 +109,14 @@ def require_agreement(
             )
 
 
+def has_something_to_cut(graph: fx.Graph, states: States, mesh: Mesh) -> bool:
+    """Whether states can be cut at all, if they are to be and there are ranks."""
+    return not states.is_cut or mesh.size == 1 or any(data_axes(graph, mesh).values())
+
+
 def require_something_to_cut(graph: fx.Graph, states: States, mesh: Mesh) -> None:
-    """Refuse states that are asked for and cannot be cut at all, where there are ranks."""
-    if not states.is_cut or mesh.size == 1 or any(data_axes(graph, mesh).values()):
+    """Refuse states that are asked for and cannot be cut at all."""
+    if has_something_to_cut(graph, states, mesh):
         return
     raise InvalidInput(
         "states are cut over ranks that hold replicas of parameters and sum their gradients",

@@ -26,17 +26,16 @@ from autopar.search.decisions import Decisions
 from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
 from autopar.solver.lagrangian import NoRoom
 from autopar.solver.residual import relative_gap
-from autopar.solver.solve import Solution, least_memory, solve
+from autopar.solver.solve import Solution, least_limit, least_memory, solve
 from autopar.states import WHOLE, States
 from autopar.strategies.node_info import info
 from autopar.units import bytes_text, seconds_text
 
 MOST_OF_A_KIND = 8  # meshes with the same number of axes that are all tried
 MOST_SPLIT = 2  # meshes whose axes are split, where there are more; of a large program the best
-_ROUNDED = 1e-9  # relative
-_TIGHTENED = 6  # times that a limit is lowered because the finished program needs more
+_TIGHTENED = 6  # solutions whose finished programs are looked at, under a lower limit each
 _WIDENED = 2  # and raised again, where what fits then is not known to be about as fast
-_CLOSE = 0.01
+_CLOSE = 0.01  # relative: of what is so near the bound nothing better is looked for
 _SMALL = 500  # calls of a program that is finished so often
 _SURE = 0.7  # a part of the limit: of larger programs, what needs less fits when it is finished
 _FAR = 1.25  # times what the best takes: graphs of meshes that take more are not kept
@@ -332,31 +331,32 @@ class LayoutSearch:
     def _tightened(
         self, built: Built, found: _Solved, limit: float
     ) -> tuple[_Solved, float, float]:
-        """The first solution whose finished program fits, as the limit of the search is lowered;
-        the limit under which it was found, and one that was too high."""
+        """The first solution whose finished program fits, as the limit of the search is lowered, or
+        the one that it adds up least for; the limit under which it was found, and one that was too
+        high."""
         assert self.memory is not None
         over = math.inf
-        for _ in range(_TIGHTENED):
+        for left in reversed(range(_TIGHTENED)):
             needed = self._needed(found)
             if needed <= self.memory:
                 return found, limit, over
             if self._is_interrupted:
                 raise too_early()
+            if not left:
+                break
             over = min(over, limit, found.solution.memory)
             limit = over - (needed - self.memory)
             try:
                 found = self._solved(built, limit, found)
             except NoRoom:
-                # The finished program may shrink by more than the search adds up.
-                least = least_memory(built.graph)[0] * (1 + _ROUNDED)
+                # So low a limit may be below what any layouts add up, where finished programs add
+                # less: those that add up least may fit. Large programs have other ways to.
+                least = least_limit(built.graph)
                 if over <= least or is_large(self.captured):
                     break
                 found, limit = self._solved(built, least, found), least
-        raise NoRoom(
-            "the finished program fits into memory",
-            got=f"{bytes_text(needed, 4)} with a limit of {bytes_text(self.memory, 4)}",
-            remedy="a little more memory",
-        )
+        rule, remedy = "the finished program fits into memory", "more memory"
+        raise NoRoom(rule, got=bytes_text(needed, 4), remedy=remedy)
 
     def _widened(
         self, built: Built, best: _Solved, limits: tuple[float, float], bound: float

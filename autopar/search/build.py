@@ -34,7 +34,7 @@ from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates, NodeClasses, storage_states, uncut
 from autopar.search.computed import Way, computed
 from autopar.search.constraints import Constraints
-from autopar.search.counted import Reading, bytes_of, moments, read_as
+from autopar.search.counted import Reading, bytes_of, moments, readings_of_input
 from autopar.search.edges import Edges, Late
 from autopar.search.prologue import find_prologue, is_whole
 from autopar.search.reshard import Placements
@@ -240,7 +240,7 @@ class Builder:
     def _add_bytes(self, node: fx.Node) -> None:
         """What an input or a buffer takes: a piece of it, where all its readers want that one. Of
         several readers no less than the smallest is known."""
-        readings, size = read_as(self.captured, node), bytes_of(node) * info(node).times
+        readings, size = readings_of_input(self.captured, node), bytes_of(node) * info(node).times
         if readings is not None and len(readings) == 1:
             (reading,) = readings
             self.pieces.setdefault(reading.reader, []).append(reading)

@@ -56,10 +56,11 @@ def moments(
     return activations >= gradients, activations < gradients
 
 
-def read_as(captured: Captured, node: fx.Node) -> list[Reading] | None:
-    """The readings of an input or a buffer that is cut at once if all of them want the same piece;
-    None: it is whole on every rank in any case."""
-    is_changed = captured.buffers.get(node.name) in captured.mutations
+def readings_of_input(captured: Captured, node: fx.Node) -> list[Reading] | None:
+    """The readings of what is no parameter, and cut at once if all of them want the same piece, as
+    long as nothing is given back for it: a gradient or a new value is whole. None: it is whole on
+    every rank in any case."""
+    is_changed = node.name in captured.buffers and captured.buffers[node.name] in captured.mutations
     if is_changed or info(node).differentiable:
         return None
     found = []

@@ -9,7 +9,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.layout import Placement
 from autopar.search.build import Built
-from autopar.search.counted import read_as
+from autopar.search.counted import readings_of_input
 from autopar.search.decisions import Decisions, Fallback
 from autopar.strategies.node_info import info
 
@@ -55,7 +55,7 @@ def decide(built: Built, choice: Sequence[int]) -> Decisions:
 
 
 def _as_read(captured: Captured, node: fx.Node, wants: dict[str, list[Placement]]) -> Placement:
-    """An input is cut at once if all its readers want the same piece; else it stays whole."""
-    readings = read_as(captured, node) or ()
+    """Where an input, a buffer or a constant is kept: as its readers want it, if they agree."""
+    readings = readings_of_input(captured, node) or ()
     states = {wants[one.reader][one.position] for one in readings}
     return states.pop() if len(states) == 1 else Placement.whole(info(node).val.ndim)

@@ -50,7 +50,7 @@ def find_prologue(
 
 
 def is_whole(value: fx.Node, captured: Captured, prologue: Prologue) -> bool:
-    """Whether every rank has all of a value anyway."""
+    """Whether every rank has all of a value anyway, or any piece that its readers want."""
     if value.op == "placeholder":
         return value.name not in captured.parameters and not info(value).differentiable
     return maker(value).name in prologue.names

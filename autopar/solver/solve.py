@@ -27,6 +27,7 @@ from autopar.solver.residual import relative_gap
 
 TOLERANCE = 0.01  # the gap at which a search under a memory limit may stop
 MOST_PREPARED = 4  # graphs that are known again, when they are solved for another limit
+_ROUNDED = 1e-9  # relative
 _PREPARED: dict[tuple[Packed, bool], tuple[Optimiser, Sizes]] = {}
 
 
@@ -152,6 +153,11 @@ def least_memory(graph: CostGraph) -> tuple[float, list[int]]:
     packed = graph.packed
     choice: Integers = packed.alike(Optimiser(packed).minimise(np.inf).choice, -np.inf)
     return packed.evaluate(choice)[1], packed.original(choice).tolist()
+
+
+def least_limit(graph: CostGraph) -> float:
+    """The lowest limit of bytes that is met, whatever is rounded on the way."""
+    return least_memory(graph)[0] * (1 + _ROUNDED)
 
 
 def _prepared(packed: Packed, is_limited: bool, report: Report) -> tuple[Optimiser, Sizes]:
