@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -145,25 +146,25 @@ class Layouts:
         ways: list[tuple[Candidate, float]] = []
         refused: list[Exception] = []
 
-        def look_for(one: LayoutRequest, is_asked: bool = True) -> None:
-            try:
-                laid, memory = self._found(one)
-            except (NothingFits, NothingFaster) as error:
-                refused.extend([error] if is_asked else [])
-            except InvalidInput:
-                pass  # the batch is too small
-            else:
-                if not self._lacks_replicas(asked, laid.rewritten, laid.mesh):
-                    ways.append((laid, memory))
+        def keep(laid: Candidate, memory: float) -> None:
+            if not self._lacks_replicas(asked, laid.rewritten, laid.mesh):
+                ways.append((laid, memory))
 
-        limit = best.memory.peak
+        last = best
         for _ in range(MOST_LEANER if asked.is_all else 0):
-            limit *= LESS
-            look_for(replace(asked, memory=min(limit, asked.memory)), is_asked=False)
+            limit = LESS * last.placed(asked.states).memory.peak
+            with suppress(NothingFits, NothingFaster):
+                last, size = self._found(replace(asked, memory=limit))
+                keep(last, size)
         for mesh in asked.offered:
             named = self.constraints(asked.captured, asked.recompute, mesh).axes
             for axis in [axis for axis in mesh if mesh[axis] > 1 and axis not in named]:
-                look_for(replace(asked, offered=[mesh], batch_axis=axis))
+                try:
+                    keep(*self._found(replace(asked, offered=[mesh], batch_axis=axis)))
+                except (NothingFits, NothingFaster) as error:
+                    refused.append(error)
+                except InvalidInput:
+                    pass  # the batch is too small
         if not ways:
             if refused:
                 raise refused[0]

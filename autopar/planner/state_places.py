@@ -110,8 +110,10 @@ def require_agreement(
 
 
 def has_something_to_cut(graph: fx.Graph, states: States, mesh: Mesh) -> bool:
-    """Whether states can be cut at all, if they are to be and there are ranks."""
-    return not states.is_cut or mesh.size == 1 or any(data_axes(graph, mesh).values())
+    """Whether states can be cut at all, if they are to be and there are ranks; on the host they may
+    be whole."""
+    is_asked = states.is_cut and not states.is_on_host and mesh.size > 1
+    return not is_asked or any(data_axes(graph, mesh).values())
 
 
 def require_something_to_cut(graph: fx.Graph, states: States, mesh: Mesh) -> None:

@@ -57,11 +57,10 @@ def moments(
 
 
 def readings_of_input(captured: Captured, node: fx.Node) -> list[Reading] | None:
-    """The readings of what is no parameter, and cut at once if all of them want the same piece, as
-    long as nothing is given back for it: a gradient or a new value is whole. None: it is whole on
-    every rank in any case."""
-    is_changed = node.name in captured.buffers and captured.buffers[node.name] in captured.mutations
-    if is_changed or info(node).differentiable:
+    """The readings of an input or a constant, which is cut at once if all of them want the same
+    piece. None: it is whole on every rank in any case, as what has a gradient, and buffers, which
+    people change between steps."""
+    if node.name in captured.buffers or info(node).differentiable:
         return None
     found = []
     for reader in node.users:

@@ -55,7 +55,7 @@ def decide(built: Built, choice: Sequence[int]) -> Decisions:
 
 
 def _as_read(captured: Captured, node: fx.Node, wants: dict[str, list[Placement]]) -> Placement:
-    """Where an input, a buffer or a constant is kept: as its readers want it, if they agree."""
+    """Where an input, a buffer or a constant is kept: whole, or as its readers want it."""
     readings = readings_of_input(captured, node) or ()
     states = {wants[one.reader][one.position] for one in readings}
     return states.pop() if len(states) == 1 else Placement.whole(info(node).val.ndim)
