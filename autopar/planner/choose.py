@@ -86,8 +86,7 @@ class Planner:
         self._pipelines = Pipelines(
             request, count, self._again.regions_of, stage_pins(model), about, self._is_huge
         )
-        self._is_short_of_memory = False  # what is looked at: something faster did not fit
-        self._short_of_memory: list[Size] = []  # the sizes without stages of which that is so
+        self._short_of_memory: list[Size] = []  # sizes of which something faster did not fit
         self.ended: Ended = ""  # early: the best so far is taken
         self._left: list[Size] = []  # then, also what was only guessed not to be faster
 
@@ -101,22 +100,20 @@ class Planner:
         """The fastest way to run a step, of those that are asked for and fit."""
         reasons: dict[str, InvalidInput] = {}  # by size
         sizes = list(self.request.sizes())
-        left, tried = [Size(*size) for size in sizes], 0
+        needs_host, tried = self._promises.needs_host and bool(self._hosted), 0
+        left = [Size(*size, needs_host) for size in sizes]
         while left and not self.ended:
             left.sort(key=self._promises.of)
             if is_large(self.captured) and not (left := self._likely(left)):
                 break
-            chosen = self._promises.next(left, self._fastest < math.inf, tried)
-            left.insert(0, left.pop(chosen))
+            left.insert(0, left.pop(self._promises.next(left, self._fastest < math.inf, tried)))
             stages, parts, is_hosted = left[0]
             if not self._may_win(left[0]):
                 self.ledger.left_out["sizes"] += not is_hosted  # each once
                 left = left[1:]
                 continue
-            size = size_words(stages, parts)
-            self._is_short_of_memory = False
             try:
-                self.report.look_at(size)
+                self.report.look_at(size := size_words(stages, parts))
                 if self._looks_ahead(stages, parts):
                     continue  # others may promise more now
                 tried += 1
@@ -140,9 +137,10 @@ class Planner:
                 reasons[size] = error.with_traceback(None)
             if self.ended:
                 break
-            is_short = not is_hosted and self._is_short_of_memory
-            self._short_of_memory += [left[0]] if is_short and self._is_straight(stages) else []
-            left[:1] = [Size(stages, parts, is_hosted=True)] if is_short and self._hosted else []
+            may_move = (
+                self._hosted and not is_hosted and Size(stages, parts) in self._short_of_memory
+            )
+            left[:1] = [Size(stages, parts, is_hosted=True)] if may_move else []
         self._left += left
         if not self.ended:
             self.ended = self._weigh_all(self._further())
@@ -293,7 +291,7 @@ class Planner:
             lean = self.regions.all(self.regions.kinds[-1])
             leaner = replace(asked, states=settings[-1], recompute=lean)
             yield from weighed(self._with_states(leaner, stages, parts))
-        self._is_short_of_memory = True
+        self._short_of_memory.append(Size(stages, parts))
         self.ledger.refuse([error.smallest for error in refused], stages)
 
     def _on_whole_states(
@@ -312,7 +310,8 @@ class Planner:
             return
         if (best := self.ledger.kept.best) and best.search:
             self._lowered(best, best.search)  # its bound is known before time is over
-        for stages, parts, _ in sorted(self._short_of_memory, key=self._promises.of):
+        straight = [size for size in self._short_of_memory if self._is_straight(size.stages)]
+        for stages, parts, _ in sorted(straight, key=self._promises.of):
             if self._may_win(Size(stages, parts)) and not self._promises.is_crowded(stages, parts):
                 asked = replace(self._layout_request(stages, parts), cutoff=self._fastest)
                 with suppress(NothingFaster, NotAlike, InvalidInput):  # others may fit
@@ -320,7 +319,7 @@ class Planner:
                     on_host = self._hosted if self._may_be_hosted(free) else ()
                     settings = self.request.settings(stages), on_host
                     yield from self._again.further(free, asked, *settings)
-        if self._short_of_memory and (best := self.ledger.kept.best) and best.pipelining is None:
+        if straight and (best := self.ledger.kept.best) and best.pipelining is None:
             yield from self._again.as_named(best, self._layout_request(1, best.microbatches))
 
     def _may_be_hosted(self, free: Candidate, stages: int = 1) -> bool:
@@ -334,6 +333,7 @@ class Planner:
         free, _ = self._layouts.find(asked)
         if not self._may_be_hosted(free, stages):
             return
+        self._short_of_memory += [Size(stages, parts)] if self._promises.needs_host else []
         self.report("memory", "states on the host")
         if not asked.is_all:
             yield from self._placed(free, stages, parts, self._hosted)

@@ -150,7 +150,7 @@ class Promises:
         chosen = left[0]
         if not has_found:
             most = _ABOUT ** (1 + tried) * self.of(chosen)[0]
-            alike = [one for one in left if not one.is_hosted and self.of(one)[0] <= most]
+            alike = [one for one in left if self.of(one)[0] <= most]
             known = [one for one in alike if one[:2] in self.known]
             if tried and alike:
                 chosen = next(one for one in alike if one.stages == min(alike).stages)
@@ -170,6 +170,11 @@ class Promises:
             and room < math.inf
             and self.kept / parts / self._request.cluster.devices > room
         )
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether all devices together cannot hold what there is of parameters."""
+        return self.states > self._request.roomiest * self._request.cluster.devices
 
     @cached_property
     def update(self) -> float:
