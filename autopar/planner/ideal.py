@@ -12,10 +12,12 @@ so far even so is never built.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache, cached_property
 
 from autopar.capture.captured import Captured
+from autopar.cluster import Device
 from autopar.cost.whole_work import WholeWork, is_counted, spread_seconds, whole_work
 from autopar.pipeline.least_time import least_time
 from autopar.pipeline.schedule import Schedule
@@ -29,7 +31,7 @@ class Ideal:
 
     def __init__(self, captured: Captured, request: Request, room: Room) -> None:
         self._captured, self._request, self.room = captured, request, room
-        self.run = cache(self._run)
+        self.run, self.shared = cache(self._run), cache(self._shared)
         self._last: tuple[Candidate | None, float] = None, 0.0
         # Of schedules: a bound, and what was enough when it was looked for.
         self._ratios: dict[Schedule, tuple[float, float]] = {}
@@ -102,6 +104,16 @@ class Ideal:
         cluster = self._request.cluster
         device = cluster.strongest(range(cluster.devices)) if is_staged else cluster.device
         return sum(spread_seconds(self._work, pieces, device))
+
+    def _shared(self, pieces: int) -> float:
+        """The same where each device has as much of the work as it is fast."""
+        cluster, kinds = self._request.cluster, Counter[Device]()
+        for node, used in zip(cluster.nodes, cluster.used_of_nodes):
+            kinds[node.device] += used
+        taken = {kind: sum(spread_seconds(self._work, pieces, kind)) for kind in kinds}
+        if not all(taken.values()):
+            return 0.0
+        return cluster.devices / sum(count / taken[kind] for kind, count in kinds.items())
 
     @cached_property
     def _work(self) -> WholeWork:

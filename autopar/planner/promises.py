@@ -66,7 +66,8 @@ class Promises:
         waits = 1 + max(0, stages - 2) / parts / most_chunks(stages, parts, self._blocks)
         most_room = -parts if self.states > self._request.memory else 0
         moves = 1.0 if (stages, parts) in self.known else _MOVES
-        run = parts / stages * self._ideal.run(parts * inner)
+        of_run = self._ideal.shared if stages > 1 else self._ideal.run
+        run = parts / stages * of_run(parts * inner)
         seconds = max(run * moves, self.known_least(stages, parts)) * waits
         pieces = parts * inner
         if stages > 1:
