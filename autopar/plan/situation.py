@@ -24,7 +24,7 @@ class Situation:
     device: str
     bandwidth: float  # bytes/s of each node's way out; of links inside, where there is one node
     inside: float  # bytes/s of a link in a node
-    limit: float  # bytes of each device
+    limit: float  # bytes of the fullest device
     sizes: Sizes
     way: Alternative  # with its seconds and bytes, and their parts
 
@@ -38,7 +38,7 @@ class Situation:
             device=cluster.device.name,
             bandwidth=cluster.network.bandwidth,
             inside=min(node.link.bandwidth for node in cluster.nodes),
-            limit=limit,
+            limit=candidate.room(limit),
             sizes=sizes,
             way=candidate.alternative(limit),
         )

@@ -37,11 +37,10 @@ _BESIDE = 13  # characters before what stands beside its name
 def plan_text(plan: PlanValue) -> str:
     """The whole page."""
     memory, host = plan.memory, plan.cluster.device.host
-    limit = plan.fullest.memory if plan.limit is None else min(plan.limit, plan.fullest.memory)
     facts = [
         ("step", _step(plan)),
         *_no_loss(plan),
-        ("memory", _held(memory.peak, limit, memory.parts, " at the peak")),
+        ("memory", _held(memory.peak, plan.room(plan.limit), memory.parts, " at the peak")),
         *([("host", _held(memory.host, host.memory, memory.on_host))] if memory.host else []),
         *_about(plan),
         *_repeated(plan),

@@ -16,7 +16,7 @@ from typing import Any, Self
 from torch import fx
 
 from autopar.capture.captured import Captured
-from autopar.cluster import Cluster, Device
+from autopar.cluster import Cluster
 from autopar.cluster.part import Line, Part
 from autopar.cost.buckets import Travel
 from autopar.cost.footprint import Memory, program_memory
@@ -278,13 +278,12 @@ class Candidate:
         and each kind's own most."""
         return max(self.memories, key=lambda memory: memory.peak)
 
-    @property
-    def fullest(self) -> Device:
-        """The device that it is on."""
-        if self.line is None:
-            return self.cluster.device
+    def room(self, limit: float | None) -> float:
+        """The bytes that it keeps to, where each device has `limit`: all that it has, if it has
+        more and was not asked to leave some. None: what each device has."""
+        limit = self.cluster.device.memory if limit is None else limit
         peaks = [memory.peak for memory in self.memories]
-        return self.cluster.weakest(self.line.ranks[peaks.index(max(peaks))])
+        return limit + self.spare(limit)[peaks.index(max(peaks))]
 
     @cached_property
     def memories(self) -> list[Memory]:

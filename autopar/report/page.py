@@ -78,7 +78,10 @@ def page(title: str, candidate: Candidate, asked: Asked, run: Run | None = None)
         asked=asked,
         tiles=_tiles(candidate, asked),
         spent=(spent, _bar(spent, candidate.seconds, "the predicted step")),
-        held=(held, _bar(held, _room(held, asked.limit), "memory of the fullest device")),
+        held=(
+            held,
+            _bar(held, _room(held, candidate.room(asked.limit)), "memory of the fullest device"),
+        ),
         root=root,
         blocks=blocks(candidate, root),
         costs=costs[:_COSTS],
@@ -129,7 +132,7 @@ def _tiles(candidate: Candidate, asked: Asked) -> list[tuple[str, str, str]]:
         (
             "memory",
             bytes_text(candidate.memory.peak),
-            f"of {bytes_text(asked.limit)} on the fullest device",
+            f"of {bytes_text(candidate.room(asked.limit))} on the fullest device",
         ),
         (
             "mesh",
