@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 import autopar as ap
+from autopar.capture import capture
 from autopar.cluster import Device, Link, Node
 from autopar.mesh import meshes
+from autopar.options import PlanOptions, read_request
 from autopar.pipeline.schedules import weighed_schedules
 from autopar.planner.candidate import Candidate
 from autopar.planner.choose import Planner
 from autopar.planner.offers import offers
+from autopar.planner.promises import Size
 from autopar.search.auto import too_early
 from tests.models import Case, gpt, mlp
 from tests.parity import assert_equal, parallel_outcome, single_outcome
@@ -176,6 +179,18 @@ def test_where_no_part_of_the_machines_is_faster_none_is_said_to_be_too_small(mo
     for name in ("4 and 8", "5, 1 and 2"):
         assert len(list(offers(UNEVEN[name]))) > 1
         plan(mlp(layers=3), UNEVEN[name], microbatches=1)
+
+
+def test_stages_promise_more_than_lock_step_with_a_slow_node() -> None:
+    """They have as much work as they are fast: what promises most is looked at first, and time may
+    be over before the rest is."""
+    case, machines = mlp(layers=4), cluster((FAST, 4), (SLOWEST, 4))
+    captured = capture(case.model, case.args, case.kwargs)
+    options = PlanOptions(cluster=machines)
+    planner = Planner(case.model, captured, read_request(options), lambda *told: None)
+    promised = {stages: planner._promises.of(Size(stages, 2))[0] for stages in (1, 2)}
+    assert 10 * promised[2] < promised[1]
+    assert planner.ideal.shared(16) > planner.ideal.run(16, is_staged=True)
 
 
 def outer_choices(machines: ap.Cluster, parts: int) -> list[tuple[ap.Cluster, dict]]:

@@ -76,6 +76,7 @@ from autopar.capture.maps import maps_are_operators
 from autopar.capture.module_casts import casts_change_nothing
 from autopar.capture.node_classes import number_calls
 from autopar.capture.normalise import normalise
+from autopar.capture.overlaps import require_no_overlaps
 from autopar.capture.plainly import answered_plainly
 from autopar.capture.repeated import FEWEST, blocks_followed_once
 from autopar.capture.source import whole_stacks
@@ -167,6 +168,7 @@ def _captured(
         require_rows(builder)
         example = Example(copy, call[0], call[1], device, precision, autocasts)
         captured = _freeze(builder, example)
+        require_no_overlaps(model, captured)
         decisions = by_placeholder(decided, captured.inputs)
         writes = writes_to(builder.writes, captured.inputs)
         left = contents_of(contents, captured.inputs)

@@ -63,13 +63,19 @@ def most_saved(captured: Captured, cluster: Cluster, meshes: Sequence[Mesh]) -> 
 
 
 def lowered(
-    known: Search, states: States, asked: LayoutRequest, layouts: Layouts, is_huge: bool
+    known: Search,
+    states: States,
+    asked: LayoutRequest,
+    layouts: Layouts,
+    is_huge: bool,
+    least: float,
 ) -> Search:
     """What is known of a plan with these `states`, with a bound for all cut ones if it was chosen
     to have some.
 
     The layouts of the cheapest are looked for; where they are not, as of huge programs, or the
-    search for them ends early, it is by what cut states save at most.
+    search for them ends early, it is by what cut states save at most, and not below the `least`
+    that operators take.
     """
     if layouts.request.states is not None or not states.is_cut:
         return known
@@ -79,7 +85,8 @@ def lowered(
         search = None if is_huge else layouts.find(asked)[0].search
         if search is not None and not search.interrupted:
             return known.lowered(search.bound / stages)
-    return known.lowered(known.bound - saved_by_states(asked, layouts.request) / stages)
+    saved = saved_by_states(asked, layouts.request) / stages
+    return known.lowered(max(known.bound - saved, least))
 
 
 def saved_by_states(asked: LayoutRequest, request: Request) -> float:

@@ -209,8 +209,8 @@ class Planner:
 
     def _lowered(self, best: Candidate, search: Search) -> Search:
         """With a bound for all cut states, if the search chose these."""
-        asked = self._layout_request(*size_of(best)[:2])
-        return lowered(search, best.states, asked, self._layouts, self._is_huge)
+        asked, least = self._layout_request(*size_of(best)[:2]), self._promises.least_run
+        return lowered(search, best.states, asked, self._layouts, self._is_huge, least)
 
     def _weigh_all(self, ways: Iterator[Candidate]) -> Ended:
         """What ended it early, if that did."""

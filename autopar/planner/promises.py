@@ -123,6 +123,11 @@ class Promises:
         run = self._ideal.run(parts * self._request.inner(stages), stages > 1)
         return parts / stages * run + (self.update if is_hosted else 0.0)
 
+    @cached_property
+    def least_run(self) -> float:
+        """The same of any size."""
+        return min(self.run(Size(*size)) for size in self._request.sizes())
+
     def least(self, size: Size, saved: float) -> float:
         """What a step takes at least; `saved`: by cut states, of what is known with whole ones."""
         known = self.known_least(size.stages, size.parts) - saved / size.stages
