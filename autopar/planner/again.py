@@ -13,6 +13,7 @@ from dataclasses import replace
 from autopar.capture.captured import Captured
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
+from autopar.planner.bounds import CHEAPEST
 from autopar.planner.candidate import Candidate
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.ledger import Ledger
@@ -20,7 +21,7 @@ from autopar.planner.mixed import mixed
 from autopar.planner.recomputation import PLAIN, Regions
 from autopar.planner.whole import Whole
 from autopar.recompute import Recompute
-from autopar.search.auto import NothingFaster
+from autopar.search.auto import NothingFaster, is_large
 from autopar.search.decisions import Decisions
 from autopar.search.smallest_footprint import NothingFits
 from autopar.solver.residual import relative_gap
@@ -172,7 +173,17 @@ class Again:
         if found is not None:
             yield _accounted(found, free)
 
-    def as_named(self, best: Candidate, asked: LayoutRequest) -> Iterator[Candidate]:
+    def last(
+        self, best: Candidate, asked: LayoutRequest, short: Sequence[object]
+    ) -> Iterator[Candidate]:
+        """What is left to look for beside the best way, if that has no stages. `short`: the sizes
+        of which memory kept something faster."""
+        if short:
+            yield from self._as_named(best, asked)
+        elif self._layouts.request.states is None:
+            yield from self._with_cut_states(best, asked)
+
+    def _as_named(self, best: Candidate, asked: LayoutRequest) -> Iterator[Candidate]:
         """The layouts that are found for the states and the regions of the best way, if they are
         better: what is asked for by these names takes no less."""
         is_further = best.states.is_cut or best.decisions.recompute
@@ -186,6 +197,18 @@ class Again:
                         if found.seconds < best.seconds:
                             yield _accounted(found, best)
                         return
+
+    def _with_cut_states(self, best: Candidate, asked: LayoutRequest) -> Iterator[Candidate]:
+        """Layouts for cut states on about as fast meshes, if they are faster than the best way with
+        whole ones: of a sum that backward does not hide forward may hide the half that gathers."""
+        if best.states.is_whole and self._whole is None and not is_large(best.captured):
+            near = [best.mesh, *_as_fast(best, NEARLY)]
+            meshes = [mesh for mesh in asked.offered if mesh in near]
+            asked = replace(asked, offered=meshes, recompute=best.decisions.recompute)
+            with suppress(NothingFaster, InvalidInput):
+                found, _ = self._layouts.find(replace(asked, states=CHEAPEST, cutoff=best.seconds))
+                if found.fits(self._memory) and found.seconds < best.seconds:
+                    yield _accounted(found, best)
 
     def _sources(self, asked: LayoutRequest, settings: Sequence[States]) -> Iterator[Candidate]:
         """Layouts without a limit, with each of some settings of states: those that are the fastest

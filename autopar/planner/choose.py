@@ -319,8 +319,8 @@ class Planner:
                     on_host = self._hosted if self._may_be_hosted(free) else ()
                     settings = self.request.settings(stages), on_host
                     yield from self._again.further(free, asked, *settings)
-        if straight and (best := self.ledger.kept.best) and best.pipelining is None:
-            yield from self._again.as_named(best, self._layout_request(1, best.microbatches))
+        if (best := self.ledger.kept.best) and best.pipelining is None:
+            yield from self._again.last(best, self._layout_request(1, best.microbatches), straight)
 
     def _may_be_hosted(self, free: Candidate, stages: int = 1) -> bool:
         """Whether layouts may be faster than what fits if hosts update what is learned."""

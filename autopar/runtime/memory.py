@@ -212,7 +212,10 @@ def beside_plan(
     kinds = {}
     for kind in KINDS:
         there = planned.get(f"{HOST}{kind}", 0.0)
-        kinds[kind] = Bytes(held.get(kind), planned[kind] + (0.0 if on_gpu else there))
+        here = planned[kind]
+        if not on_gpu:  # gradients go to the host, which nothing does that is there already
+            here = max(here, there) if kind == "gradients" else here + there
+        kinds[kind] = Bytes(held.get(kind), here)
         if on_gpu and (there or held.get(f"{HOST}{kind}")):
             kinds[f"{HOST}{kind}"] = Bytes(held.get(f"{HOST}{kind}", 0), there)
     if on_gpu:

@@ -7,6 +7,7 @@ import torch
 
 import autopar as ap
 from tests import models
+from tests.toy import machines
 
 
 def trained(**options: object) -> tuple[ap.ParallelModule, torch.optim.Optimizer]:
@@ -74,3 +75,15 @@ def test_what_is_no_memory_of_this_module_is_refused() -> None:
     for said, ask in asked.items():
         with pytest.raises(ap.InvalidInput, match=said):
             ask()
+
+
+@pytest.mark.parametrize("where", ["optimizer", "parameters and optimizer"])
+def test_gradients_that_go_to_a_host_which_is_the_device_are_planned_once(where: str) -> None:
+    case = models.mlp(layers=3)
+    with_parameters = {"parameters_device": "host"} if "parameters" in where else {}
+    states = ap.States("all", "all", "all", optimizer_device="host", **with_parameters)
+    about = {"cluster": machines(4, 1e9, 1e-6), "pipeline": None, "states": states}
+    module = ap.parallelize(case.model, case.args, case.kwargs, backend="virtual", **about)
+    module.step(*case.args, **case.kwargs)
+    for of_rank in module.memory():
+        assert of_rank["gradients"].held == of_rank["gradients"].planned
