@@ -85,5 +85,6 @@ def test_gradients_that_go_to_a_host_which_is_the_device_are_planned_once(where:
     about = {"cluster": machines(4, 1e9, 1e-6), "pipeline": None, "states": states}
     module = ap.parallelize(case.model, case.args, case.kwargs, backend="virtual", **about)
     module.step(*case.args, **case.kwargs)
-    for of_rank in module.memory():
-        assert of_rank["gradients"].held == of_rank["gradients"].planned
+    held = module.memory()
+    for gradients in (held[rank]["gradients"] for rank in range(4)):
+        assert gradients.held == gradients.planned
