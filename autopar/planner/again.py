@@ -28,10 +28,9 @@ from autopar.solver.residual import relative_gap
 from autopar.states import WHOLE, States
 
 NEARLY = 0.01  # relative: where memory is short, layouts that are so much slower may win
+WORTH = 0.01  # relative: cut states that save less are taken only where memory needs them
 MOST_NEAR = 2  # meshes of such layouts
-CLOSE = (
-    0.01  # relative, to the bound: of what is so good nothing better is looked for on many meshes
-)
+CLOSE = 0.01  # relative, to the bound: on many meshes nothing better is looked for
 SOMEWHAT = 0.05  # relative: meshes that are so much slower without a limit may win under it
 
 
@@ -206,8 +205,9 @@ class Again:
             meshes = [mesh for mesh in asked.offered if mesh in near]
             asked = replace(asked, offered=meshes, recompute=best.decisions.recompute)
             with suppress(NothingFaster, InvalidInput):
-                found, _ = self._layouts.find(replace(asked, states=CHEAPEST, cutoff=best.seconds))
-                if found.fits(self._memory) and found.seconds < best.seconds:
+                enough = best.seconds * (1 - WORTH)
+                found, _ = self._layouts.find(replace(asked, states=CHEAPEST, cutoff=enough))
+                if found.fits(self._memory) and found.seconds < enough:
                     yield _accounted(found, best)
 
     def _sources(self, asked: LayoutRequest, settings: Sequence[States]) -> Iterator[Candidate]:
