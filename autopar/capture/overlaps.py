@@ -45,8 +45,7 @@ def require_no_overlaps(model: nn.Module, captured: Captured) -> None:
 
 def _memory(tensor: Tensor) -> object:
     """What tensors have in common that may share elements."""
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
-    return tensor.device if is_plain else memory_of(tensor)
+    return tensor.device if _has_address(tensor) else memory_of(tensor)
 
 
 def _meeting(
@@ -65,9 +64,14 @@ def _meeting(
 def _span(tensor: Tensor) -> tuple[int, int]:
     """The bytes of memory that it begins and ends at."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
-    first = tensor.data_ptr() if is_plain else int(tensor.storage_offset()) * tensor.itemsize
+    begins = int(tensor.storage_offset()) * tensor.itemsize
+    first = tensor.data_ptr() if _has_address(tensor) else begins
     return first, first + (int(last) + 1) * tensor.itemsize
+
+
+def _has_address(tensor: Tensor) -> bool:
+    """Whether all memory is known by its address; else one storage is, by offsets in it."""
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
