@@ -46,8 +46,11 @@ dist:
 	cd build && clean/bin/autopar doctor && clean/bin/autopar demo --steps 3
 	cd build/elsewhere/autopar-* && ../../clean/bin/python -m pytest tests/test_architecture.py tests/test_cluster.py tests/test_cli_plan.py tests/report
 
+# A static site in site/, to be opened or served without a network.
 docs: .venv/ready
+	.venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt ".[docs]"
 	$(RUN) docs/make_reference.py
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis out
+	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis out

@@ -45,17 +45,27 @@ def shard(
     device: str | None = None,
     recompute: Again | Literal["auto"] = "auto",
 ) -> Target:
-    """Annotate a module (in place, returned), a function (wrapped) or a tensor (marked).
+    """Annotates a module (in place), wraps a function, or marks a tensor; the search keeps it.
 
-    For a tensor `in_strategy` is one entry for each dim. For a function or module it is a tuple
-    with one such tuple (or None: no wish) for each tensor input, in order; `out_strategy` the same
-    for the outputs; `params` maps names of parameters (dotted, from the module) to entries.
-    `stage` is the stage of a pipeline that starts with this module. With `device="host"` the
-    parameters of a module are kept on the host, and buffers that stay as they are; its operators
-    run there, as is worth it for a large embedding; what it reads and gives crosses. A part of it
-    can be on the "device" again.
-    `recompute`: what of this module runs again in backward, "full", "selective", a `Recompute`, or
-    None: nothing.
+    Each dim takes None (not cut), the name of a mesh axis, a tuple of names (outermost first), or a
+    number of slices.
+
+    Args:
+        target: A module, a function, or a tensor inside forward.
+        in_strategy: For a tensor one entry for each dim. For a module or function a tuple of such
+            tuples, one for each tensor input in order; None leaves an input free. Example:
+            `ap.shard(torch.matmul, ((1, 1), (1, 4)))`.
+        out_strategy: The same for the outputs of a module or function.
+        params: Entries for parameters by name, dotted from the module. Example:
+            `ap.shard(model.up, params={"weight": ("tp", None)})`.
+        stage: The number of the pipeline stage that begins with this module.
+        device: "host" keeps the parameters of a module on the host and runs its operators there,
+            as is worth it for a large embedding; "device" excepts a part of such a module.
+        recompute: What of this module runs again in backward: "full", "selective", a `Recompute`,
+            or None for nothing. "auto" leaves the decision to the plan.
+
+    Returns:
+        The module itself, the wrapped function, or the marked tensor.
     """
     if isinstance(target, torch.Tensor) and torch.compiler.is_dynamo_compiling():
         return target

@@ -89,32 +89,75 @@ def parallelize(
     seconds: float | None = SECONDS,
     progress: Report | bool | None = None,
 ) -> ParallelModule:
-    """The same model as a parallel program.
+    """Returns the same model as a parallel program that trains.
 
-    `args` and `kwargs` are an example of one global batch. `backend` is "virtual" (all ranks in
-    this process) or "torch" (this process is one rank; the default under torchrun). `plan` is one
-    that `plan()` made, or one from a file; on several ranks that of rank 0 holds, and one that
-    decides anything else is refused. `local_inputs`: each rank will bring its own slice of the
-    inputs, of which a step takes its part of every micro-batch. `outputs`: a call gives whole
-    tensors, as the model does; under torchrun "dtensor" or "local" (this rank's pieces) spare the
-    gather of those that are cut; a pipeline gives whole ones alone. Gradients of pieces are summed:
-    a loss outside that is a mean of a rank's piece is divided by their number too. `check`: the
-    first step, of whatever sizes, compares its captured program with the plain model; every step,
-    on the virtual mesh, at every value the ranks that should agree, and on processes their batches.
-    `compile`: True, or options for `torch.compile` by name: what a rank runs is compiled, forward
-    and backward, what repeats once. The virtual mesh takes it on one rank. `profile`: run a few
-    steps of the example inputs by each of so many plans that are predicted fastest, and take the
-    one whose steps take least (`pm.plan.trials` has all); model and random numbers stay as they
-    are. All of these are equal on all ranks, and a call that one rank refuses is refused on all.
-    Everything else is as in `plan`.
+    All options must be equal on all ranks; a call that one rank refuses is refused on all.
 
     Values are those of rank 0's model, which sends each rank its pieces. What lies on the meta
-    device there is made on each rank, module by module, by the model's own `reset_parameters()` or
-    `_init_weights(module)`, and `init(module)` after these, as `model.apply(init)` would: so values
-    are those of a model built on the CPU from the same state of random numbers. What a constructor
-    draws itself, beside these methods, is not repeated: that is for `init`. `weights`: a
-    safetensors file, a folder of such, or a mapping of names to tensors, of which each rank reads
-    its slices in place of both.
+    device is made on each rank, module by module, by `reset_parameters()` or
+    `_init_weights(module)`, with the numbers that one device would draw from the same seed.
+
+    Args:
+        model: An ordinary module. It is not changed, and keeps its old values while the parallel
+            module trains.
+        args: The positional arguments of one global batch, as an example.
+        kwargs: The keyword arguments of the same call.
+        plan: A plan that `plan()` made, or one from a file. Options that decide something else are
+            refused beside it. On several ranks rank 0's plan is used. Example:
+            `ap.Plan.load("plan.json")`.
+        backend: "virtual" runs all ranks in this process; "torch" makes this process one rank.
+            None: "torch" under torchrun, else "virtual".
+        local_inputs: Whether each rank brings its own slice of the batch, instead of all of it.
+        outputs: What a call returns: "whole" tensors as the model does, or under torchrun
+            "dtensor" or "local" (this rank's pieces), which spare a gather. A loss that is a mean
+            of a rank's piece must then be divided by the number of pieces.
+        check: Whether the first step is compared with the plain model, and on the virtual mesh
+            every value with its replicas.
+        compile: True, or options for `torch.compile`: each rank's program is compiled, forward and
+            backward. Example: `{"mode": "reduce-overhead"}`.
+        init: A function that fills the tensors of one module, as `model.apply(init)` would; for
+            values on the meta device that no method of the module makes.
+        weights: A safetensors file, a folder of them, or a mapping of names to tensors. Each rank
+            reads its slices only.
+        profile: Run a few steps of this many plans, the best by prediction, and take the fastest;
+            `pm.plan.trials` has the times.
+        cluster: The machines. None: the GPUs of this machine, or a DGX H100 where there are none.
+            Example: `ap.Cluster.preset("dgx-a100", nodes=4)`.
+        mesh: The axes over all ranks. None: every mesh that fits the cluster is weighed. Example:
+            `ap.Mesh(dp=2, tp=4)`; a torch `DeviceMesh` is accepted.
+        mode: "auto" searches for the least predicted time and keeps annotations; "propagate"
+            spreads annotations without a search; "data" cuts the batch and nothing else.
+        memory: The bytes of each device that a plan may use, at most what the device has. Example:
+            `"40GB"`.
+        strict: Refuse operators that have no rule. They otherwise run whole on every rank.
+        microbatches: Into how many equal parts a step cuts the batch, to run one after another.
+            "auto" chooses; it keeps the batch whole where batch norm would compute another loss.
+        pipeline: The name of the mesh axis of the pipeline, or its number of stages. "auto": `pp`,
+            if the mesh has it, and without a mesh any number of stages; None: no pipeline.
+        schedule: A name such as "1f1b" or "chimera", a mapping with a name and options, or a
+            schedule that `ap.pipeline.load("mine.csv")` read. "auto" weighs all in mode "auto", and
+            takes "1f1b" in the other modes.
+        schedule_options: The options of the schedule that is named. Example: `{"pipes": 4}`.
+        recompute: Which blocks run their forward again in backward: "full", "selective" (what is
+            cheap to make again), None, or a mapping of module names to these. "auto": as much as
+            memory asks for. Example: `{"layers.*": "full"}`. Blocks inside
+            `torch.utils.checkpoint` are always recomputed.
+        precision: The dtypes of computing and of gradient sums. None: those of the model. Example:
+            `ap.Precision(compute=torch.bfloat16)`.
+        states: How ZeRO cuts parameters, gradients and optimizer states over replicas: "whole",
+            "zero1", "zero2", "zero3", or `ap.States(...)` with a number of parts for each. "auto":
+            whole if that fits, otherwise the fastest setting that does.
+        dynamic_shapes: Which dims of the inputs vary, and in what range, as `torch.export` takes
+            it. One plan then serves every size in the range. Example:
+            `({0: Dim("rows", max=64)},)`.
+        seconds: The CPU seconds that the choice may take after capture, over all cores of this
+            process. Then the best plan so far is taken, with a warning. None: no limit, and the
+            same plan each time.
+        progress: Whether to show the phases of the search: True, False, or a function of phase and
+            detail. None: only on a terminal.
+
+    Returns:
+        An `nn.Module`. `step` trains; calling it gives what the model gives.
     """
     options, running = PlanOptions.among(locals()), RunOptions.among(locals())
     values = Values(model, init, weights)

@@ -57,38 +57,52 @@ def plan(
     seconds: float | None = SECONDS,
     progress: Report | bool | None = None,
 ) -> Plan:
-    """Decide where every tensor of `model`, called with `args` and `kwargs`, lives.
+    """Decides how a step of `model` runs, without running anything.
 
-    `cluster`: the machines; this one if not given. `mesh`: its axes; all are tried if not given.
-    `mode`: "auto" searches for the least predicted time, "propagate" spreads the annotations,
-    "data" cuts the batch. `memory`: of each device, as "40GB" or in bytes, at most what it has.
-    `strict`: refuse operators without rules, in later programs too. `microbatches`: into how many
-    equal parts a step cuts the batch, to run one after another ("auto" keeps it whole where batch
-    norm would make parts another loss).
-    `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it; without a mesh, what such
-    an axis shall be called), a number of ranks, or None for no pipeline; `schedule`: a name, a
-    mapping with a name and options, or a schedule, as `ap.pipeline.load("mine.csv")` reads one
-    ("auto", or None: weighed with mode="auto", else 1f1b); `schedule_options`: options of the one
-    that is named, as {"pipes": 4} of "chimera";
-    `recompute`: which of the repeated blocks run their forward again in backward, "full" (or True)
-    or "selective" (all that is cheap to make again), None (or False), or by module, as
-    {"layers.*": "full"}, and no others; a `Recompute` also says where what is kept is kept;
-    "auto": as much as memory asks for.
-    What the model wraps in torch.utils.checkpoint is recomputed.
-    `states`: into how many parts parameters, their gradients and what an optimizer keeps are cut
-    over ranks that hold replicas: "whole", "zero1" (what an optimizer keeps), "zero2" (gradients
-    too), "zero3" (parameters too), a `States` of numbers, or "auto": whole if that fits, else the
-    fastest that does. Without a mesh, or with a pipeline whose schedule is "auto", mode="auto"
-    weighs stages, micro-batches and schedules by simulation. `precision`: in which dtypes it
-    computes and sums gradients, with parameters kept in more digits. `dynamic_shapes`: which dims
-    of the inputs vary, and in what range, as `torch.export` takes it: these decisions then serve
-    every size in it, with no other search. `torch.autocast` around this
-    call is kept for every call of the program, as that in forward is. `seconds`: of this process
-    (of all its cores together) that the choice may take once the model is captured: then the best
-    so far is taken, which a warning says, with how much faster the rest might be (None: it takes
-    all that it needs, and is the same each time). `progress` is told of each
-    phase of a search and its detail, of later programs too; True shows them, False is silent, None
-    shows those of this call on a terminal.
+    Needs no device and no values: models and inputs may be on the meta device. Models inside
+    `torch.autocast` are planned with these casts.
+
+    Args:
+        model: An ordinary module. It is not changed.
+        args: The positional arguments of one global batch, as an example.
+        kwargs: The keyword arguments of the same call.
+        cluster: The machines. None: the GPUs of this machine, or a DGX H100 where there are none.
+            Example: `ap.Cluster.preset("dgx-a100", nodes=4)`.
+        mesh: The axes over all ranks. None: every mesh that fits the cluster is weighed. Example:
+            `ap.Mesh(dp=2, tp=4)`; a torch `DeviceMesh` is accepted.
+        mode: "auto" searches for the least predicted time and keeps annotations; "propagate"
+            spreads annotations without a search; "data" cuts the batch and nothing else.
+        memory: The bytes of each device that a plan may use, at most what the device has. Example:
+            `"40GB"`.
+        strict: Refuse operators that have no rule. They otherwise run whole on every rank.
+        microbatches: Into how many equal parts a step cuts the batch, to run one after another.
+            "auto" chooses; it keeps the batch whole where batch norm would compute another loss.
+        pipeline: The name of the mesh axis of the pipeline, or its number of stages. "auto": `pp`,
+            if the mesh has it, and without a mesh any number of stages; None: no pipeline.
+        schedule: A name such as "1f1b" or "chimera", a mapping with a name and options, or a
+            schedule that `ap.pipeline.load("mine.csv")` read. "auto" weighs all in mode "auto", and
+            takes "1f1b" in the other modes.
+        schedule_options: The options of the schedule that is named. Example: `{"pipes": 4}`.
+        recompute: Which blocks run their forward again in backward: "full", "selective" (what is
+            cheap to make again), None, or a mapping of module names to these. "auto": as much as
+            memory asks for. Example: `{"layers.*": "full"}`. Blocks inside
+            `torch.utils.checkpoint` are always recomputed.
+        precision: The dtypes of computing and of gradient sums. None: those of the model. Example:
+            `ap.Precision(compute=torch.bfloat16)`.
+        states: How ZeRO cuts parameters, gradients and optimizer states over replicas: "whole",
+            "zero1", "zero2", "zero3", or `ap.States(...)` with a number of parts for each. "auto":
+            whole if that fits, otherwise the fastest setting that does.
+        dynamic_shapes: Which dims of the inputs vary, and in what range, as `torch.export` takes
+            it. One plan then serves every size in the range. Example:
+            `({0: Dim("rows", max=64)},)`.
+        seconds: The CPU seconds that the choice may take after capture, over all cores of this
+            process. Then the best plan so far is taken, with a warning. None: no limit, and the
+            same plan each time.
+        progress: Whether to show the phases of the search: True, False, or a function of phase and
+            detail. None: only on a terminal.
+
+    Returns:
+        The plan: print it, `explain` a decision, `save` it, or hand it to `parallelize`.
     """
     options = PlanOptions.among(locals())
     return make_plan(model, args, kwargs, options)

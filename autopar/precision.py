@@ -21,12 +21,16 @@ COMPUTE = tuple(DTYPES[name] for name in get_args(Name))
 
 @dataclass(frozen=True)
 class Precision:
-    """Parameters are kept, and updated, as masters; the program reads copies of them in `compute`.
+    """In which dtypes a program computes and sums gradients; parameters are kept as masters.
 
     Masters have at least the precision of float32. Inputs that are floating point are cast to
-    `compute` too, buffers are not. Gradients are summed over ranks and micro-batches in `reduce`.
-    `loss_scale="dynamic"`: gradients are made of a loss that is scaled up so that small ones do not
-    vanish, and scaled down again; a step in which one overflows gives no gradients, on any rank.
+    `compute`, buffers are not.
+
+    Attributes:
+        compute: The dtype of the copies of parameters that the program reads.
+        reduce: The dtype in which gradients are summed over ranks and micro-batches.
+        loss_scale: "dynamic" scales the loss up so that small gradients of float16 do not vanish. A
+            step in which one overflows gives no gradients, on any rank. None: no scale.
     """
 
     FORM: ClassVar = tuple[Name, Name, Literal["dynamic"] | None]  # in files

@@ -19,11 +19,12 @@ _KEPT = {"device": "", "cut": ", kept as pieces", "host": ", kept on the host"}
 
 @dataclass(frozen=True)
 class Recompute:
-    """Of a region: how much of its forward runs again, and how the rest is kept till then.
+    """How much of a region's forward runs again in backward, and where the rest is kept till then.
 
-    `kind`: "full" keeps what the region reads, "selective" what is dear to make, None all.
-    `keep`: what all of some ranks would keep alike, as the ranks of tensor parallelism do, can be
-    "cut": each keeps a piece, and they gather it again; "host": pieces too, on the host.
+    Attributes:
+        kind: "full" keeps what the region reads, "selective" what is dear to make, None everything.
+        keep: "device" keeps values where they are; "cut" keeps a piece on each of the ranks that
+            would keep the same (ZeRO-R's Pa); "host" moves these pieces to the host (Pa+cpu).
     """
 
     kind: Kind = "full"

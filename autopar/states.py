@@ -32,17 +32,22 @@ BUFFER_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class States:
-    """Three numbers of parts, each of which divides the next, how long a gathered copy lives, and
-    what is on the host.
+    """How ZeRO cuts parameters, gradients and optimizer states over ranks that hold replicas.
 
-    `parameters`: of the copy that lives through a step; `gradients`: of what adds up over
-    micro-batches; `optimizer`: from step to step, of the parameter and of what an optimizer keeps.
-    What of the latter is on the host is updated there: each step copies parameters to the device,
-    and gradients back. The other copy is there too with `parameters_device`: it is then copied to
-    the device for each use.
+    Each number of parts divides the next. Fewer parts than replicas cut over nearest neighbours, as
+    ZeRO++ (hpZ), HSDP and InternEvo do.
 
-    What travels together, copies as well as gradients, takes no more than `buffer_bytes`, however
-    large the model is; a parameter that is larger travels alone.
+    Attributes:
+        parameters: Parts of the parameter that lives through a step; 1 keeps it whole, "all" cuts
+            over all replicas (ZeRO-3).
+        gradients: Parts of the gradient that adds up over micro-batches (ZeRO-2).
+        optimizer: Parts, between steps, of the parameter and of what an optimizer keeps (ZeRO-1).
+        lifetime: How long a gathered parameter lives: a "use" (gathered again in backward) or a
+            "step".
+        parameters_device: "host" keeps parameters on the host; they are copied for each use.
+        optimizer_device: "host" updates parameters on the host (ZeRO-Offload); a step copies
+            parameters to the device and gradients back.
+        buffer_bytes: The most bytes that travel in one message; a larger parameter travels alone.
     """
 
     parameters: Factor = 1

@@ -5,6 +5,7 @@ lead somewhere, and the reference is made of docstrings."""
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import autopar as ap
 from autopar.commands import make_parser
 from tests import documents, programs
 from tests.documents import LINKED, PAGES, ROOT, Block, Program
@@ -108,9 +110,26 @@ def test_commands_are_read_as_they_are_written():
     assert found > 20
 
 
-def test_the_reference_is_what_docstrings_say():
+def test_the_reference_of_commands_is_what_their_parsers_say():
     spec = importlib.util.spec_from_file_location("make", ROOT / "docs" / "make_reference.py")
     make = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(make)
-    for name, text in make.pages().items():
-        assert (make.FOLDER / name).read_text() == text, "make docs"
+    assert make.PAGE.read_text() == make.page(), "make docs"
+
+
+def test_the_reference_has_every_public_name():
+    page = (ROOT / "docs" / "reference" / "functions.md").read_text()
+    listed = {line.rpartition(".")[2] for line in page.splitlines() if line.startswith(":::")}
+    assert {*ap.__all__, *ap.nn.__all__} - listed == {"nn"}
+
+
+def test_every_argument_of_the_doors_is_described():
+    for function in (ap.plan, ap.parallelize, ap.shard):
+        described = re.findall(r"^    (\w+): ", inspect.getdoc(function), re.MULTILINE)
+        assert described == [*inspect.signature(function).parameters]
+
+
+def test_the_site_has_every_page_in_its_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in PAGES[1:]:
+        assert f"- {page.relative_to(ROOT / 'docs')}\n" in navigation, page
