@@ -133,3 +133,9 @@ def test_the_site_has_every_page_in_its_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in PAGES[1:]:
         assert f"- {page.relative_to(ROOT / 'docs')}\n" in navigation, page
+
+
+def test_the_table_of_laws_names_files_that_exist():
+    table = (ROOT / "tests" / "README.md").read_text()
+    for name in re.findall(r"`([\w/]+\.py)`", table):
+        assert (ROOT / "tests" / name).exists() or (ROOT / name).exists(), name

@@ -73,54 +73,51 @@ class NodeInfo:
     def __init__(self, node: fx.Node) -> None:
         self.__dict__ = node.meta  # so that a fact is read as fast as any attribute
 
-    # From capture
-    val: torch.Tensor  # the fake tensor, global; of several results a flat tuple
-    source: str | None = None  # the user's line
+    # Written by capture.
+    val: torch.Tensor  # the fake tensor of the global value; a flat tuple for several results
+    source: str | None = None  # the user's source line
     module: str = ""  # the path of the module that makes the value
-    differentiable: bool = False  # whether a gradient flows through it
-    learns: bool = False  # a step gives it a gradient
-    state_bytes: StateBytes | None = None  # of a parameter that is read in another dtype
-    no_grad: bool = False  # made under torch.no_grad; gone when the graph is frozen
+    differentiable: bool = False  # whether a gradient flows through it, from any output
+    learns: bool = False  # whether a step gives it a gradient: price, memory and states follow it
+    state_bytes: StateBytes | None = None  # bytes that training keeps per element of a parameter
+    no_grad: bool = False  # made under torch.no_grad; removed when the graph is frozen
+    draw: int | None = None  # its number among random calls; removed when the graph is frozen
+    on_host: bool = False  # a parameter is kept on the host, or a call runs there
+    parts: tuple[int, int] | None = (
+        None  # a dim of equal parts and their number, as in a qkv weight
+    )
+    checkpoint: int | None = None  # the number of the user's checkpoint that contains it
 
-    draw: int | None = None  # its number among the calls that draw random numbers; as no_grad
-
-    on_host: bool = False  # of a parameter: where it is kept; of a call: where it runs
-    parts: tuple[int, int] | None = None  # a dim of equal parts, and their number: it may be cut so
-    checkpoint: int | None = None  # the user's checkpoint that it stands in, by number
-
-    # From assign_types
-    origin: tuple[str, str]  # of a placeholder: its kind ("parameter", ...) and name
-    places: ParameterPlacement | None = None  # of a parameter; its type is that in storage
-    type: TensorType  # shape, dtype and layout; of several results a flat tuple
-    wants: tuple[Placement, ...]  # of each tensor input
-    ways: Ways = MappingProxyType({})  # what readers share on the way to what they want
-    rule: Rule | None = None
-    strategy: Strategy | None = None
+    # Written by assign_types.
+    origin: tuple[str, str]  # kind ("parameter", "buffer", "input", ...) and name of a placeholder
+    places: ParameterPlacement | None = None  # where a parameter is stored, read, summed and kept
+    type: TensorType  # shape, dtype and layout; a flat tuple for several results
+    wants: tuple[Placement, ...]  # the layout that each tensor input must have
+    ways: Ways = MappingProxyType({})  # the movements that readers of a value share
+    rule: Rule | None = None  # what the operator can do
+    strategy: Strategy | None = None  # what it does here
     saved: tuple[int, ...] = ()  # the tensor arguments that backward keeps
-    saves_output: bool = False
-    calls: tuple[tuple[Facts, Strategy], ...] = ()  # what the price follows from
+    saves_output: bool = False  # whether backward keeps the result
+    calls: tuple[tuple[Facts, Strategy], ...] = ()  # the calls from which the price follows
 
-    # From later passes
-    start_of: KernelCall | None = None  # it takes where a rank's piece of a factor starts
-    joint: KernelCall | None = None  # ranks carry it out together
-    movement: Movement | None = None  # of a collective
-    alone: bool = False  # it goes all the way between two layouts
-    bytes: int  # that a movement moves
-    region: Region | None = None  # that is recomputed, and it stands in
-    remade: bool = False  # its forward runs again in backward
-    dropped: bool = False  # what it gives is made again where backward reads it
-    # By the regions that keep its memory elsewhere, the axes over whose ranks they cut it.
+    # Written by later passes.
+    start_of: KernelCall | None = None  # a kernel that takes the start of a rank's piece
+    joint: KernelCall | None = None  # a kernel that several ranks carry out together
+    movement: Movement | None = None  # the movement that a collective carries out
+    alone: bool = False  # whether this movement is the only one between two layouts
+    bytes: int  # the bytes that a movement moves
+    region: Region | None = None  # the recomputed region that contains it
+    remade: bool = False  # whether its forward runs again in backward
+    dropped: bool = False  # whether its value is made again where backward reads it
+    # For each region that keeps this value elsewhere: the axes over which it is cut.
     away: Mapping[Region, tuple[str, ...]] = MappingProxyType({})
-    sync: tuple[str, ...] = ()  # of a parameter: the axes that sum its gradient last
-    pending: tuple[str, ...] = ()  # the axes over which its own gradient stays a sum
-    buffers: tuple[str, ...] = ()  # of an output: the buffers whose new values it gives
-    weight_inputs: WeightInputs | None = None
-    readers: Readers | None = None  # of a parameter of a stage: those of all stages
-    copies: tuple[int, ...] = ()  # the groups of copies that it reads, which come and go
-
-    # In a program that stands for a longer one: of so many equal blocks, one after another, this is
-    # what stands here of one.
-    times: int = 1
+    sync: tuple[str, ...] = ()  # the axes over which a parameter's gradient is summed last
+    pending: tuple[str, ...] = ()  # the axes over which a gradient stays a partial sum
+    buffers: tuple[str, ...] = ()  # the buffers whose new values an output gives
+    weight_inputs: WeightInputs | None = None  # the gradients that a split backward puts off
+    readers: Readers | None = None  # the stages that read a parameter
+    copies: tuple[int, ...] = ()  # the groups of gathered parameters that it reads
+    times: int = 1  # how many equal blocks this node stands for, in a shortened program
 
     @property
     def values(self) -> tuple[Any, ...]:
