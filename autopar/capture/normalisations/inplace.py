@@ -7,7 +7,7 @@ are read. A write to a buffer becomes a mutation: an extra output of the program
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,12 +35,25 @@ _FUNCTIONAL: dict[object, Callable[..., Any]] = {
     aten.normal_.default: aten.normal_functional.default,
     aten.bernoulli_.float: aten.bernoulli.p,
 }
+# What Python's operators with an equals sign call.
+_SYMBOLS = {
+    "__iand__": "bitwise_and",
+    "__ior__": "bitwise_or",
+    "__ixor__": "bitwise_xor",
+    "__ilshift__": "bitwise_left_shift",
+    "__irshift__": "bitwise_right_shift",
+}
 _THEMSELVES = (aten.alias.default, aten.contiguous.default)  # where they share memory
 _CASTS = (aten.to, aten.type_as)  # to the dtype that it has: the tensor itself
 _SCATTERS: dict[object, Callable[..., Any]] = {  # with the arguments of the view
     aten.select.int: aten.select_scatter.default,
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.diagonal.default: aten.diagonal_scatter.default,
+}
+_INVERSES: dict[object, Callable[..., Any]] = {
+    aten._conj.default: aten.conj_physical.default,
+    aten.view_as_real.default: aten.view_as_complex.default,
+    aten.view_as_complex.default: aten.view_as_real.default,
 }
 
 
@@ -232,9 +245,17 @@ class _Functionaliser:
         target, call = view.target, self.builder.call
         if target in _SCATTERS:
             _, *place = Call(view).arguments.values()
-            return call(write, _SCATTERS[target], base, new, *place)
+            return self._of_real_parts(write, _SCATTERS[target], (base, new), *place)
         if (order := permutation(view)) is not None:
             return call(write, *as_call(new, [order.index(dim) for dim in range(len(order))]))
+        if target is aten.real.default and not info(base).val.is_complex():
+            return new
+        if target in (aten.real.default, aten.imag.default):
+            other = aten.imag if target is aten.real.default else aten.real
+            pair = (new, call(write, other.default, base))
+            return call(write, aten.complex.default, *pair[:: 1 if other is aten.imag else -1])
+        if target in _INVERSES:
+            return call(write, _INVERSES[target], new)
         if target in _THEMSELVES or getattr(target, "overloadpacket", None) in _CASTS:
             return new
         if target is aten.detach.default and self.root[view].name in self.builder.buffers:
@@ -258,7 +279,8 @@ class _Functionaliser:
             if not (isinstance(x, fx.Node) and _may_learn(x)):
                 return new
             # What is overwritten has a gradient of zeros, not none.
-            return call(node, aten.sub.Tensor, new, call(node, aten.zero.default, x))
+            zeros = self._of_real_parts(node, aten.zero.default, (x,))
+            return call(node, aten.sub.Tensor, new, zeros)
         if "out" in node.kwargs:
             options = {name: value for name, value in node.kwargs.items() if name != "out"}
             new = call(node, _without_out(node.target), *node.args, **options)
@@ -273,6 +295,19 @@ class _Functionaliser:
             raise _no_such_form(node)
         # x_ keeps the dtype of x whatever the other operand is.
         return self._copy(node, x, new)
+
+    def _of_real_parts(
+        self, node: fx.Node, target: Any, tensors: tuple[fx.Node, ...], *rest: Any
+    ) -> fx.Node:
+        """A call whose gradient torch has for real numbers alone: of complex ones for each part."""
+        call = self.builder.call
+        if not info(tensors[0]).val.is_complex():
+            return call(node, target, *tensors, *rest)
+        parts = (
+            call(node, target, *(call(node, part, x) for x in tensors), *rest)
+            for part in (aten.real.default, aten.imag.default)
+        )
+        return call(node, aten.complex.default, *parts)
 
     def _copy(self, node: fx.Node, x: Any, value: Any) -> fx.Node:
         """`value` in the dtype and shape of `x`."""
@@ -343,23 +378,25 @@ def _is_view(target: Any) -> bool:
 
 def _without_out(target: Any) -> Callable[..., Any]:
     """The overload that returns what `target` writes into its argument `out`."""
-
-    def taken(overload: Any) -> list[tuple[str, str]]:
-        arguments = overload._schema.arguments
-        return [(a.name, str(a.type)) for a in arguments if a.name != "out"]
-
-    packet = target.overloadpacket
-    overloads = [getattr(packet, name) for name in packet.overloads()]
-    return next(
-        overload
-        for overload in overloads
-        if not overload._schema.is_mutable and taken(overload) == taken(target)
-    )
+    arguments = [a for a in target._schema.arguments if a.name != "out"]
+    overload = _overload_taking(target.overloadpacket, arguments)
+    assert overload is not None, target
+    return overload
 
 
 def _without_underscore(target: Any) -> Callable[..., Any] | None:
+    """The overload that returns what `target` writes into its first argument."""
     namespace, _, name = target._schema.name.partition("::")
-    if not name.endswith("_"):
-        return None
-    packet = getattr(getattr(torch.ops, namespace), name.rstrip("_"), None)
-    return getattr(packet, target._overloadname, None)
+    name = _SYMBOLS.get(name, name if name.endswith("_") else None)
+    packet = name and getattr(getattr(torch.ops, namespace), name.rstrip("_"), None)
+    return _overload_taking(packet, target._schema.arguments) if packet else None
+
+
+def _overload_taking(packet: Any, arguments: Sequence[Any]) -> Callable[..., Any] | None:
+    """The overload that takes arguments of these types and changes none of them."""
+    types = [str(argument.type) for argument in arguments]
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        schema = overload._schema
+        if not schema.is_mutable and [str(a.type) for a in schema.arguments] == types:
+            return overload
+    return None
