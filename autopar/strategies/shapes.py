@@ -69,7 +69,10 @@ def _in_order(call: Call) -> bool:
 def reshape_factors(
     before: Sequence[int], after: Sequence[int]
 ) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
-    """The dims of both shapes by shared factors, their sizes, and those that stay whole."""
+    """The dims of both shapes by shared factors, their sizes, and those that stay whole.
+
+    Of a tensor without elements the dims before the first of size 0 are matched, as far as they
+    agree."""
     into: list[Dim] = [()] * len(before)
     out: list[Dim] = [()] * len(after)
     sizes: dict[str, int] = {}
@@ -80,11 +83,6 @@ def reshape_factors(
         sizes[name] = size
         return name
 
-    if 0 in before:
-        for dims, shape in ((into, before), (out, after)):
-            for index, size in enumerate(shape):
-                dims[index] = (new(size),)
-        return into, out, sizes, set(sizes)
     for left, right in _blocks(before, after):
         first = [before[index] for index in left]
         second = [after[index] for index in right]
@@ -105,17 +103,26 @@ def reshape_factors(
                 inner = new(shape[index] // (1 if place else sizes[shared]))
                 whole.add(inner)
                 dims[index] = (inner,) if place else (shared, inner)
+    for dims, shape in ((into, before), (out, after)):
+        for index, size in enumerate(shape):
+            if size != 1 and not dims[index]:
+                dims[index] = (new(size),)
+                whole.add(*dims[index])
     return into, out, sizes, whole
 
 
 def _blocks(before: Sequence[int], after: Sequence[int]) -> Iterable[tuple[list[int], list[int]]]:
     """Runs of dims of both shapes with equal products, as short as can be; size 1 left out."""
-    lefts = [index for index, size in enumerate(before) if size != 1]
-    rights = [index for index, size in enumerate(after) if size != 1]
-    while lefts:
+    lefts, rights = (
+        [index for index, size in enumerate(shape[: [*shape, 0].index(0)]) if size != 1]
+        for shape in (before, after)
+    )
+    while lefts and rights:
         left, right = [lefts.pop(0)], [rights.pop(0)]
         one, two = before[left[0]], after[right[0]]
         while one != two:
+            if not (lefts if one < two else rights):
+                return  # there are no elements
             if one < two:
                 left.append(lefts.pop(0))
                 one *= before[left[-1]]

@@ -106,6 +106,18 @@ def test_writes_to_buffers_are_outputs() -> None:
     )
 
 
+def test_what_is_joined_with_nothing_else_is_itself() -> None:
+    golden(
+        """
+        linear = linear(args_0, p_linear_weight) : f64[3, 4]
+        add = add(linear, p_linear_bias) : f64[3, 4]
+        return (add)
+        """,
+        lambda self, x: torch.cat([torch.cat([self.linear(x)]), torch.empty(0)]),
+        random(3, 4),
+    )
+
+
 def test_addmm_is_matmul_and_add() -> None:
     golden(
         """

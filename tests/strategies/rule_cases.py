@@ -137,6 +137,7 @@ for _name in ("view", "reshape", "_unsafe_view"):
     case(f"{_name}.default", t(6, 4), [4, 6])
     case(f"{_name}.default", t(5, 4), [5, 4])
     case(f"{_name}.default", t(2, 2, 3, 1), [4, 3])
+    case(f"{_name}.default", t(4, 3, 0), [4, 0])
 case("flatten.using_ints", t(2, 5, 4), 1, -1)
 case("unflatten.int", t(3, 8), 1, [4, -1])
 case("unsqueeze.default", t(5, 4), 1)

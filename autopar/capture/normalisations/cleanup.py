@@ -152,10 +152,11 @@ def creations_read_no_tensor(call: Site) -> fx.Node:
 
 @rewrites(aten.cat.default)
 def nothing_is_not_joined(call: Site) -> fx.Node | None:
-    """Of what is joined, a vector of no elements says nothing, whatever the dims of the others."""
+    """Of what is joined, a vector of no elements says nothing, whatever the dims of the others;
+    what is joined with nothing else is itself."""
     dims = len(call.shape)
     some = [node for node in call["tensors"] if dims == 1 or info(node).val.shape != (0,)]
-    if len(some) in (0, len(call["tensors"])):
+    if not some or len(some) == len(call["tensors"]) > 1:
         return None
     joined = some[0] if len(some) == 1 else call.make(aten.cat.default, some, call["dim"])
     dtype = call.outputs[0].dtype
