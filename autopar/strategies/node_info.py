@@ -83,9 +83,8 @@ class NodeInfo:
     no_grad: bool = False  # made under torch.no_grad; removed when the graph is frozen
     draw: int | None = None  # its number among random calls; removed when the graph is frozen
     on_host: bool = False  # a parameter is kept on the host, or a call runs there
-    parts: tuple[int, int] | None = (
-        None  # a dim of equal parts and their number, as in a qkv weight
-    )
+    # A dim of equal parts and their number, as in a qkv weight.
+    parts: tuple[int, int] | None = None
     checkpoint: int | None = None  # the number of the user's checkpoint that contains it
 
     # Written by assign_types.
