@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,7 +16,12 @@ import pytest
 import autopar as ap
 from autopar.cli import main
 from autopar.cluster.pace import Pace
-from autopar.commands import COMMANDS, examples, make_parser, summary
+from autopar.commands import COMMANDS, command, examples, make_parser, summary
+from autopar.commands.arguments import CommandParser
+from autopar.commands.simulate import own_options
+
+# Options that must be given, or that repeat a positional.
+NO_DEFAULT = {"model", "stages", "microbatches", *own_options()}
 
 
 def test_every_command_is_summed_up_in_the_help(capsys):
@@ -38,8 +44,19 @@ def test_the_help_of_every_command_has_examples_that_it_takes(name, capsys):
     assert "--json" in text or name == "completion"
     for line in examples(name):
         assert f"  {line}\n" in text
+        assert len(line) <= 78
         words = shlex.split(line.partition(" >")[0])[1:]
         assert make_parser("", "").parse_args(words).command == name
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_explained_by_a_sentence_with_its_default(name):
+    parser = CommandParser()
+    command(name).add_arguments(parser)
+    for action in parser._actions:
+        assert re.fullmatch(r"[A-Z].*\.", action.help or "") or action.dest == "help", action
+        if action.option_strings and action.nargs != 0 and action.dest not in NO_DEFAULT:
+            assert "Default: " in action.help, action
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -57,24 +57,30 @@ class CommandParser(argparse.ArgumentParser):
 def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """SPEC, the last of the positionals, or `--model SPEC`."""
     group = parser.add_mutually_exclusive_group()
-    text = f"{SPEC}, which returns (model, args, kwargs)"
+    text = f"The function that returns (model, args, kwargs), as {SPEC}."
     group.add_argument("model", metavar="SPEC", nargs="?", default=argparse.SUPPRESS, help=text)
-    group.add_argument("--model", metavar="SPEC", help="the same")
+    group.add_argument("--model", metavar="SPEC", help="The same as SPEC, as an option.")
     parser.set_defaults(needs_model=required)
 
 
 def add_decisions(parser: argparse.ArgumentParser, no_mesh: str) -> None:
-    """What `plan` decides unless it is given; `no_mesh`: what happens without a mesh."""
+    """Add the decisions of `plan`; `no_mesh` says what happens without a mesh."""
     add = parser.add_argument
-    add("--mesh", help=f"dp=2,tp=4 (default: {no_mesh})")
-    add("--mode", choices=MODES, default="auto", help="default: auto")
-    add("--microbatches", default="auto", help="of a step (default: auto)")
-    add("--pipeline", default="auto", help="stages, an axis, or none (auto)")
-    schedule = add("--schedule", default="auto", help="its name, or a .csv or .txt file (auto)")
+    add("--mesh", metavar="AXES", help=f"The axes over ranks, as dp=2,tp=4. Default: {no_mesh}.")
+    mode = "Decide layouts by search, by annotations, or by cutting the batch. Default: auto."
+    add("--mode", choices=MODES, default="auto", help=mode)
+    parts = "The number of micro-batches in a step. Default: auto."
+    add("--microbatches", metavar="N", default="auto", help=parts)
+    pipeline = "The number of stages, the name of the pipeline's axis, or none. Default: auto."
+    add("--pipeline", metavar="N", default="auto", help=pipeline)
+    named = "The name of a schedule, or a .csv or .txt file. Default: auto."
+    schedule = add("--schedule", metavar="NAME", default="auto", help=named)
     complete_with(schedule, SCHEDULES)
-    add("--states", choices=("auto", *NAMED), default="auto", help="how they are cut (auto)")
+    states = "How ZeRO cuts parameters, gradients and optimizer states. Default: auto."
+    add("--states", choices=("auto", *NAMED), default="auto", help=states)
     again = ("auto", "selective", "full", "none")
-    add("--recompute", choices=again, default="auto", help="what runs again in backward (auto)")
+    text = "What runs its forward again in backward. Default: auto."
+    add("--recompute", choices=again, default="auto", help=text)
 
 
 def read_decisions(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -132,10 +132,17 @@ class Plans:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `autopar calibrate` takes."""
-    parser.add_argument("--ranks", type=int, help="processes of this machine (default: 2)")
-    parser.add_argument("--out", metavar="FILE", help="write a cluster file, for --cluster")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    """Add the arguments of `autopar calibrate`."""
+    parser.add_argument(
+        "--ranks",
+        metavar="N",
+        type=int,
+        help="The number of processes of this machine. Default: 2.",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="Write a cluster file, for --cluster. Default: none."
+    )
+    parser.add_argument("--json", action="store_true", help="Print the figures as JSON.")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,10 +13,14 @@ from autopar.report.trace import read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `autopar compare` takes."""
-    parser.add_argument("simulated", metavar="SIMULATED", help="what plan.trace(path) wrote")
-    parser.add_argument("measured", metavar="MEASURED", help="what pm.record().save(path) wrote")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    """Add the arguments of `autopar compare`."""
+    parser.add_argument(
+        "simulated", metavar="SIMULATED", help="The file that plan.trace(path) wrote."
+    )
+    parser.add_argument(
+        "measured", metavar="MEASURED", help="The file that pm.record().save(path) wrote."
+    )
+    parser.add_argument("--json", action="store_true", help="Print the figures as JSON.")
 
 
 def run(arguments: argparse.Namespace) -> int:

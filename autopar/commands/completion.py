@@ -18,8 +18,8 @@ Options = Mapping[str, Mapping[str, Sequence[str]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `autopar completion` takes."""
-    parser.add_argument("shell", choices=SHELLS, help="the shell that completes")
+    """Add the arguments of `autopar completion`."""
+    parser.add_argument("shell", choices=SHELLS, help="The shell whose completion is printed.")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -150,9 +150,15 @@ def train_in_parallel(say: Say, steps: int) -> tuple[list[float], Measured]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `autopar demo` takes."""
-    parser.add_argument("--steps", type=int, default=20, help="training steps (default: 20)")
-    parser.add_argument("--json", action="store_true", help="print the losses as JSON")
+    """Add the arguments of `autopar demo`."""
+    parser.add_argument(
+        "--steps",
+        metavar="N",
+        type=int,
+        default=20,
+        help="The number of training steps. Default: 20.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print the losses as JSON.")
 
 
 def run(arguments: argparse.Namespace) -> int:

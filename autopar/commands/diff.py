@@ -13,11 +13,13 @@ from autopar.commands.streams import to_results
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `autopar diff` takes."""
+    """Add the arguments of `autopar diff`."""
     for name in ("first", "second"):
-        parser.add_argument(name, metavar=name.upper(), help="a file that `autopar plan` wrote")
+        parser.add_argument(
+            name, metavar=name.upper(), help="A file that `autopar plan --out` wrote."
+        )
     add_model(parser, required=False)
-    parser.add_argument("--json", action="store_true", help="print the differences as JSON")
+    parser.add_argument("--json", action="store_true", help="Print the differences as JSON.")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -41,9 +41,15 @@ class Check:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `autopar doctor` takes."""
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start (default: 2)")
-    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    """Add the arguments of `autopar doctor`."""
+    parser.add_argument(
+        "--ranks",
+        metavar="N",
+        type=int,
+        default=2,
+        help="The number of processes to start. Default: 2.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print the checks as JSON.")
 
 
 def run(arguments: argparse.Namespace) -> int:

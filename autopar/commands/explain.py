@@ -2,7 +2,7 @@
 
 autopar explain plan.json layers.0.up --model autopar.examples:gpt
 autopar explain autopar.examples:gpt stages --cluster dgx-h100 --nodes 2
-autopar explain plan.json --model autopar.examples:gpt --what-if nodes=4,bandwidth=2x --search
+autopar explain plan.json --model train.py:gpt --what-if nodes=4,batch=2x
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from autopar.plan.what_if import CHANGES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `autopar explain` takes."""
+    """Add the arguments of `autopar explain`."""
     add = parser.add_argument
     add(
         "plan",
         metavar="PLAN|MODEL",
-        help=f"a file that `autopar plan --out` wrote, or {SPEC}, which is planned",
+        help=f"A file that `autopar plan --out` wrote, or a model to plan, as {SPEC}.",
     )
     questions = ", ".join(QUESTIONS)
     add(
         "name",
         metavar="NAME",
         nargs="?",
-        help=f"of a parameter, a module or a node; or of the whole step: {questions}",
+        help=f"The name of a parameter, module or node; or for the whole step {questions}.",
     )
     add_model(parser, required=False)
     add(
         "--what-if",
         metavar="CHANGES",
-        help=f"nodes=4,bandwidth=2x: what the same decisions would take; of {', '.join(CHANGES)}, "
-        "each as it becomes, or how many times as much",
+        help="Tell what the same decisions would take elsewhere, as nodes=4,bandwidth=2x. Each of "
+        f"{', '.join(CHANGES)} takes a new value or a factor. Default: none.",
     )
-    add("--search", action="store_true", help="with --what-if: decide anew there, too")
+    add("--search", action="store_true", help="With --what-if, also plan anew there.")
     add_plan(parser)
-    add("--json", action="store_true", help="print everything as JSON")
+    add("--json", action="store_true", help="Print the whole answer as JSON.")
 
 
 def run(arguments: argparse.Namespace) -> int:

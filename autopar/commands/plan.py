@@ -26,27 +26,37 @@ from autopar.planning import plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `autopar plan` takes."""
+    """Add the arguments of `autopar plan`."""
     add_model(parser)
     add_plan(parser)
-    parser.add_argument("--out", metavar="FILE", help="save the plan as JSON")
-    parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
+    parser.add_argument("--out", metavar="FILE", help="Save the plan to this file. Default: none.")
+    parser.add_argument("--json", action="store_true", help="Print the plan's figures as JSON.")
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """What says how a model is planned."""
+    """Add the options that say how a model is planned."""
     cluster = parser.add_argument(
-        "--cluster", default="dgx-h100", help="a preset or a TOML file (default: dgx-h100)"
+        "--cluster",
+        metavar="NAME",
+        default="dgx-h100",
+        help="The machines: a preset or a TOML file. Default: dgx-h100.",
     )
     complete_with(cluster, PRESETS)
-    parser.add_argument("--nodes", type=int, help="nodes of a preset (default: 1)")
-    add_decisions(parser, "all meshes are tried")
-    parser.add_argument("--memory", help="40GB of each device (default: what it has)")
+    parser.add_argument(
+        "--nodes", metavar="N", type=int, help="The number of nodes of a preset. Default: 1."
+    )
+    add_decisions(parser, "every mesh is weighed")
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="The memory of each device that may be used, as 40GB. Default: all of it.",
+    )
     parser.add_argument(
         "--seconds",
         type=float,
         default=SECONDS,
-        help=f"of the processor, that a choice may take; inf: all it needs (default: {SECONDS:g})",
+        metavar="S",
+        help=f"The CPU seconds that a choice may take; inf for no limit. Default: {SECONDS:g}.",
     )
 
 

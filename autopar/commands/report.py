@@ -19,16 +19,18 @@ from autopar.plan.plan import Plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `autopar report` takes."""
+    """Add the arguments of `autopar report`."""
     parser.add_argument(
         "what",
         metavar="PLAN|MODEL",
-        help=f"a file that `autopar plan --out` wrote, or {SPEC}, which is planned",
+        help=f"A file that `autopar plan --out` wrote, or a model to plan, as {SPEC}.",
     )
-    parser.add_argument("--model", metavar="SPEC", help="the model of a plan from a file")
+    parser.add_argument("--model", metavar="SPEC", help="The model of a plan from a file.")
     add_plan(parser)
-    parser.add_argument("--out", metavar="FILE", default="plan.html", help="default: plan.html")
-    parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
+    parser.add_argument(
+        "--out", metavar="FILE", default="plan.html", help="Write this file. Default: plan.html."
+    )
+    parser.add_argument("--json", action="store_true", help="Print the plan's figures as JSON.")
 
 
 def run(arguments: argparse.Namespace) -> int:

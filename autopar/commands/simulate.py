@@ -28,28 +28,40 @@ PATH = ("forwards", "backwards", "weights", "messages")  # what is told of the c
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `autopar simulate` takes."""
+    """Add the arguments of `autopar simulate`."""
     parser.add_argument(
-        "schedule", help=f"one of {', '.join(NAMES)}, or a schedule file (.txt or .csv)"
+        "schedule", help=f"One of {', '.join(NAMES)}, or a schedule file (.txt or .csv)."
     )
     add = parser.add_argument
-    add("--stages", type=int, help="pipeline ranks")
-    add("--microbatches", type=int, help="micro-batches of the whole pipeline in a step")
+    add("--stages", metavar="N", type=int, help="The number of ranks of the pipeline.")
+    add(
+        "--microbatches",
+        metavar="N",
+        type=int,
+        help="The number of micro-batches in a step, over all pipes.",
+    )
     for option in own_options():
         takers = ", ".join(name for name in NAMES if option in option_names(name))
-        add(f"--{option}", type=read_option, help=f"an option of {takers}")
-    add("--forward", type=_cost, default=1.0, help="time of a forward, or of each stage's: 1,1,2")
-    add("--backward", type=_cost, default=2.0, help="time of a whole backward")
+        add(f"--{option}", type=read_option, help=f"The option {option} of {takers}.")
+    forward = "The time of a forward, or of each stage's, as 1,1,2. Default: 1."
+    add("--forward", metavar="T", type=_cost, default=1.0, help=forward)
+    backward = "The time of a whole backward. Default: 2."
+    add("--backward", metavar="T", type=_cost, default=2.0, help=backward)
     add(
         "--backward-weight",
         type=_cost,
-        help="the part of backward that can be split off (default: half)",
+        metavar="T",
+        help="The time of the part of backward that can be put off. Default: half of it.",
     )
-    add("--latency", type=float, default=0.0, help="time of a message between two ranks")
-    add("--sync", choices=MODES, help="when the replicas of a stage all-reduce its gradient")
-    add("--sync-cost", type=_cost, default=0.0, help="time of a stage's all-reduce")
-    add("--width", type=int, help=f"columns of the drawing (the terminal's, at least {NARROWEST})")
-    add("--json", action="store_true", help="print the figures as JSON")
+    latency = "The time of a message between two ranks. Default: 0."
+    add("--latency", metavar="T", type=float, default=0.0, help=latency)
+    sync = "When the replicas of a stage all-reduce its gradient. Default: they do not."
+    add("--sync", choices=MODES, help=sync)
+    sync_cost = "The time of a stage's all-reduce. Default: 0."
+    add("--sync-cost", metavar="T", type=_cost, default=0.0, help=sync_cost)
+    width = f"The columns of the drawing. Default: the terminal's, and at least {NARROWEST}."
+    add("--width", metavar="N", type=int, help=width)
+    add("--json", action="store_true", help="Print the figures as JSON.")
 
 
 def own_options() -> list[str]:

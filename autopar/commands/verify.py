@@ -1,7 +1,7 @@
 """The command `autopar verify`: train a model plain, captured and in parallel, and compare.
 
 autopar verify autopar.examples:gpt --mesh dp=2,tp=2
-autopar verify train.py:model --mesh pp=2,dp=2 --schedule 1f1b --microbatches 4
+autopar verify train.py:gpt --mesh pp=2,dp=2 --schedule 1f1b --microbatches 4
 
 All ranks run in this process. Exit code 1 if the programs differ, or coarse numbers leave it open.
 """
@@ -22,11 +22,17 @@ from autopar.verifying import RANKS, verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `autopar verify` takes."""
+    """Add the arguments of `autopar verify`."""
     add_model(parser)
-    add_decisions(parser, f"a mesh for {RANKS} ranks is chosen")
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default: 3)")
-    parser.add_argument("--json", action="store_true", help="print every comparison as JSON")
+    add_decisions(parser, f"a mesh of {RANKS} ranks is chosen")
+    parser.add_argument(
+        "--steps",
+        metavar="N",
+        type=int,
+        default=3,
+        help="The number of optimizer steps. Default: 3.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print every comparison as JSON.")
 
 
 def run(arguments: argparse.Namespace) -> int:
