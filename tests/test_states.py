@@ -313,7 +313,7 @@ def test_no_room_on_the_host_is_refused(gpt):
     cluster = machines(4, 1e9, 0.0)
     (node,) = cluster.nodes
     node = replace(node, device=replace(node.device, host=Host(memory=1e4)))
-    with pytest.raises(ap.InvalidInput, match="fits into the memory that each device has of it"):
+    with pytest.raises(ap.InvalidInput, match="fits into the memory that it has for them"):
         planned(gpt, ap.Mesh(dp=4), states=HOST, cluster=replace(cluster, nodes=(node,)))
 
 

@@ -26,12 +26,13 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from autopar.cluster.calibration import local_node
 from autopar.cluster.cluster_file import cluster_text, read_cluster
 from autopar.cluster.gpus import local_gpus
 from autopar.cluster.links import Links, Ranks, Way
-from autopar.cluster.machines import AxisLink, Device, Host, Level, Link, Node
+from autopar.cluster.machines import AxisLink, Device, Host, HostLoad, Level, Link, Node
 from autopar.cluster.pace import Pace, kept_pace, paced
 from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput, written
@@ -197,6 +198,16 @@ class Cluster:
         if limit != self.device.memory:
             return [0.0] * len(places)
         return [self.weakest(ranks).memory - limit for ranks in places]
+
+    def fullest_host(self, needed: NDArray[np.float64]) -> HostLoad:
+        """Return what is needed of the node's host that has least room; `needed`: bytes by rank.
+
+        The devices of a node share its host: each brings its part of the memory."""
+        node_of = self._links.node_of[: len(needed)]
+        ranks, sums = np.bincount(node_of), np.bincount(node_of, needed)
+        own = zip(self.nodes, ranks.tolist(), sums.tolist())
+        loads = [HostLoad(n, size, n * node.device.host.memory) for node, n, size in own if n]
+        return min(loads, key=lambda load: load.room)
 
     def _kinds(self, ranks: Iterable[int]) -> list[Device]:
         nodes = np.unique(self._links.node_of[np.fromiter(ranks, int)])

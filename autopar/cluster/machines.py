@@ -186,6 +186,20 @@ class Node:
 
 
 @dataclass(frozen=True)
+class HostLoad:
+    """Bytes of one node's host: what its ranks need there together, and what it has for them."""
+
+    ranks: int
+    needed: float
+    memory: float
+
+    @property
+    def room(self) -> float:
+        """The bytes that are left for each of the ranks; below 0, so many are missing for each."""
+        return (self.memory - self.needed) / self.ranks
+
+
+@dataclass(frozen=True)
 class Level:
     """Neighbouring nodes in groups, as in racks; `bandwidth` is of all ways out of a group."""
 

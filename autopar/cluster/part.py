@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import combinations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cluster.cluster import Cluster
 from autopar.cluster.links import Ranks
@@ -49,6 +50,10 @@ class Line:
         """Of each place, in the order of the mesh inside it."""
         every = np.arange(self.stages * self.size).reshape(self.outer, self.stages, -1)
         return list(every.transpose(1, 0, 2).reshape(self.stages, -1))
+
+    def by_rank(self, values: Sequence[float]) -> NDArray[np.float64]:
+        """Return the value of each rank's place, from those of the places."""
+        return np.tile(np.repeat(values, self.size // self.outer), self.outer)
 
 
 @dataclass(frozen=True)

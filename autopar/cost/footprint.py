@@ -6,7 +6,7 @@ keep counts once, and a view is the tensor it looks at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -96,6 +96,15 @@ class Memory:
     def host(self) -> float:
         """All bytes on the host."""
         return sum(self.on_host.values())
+
+    @classmethod
+    def fullest(cls, places: Sequence[Memory]) -> Memory:
+        """Return the most of each resource over several places: what the fullest device holds, and
+        what is on the host of the place that keeps most there."""
+        device = max(places, key=lambda memory: memory.peak)
+        host = max(places, key=lambda memory: memory.host)
+        there: dict[str, Any] = {f"{HOST}{kind}": size for kind, size in host.on_host.items()}
+        return replace(device, **there)
 
     @classmethod
     def of(

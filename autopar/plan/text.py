@@ -36,12 +36,16 @@ _BESIDE = 13  # characters before what stands beside its name
 
 def plan_text(plan: PlanValue) -> str:
     """The whole page."""
-    memory, host = plan.memory, plan.cluster.device.host
+    memory, host = plan.memory, plan.fullest_host
+    node = f"a rank at most, {bytes_text(host.needed)} of {bytes_text(host.memory)} on a node"
     facts = [
         ("step", _step(plan)),
         *_no_loss(plan),
-        ("memory", _held(memory.peak, plan.room(plan.limit), memory.parts, " at the peak")),
-        *([("host", _held(memory.host, host.memory, memory.on_host))] if memory.host else []),
+        (
+            "memory",
+            _held(memory.peak, memory.parts, f"of {bytes_text(plan.room(plan.limit))} at the peak"),
+        ),
+        *([("host", _held(memory.host, memory.on_host, node))] if memory.host else []),
         *_about(plan),
         *_repeated(plan),
     ]
@@ -116,11 +120,11 @@ def _repeated(plan: PlanValue) -> list[tuple[str, str]]:
     return [("repeated", words)]
 
 
-def _held(most: float, limit: float, parts: Mapping[str, float], when: str = "") -> str:
-    """Bytes of what there is, and what they are made of, the largest first."""
+def _held(most: float, parts: Mapping[str, float], of_what: str) -> str:
+    """Return bytes as text, and what they are made of, the largest first."""
     largest = sorted(parts.items(), key=lambda item: -item[1])
     kinds = ", ".join(f"{name} {bytes_text(size)}" for name, size in largest if size)
-    return f"{bytes_text(most)} of {bytes_text(limit)}{when}: {kinds}"
+    return f"{bytes_text(most)} {of_what}: {kinds}"
 
 
 def saved_text(saved: SavedValue) -> str:

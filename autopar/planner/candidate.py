@@ -17,6 +17,7 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
+from autopar.cluster.machines import HostLoad
 from autopar.cluster.part import Line, Part
 from autopar.cost.buckets import Travel
 from autopar.cost.footprint import Memory, program_memory
@@ -275,8 +276,8 @@ class Candidate:
     @cached_property
     def memory(self) -> Memory:
         """The predicted bytes on the fullest device: `peak`, of which kinds `at_peak` makes it,
-        and each kind's own most."""
-        return max(self.memories, key=lambda memory: memory.peak)
+        and each kind's own most; and on the host those of the rank that keeps most there."""
+        return Memory.fullest(self.memories)
 
     def room(self, limit: float | None) -> float:
         """The bytes that it keeps to, where each device has `limit`: all that it has, if it has
@@ -287,7 +288,7 @@ class Candidate:
 
     @cached_property
     def memories(self) -> list[Memory]:
-        """The same on each rank along the axis of the pipeline; without one there is one."""
+        """The predicted bytes of a rank at each place of the pipeline; without one there is one."""
         if (cut := self.pipelining) is not None:
             taken, size = self.taken_by_stages(cut), self.states.buffer_bytes
             if self.captured.times > 1:
@@ -405,11 +406,12 @@ class Candidate:
         return any(at.storage != at.working for at in self.decisions.apart.values())
 
     @cached_property
-    def host_room(self) -> float:
-        """The bytes of the host beside what it keeps there; below 0, so many are missing."""
-        host, kept = self.cluster.device.host, self.memory.host
-        beside = self.memory.peak if kept and host.is_device else 0.0
-        return host.memory - kept - beside
+    def fullest_host(self) -> HostLoad:
+        """The host with least room, with peaks of devices where these have the same memory."""
+        is_shared = self.memory.host > 0 and self.cluster.device.host.is_device
+        kept = [one.host + one.peak * is_shared for one in self.memories]
+        line = None if self.pipelining is None else self.line
+        return self.cluster.fullest_host((line or Line("", 1, self.mesh.size)).by_rank(kept))
 
     def needed(self, limit: float) -> float:
         """The bytes that every device would have to have, besides what some have beyond `limit`, if
@@ -418,7 +420,7 @@ class Candidate:
 
     def fits(self, limit: float) -> bool:
         """Whether it has room, where each device has `limit` bytes."""
-        return self.needed(limit) <= limit and self.host_room >= 0
+        return self.needed(limit) <= limit and self.fullest_host.room >= 0
 
     def alternative(self, limit: float) -> Alternative:
         """The figures, for those who have `limit` bytes on each device."""

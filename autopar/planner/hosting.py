@@ -15,7 +15,7 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.request import Request
 from autopar.states import States
 from autopar.strategies.node_info import info
-from autopar.units import bytes_text
+from autopar.units import bytes_text, counted
 
 
 def may_go(model: nn.Module, asked: States | None) -> bool:
@@ -46,14 +46,15 @@ def least_update(captured: Captured, request: Request) -> float:
 
 
 def no_room_on_host(tried: Sequence[Candidate]) -> InvalidInput:
-    """Why plans do not fit that keep something on the host."""
-    least = min(tried, key=lambda candidate: candidate.memory.host)
-    memory, host = least.memory, least.cluster.device.host
-    beside = f" beside {bytes_text(memory.peak, 4)} of the device, which is the same memory"
+    """Return the refusal of plans that keep more on the host of a node than it has."""
+    least = max(tried, key=lambda candidate: candidate.fullest_host.room)
+    load = least.fullest_host
+    peaks = ", peaks of devices included, which are the same memory"
     return InvalidInput(
-        "what is kept on the host fits into the memory that each device has of it",
-        got=f"{bytes_text(memory.host, 4)}{beside if host.is_device else ''}, where it has "
-        f"{bytes_text(host.memory, 4)}, with states {least.states} on {least.whole_mesh}",
+        "what the ranks of a node keep on its host fits into the memory that it has for them",
+        got=f"{bytes_text(load.needed, 4)} of {counted(load.ranks, 'rank')}"
+        f"{peaks if least.cluster.device.host.is_device else ''}, where it has "
+        f"{bytes_text(load.memory, 4)}, with states {least.states} on {least.whole_mesh}",
         remedy="cut states into more parts, keep less on the host, or give a cluster with more",
     )
 
@@ -67,5 +68,5 @@ def require_room(given: Candidate, limit: float) -> None:
             f"{bytes_text(limit, 4)}",
             remedy="make the plan again, for the memory that there is",
         )
-    if given.host_room < 0:
+    if given.fullest_host.room < 0:
         raise no_room_on_host([given])

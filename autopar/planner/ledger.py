@@ -65,7 +65,7 @@ class Ledger:
         on_device = figures.fits and candidate.states not in self.request.hosted
         self.fits_device |= on_device
         self.fits_itself |= on_device and not candidate.decisions.keeps_on_host
-        if candidate.needed(memory) <= memory and candidate.host_room < 0:
+        if candidate.needed(memory) <= memory and candidate.fullest_host.room < 0:
             self._too_large_for_host.append(candidate)
         elif not figures.fits:
             self.refused.append(candidate.footprint(figures))

@@ -85,7 +85,8 @@ def _left(way: Candidate, memory: float) -> tuple[float, float]:
     many are missing."""
     left = memory - way.needed(memory)
     is_shared = way.cluster.device.host.is_device
-    return (min(left, way.host_room), math.inf) if is_shared else (left, way.host_room)
+    host = way.fullest_host.room
+    return (min(left, host), math.inf) if is_shared else (left, host)
 
 
 def _may_win(plain: Candidate, mix: Mix, fastest: float) -> bool:

@@ -54,6 +54,8 @@ def ways(
         is_chosen = one == chosen
         if is_chosen:
             why = "chosen"
+        elif not one.fits and one.memory <= limit:
+            why = f"keeps {bytes_text(one.held.host)} on the host, which has less"
         elif not one.fits:
             why = f"takes {bytes_text(one.memory)}, there are {bytes_text(limit)}"
         elif one.how in ran and chosen.how in ran:
