@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import wraps
 from operator import attrgetter
@@ -193,20 +193,6 @@ def global_backward_hooks() -> list[Callable]:
     """The hooks of all modules that run in backward."""
     hooks = (_modules._global_backward_pre_hooks, _modules._global_backward_hooks)
     return [hook for registered in hooks for hook in registered.values()]
-
-
-_BEFORE, _AFTER = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
-
-
-def gradient_hooks(tensor: Tensor) -> list[Callable]:
-    """The hooks that run when a leaf gets its gradient."""
-    return [*(_BEFORE(tensor) or {}).values(), *(_AFTER(tensor) or {}).values()]
-
-
-def have_gradient_hooks(tensors: Collection[Tensor]) -> bool:
-    """Whether one of many leaves has such hooks, in 0.2 µs for each."""
-    with plain_attributes():
-        return any(map(_BEFORE, tensors)) or any(map(_AFTER, tensors))
 
 
 def has_hooks(module: nn.Module) -> bool:

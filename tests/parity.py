@@ -3,10 +3,11 @@
     assert_parity(megatron(gpt(), "tp"), Mesh(tp=4))
 
 Loss, every gradient, and parameters and buffers after two AdamW steps agree below 1e-9, relative
-to the largest element of each tensor. Some gradients are zero but for rounding (the bias of keys:
-softmax does not see it). Two things keep that rounding out of the comparison: a tensor counts as at
-least 1e-4 of the largest gradient of the model, and AdamW divides by sqrt(v) + 1e-4, because with
-its usual epsilon the first step of a parameter is the sign of its gradient, be that 1e-17 or 1.
+to the largest element of each tensor; no two gradients share memory. Some gradients are zero but
+for rounding (the bias of keys: softmax does not see it). Two things keep that rounding out of the
+comparison: a tensor counts as at least 1e-4 of the largest gradient of the model, and AdamW divides
+by sqrt(v) + 1e-4, because with its usual epsilon the first step of a parameter is the sign of its
+gradient, be that 1e-17 or 1.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
+from tests.combined import assert_own_memory
 from tests.models import Case
 
 TOLERANCE = 1e-9
@@ -75,7 +77,9 @@ def parallel_outcome(
     """The parallel program, on whichever backend it runs."""
 
     def step() -> Tensor:
-        return module.step(*case.args, **case.kwargs)
+        loss = module.step(*case.args, **case.kwargs)
+        assert_own_memory(module.parameters())
+        return loss
 
     def grads() -> dict[str, Tensor]:
         return module.full_grads()

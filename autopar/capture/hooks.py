@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad, functional, graph
 
 from autopar import _torch
+from autopar._torch_gradients import gradient_hooks
 from autopar.capture.source import is_users
 from autopar.errors import InvalidInput
 from autopar.lines import caller, describe, frames_to_caller
@@ -55,7 +56,7 @@ def refuse_hooks(model: nn.Module) -> None:
         where = path or type(module).__name__
         found.append((f"a backward hook of the module {where}", _torch.backward_hooks(module)))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        found.append((f"a hook on the gradient of {name}", _torch.gradient_hooks(tensor)))
+        found.append((f"a hook on the gradient of {name}", gradient_hooks(tensor)))
     for what, hooks in found:
         for hook in hooks:
             raise _refused(f"{what}: {_name(hook)}", _line_of(hook))

@@ -160,9 +160,7 @@ class Bucket:
             gradients.clear()
             yield from self._cut(work)
         if not (summed.is_cut or summed.adds):
-            gradients += self.riders
-            # What is one tensor is not copied.
-            self.buffer = joined_flat(gradients if len(gradients) > 1 else in_own_memory(gradients))
+            self.buffer = joined_flat(gradients + self.riders)  # what is one tensor is not copied
         gradients.clear()
         if summed.group is not None:
             assert self.buffer is not None
@@ -370,7 +368,7 @@ class GradientSync:
             if bucket.is_complete:
                 grads |= bucket.give()
         alone = [slot for slot in self._alone if slot.name in reached]
-        grads |= placed(alone, in_own_memory(take_gradients([slot.leaf for slot in alone])))
+        grads |= placed(alone, take_gradients([slot.leaf for slot in alone]))
         return {name: grad for name, grad in grads.items() if name in reached}
 
     def takes_along(self, late: LateSum) -> bool:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar._torch import age_of, backward_under_way, local_of
+from autopar._torch_gradients import own_gradients
 from autopar.cost.buckets import cut_bytes
 from autopar.cost.ways import CopyGroup, largest_group
 from autopar.mesh import Mesh
@@ -96,6 +97,7 @@ class Leaves:
             self._make_groups(replaced)
         for name, leaf in self.by_name.items():
             leaf.requires_grad_(self.parameters[name].requires_grad)
+        own_gradients(self.by_name.values())
 
     def copies(self, routes: Mapping[str, Route]) -> Copies:
         """What a program with these routes is told of them."""

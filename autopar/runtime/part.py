@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar import _torch
+from autopar._torch_gradients import gradient_hooks, have_gradient_hooks
 from autopar.errors import InvalidInput
 from autopar.layout import TensorType
 from autopar.lines import frames_to_caller
@@ -296,8 +297,8 @@ def refuse_late_hooks(root: nn.Module, kept: Mapping[str, Tensor], step: bool) -
 
 def refuse_gradient_hooks(kept: Mapping[str, Tensor]) -> None:
     """Refuse hooks that run when parameters get their gradients."""
-    if _torch.have_gradient_hooks(kept.values()):
-        named = (name for name, value in kept.items() if _torch.gradient_hooks(value))
+    if have_gradient_hooks(kept.values()):
+        named = (name for name, value in kept.items() if gradient_hooks(value))
         raise _late(f"a hook on the gradient of {next(named)}")
 
 

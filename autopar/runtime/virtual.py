@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
+from autopar._torch_gradients import own_gradients
 from autopar.capture.origins import gathered_parameter
 from autopar.collectives import Movement, from_ranks, move, to_ranks
 from autopar.collectives.together import in_groups, joined
@@ -288,6 +289,10 @@ class VirtualBackend(Backend):
     def cut(self, name: str, whole: Tensor, layout: Layout) -> Tensor:
         """The same: nothing is cut here before it is read."""
         return whole
+
+    def bind(self, kept: Mapping[str, Tensor]) -> None:
+        """Parameters are leaves themselves."""
+        own_gradients(kept.values())
 
     def joined(self, values: Sequence[Value], types: Sequence[TensorType]) -> list[Tensor]:
         """The whole."""

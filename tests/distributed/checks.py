@@ -27,6 +27,7 @@ from autopar.report.trace import ACTIONS, read
 from autopar.runtime.world import world
 from tests import dynamic, models, recipes, signatures
 from tests.annotations import attention, megatron, sequence, stored, vocabulary
+from tests.combined import assert_own_memory, combined
 from tests.distributed.experts import routed, sends_tokens_to_their_experts
 from tests.distributed.finding import (
     finds_the_batch_of_which_it_has_a_slice,
@@ -330,17 +331,23 @@ def refuses_on_all_ranks_the_call_that_one_refuses() -> None:
 
 
 def clips_and_accumulates() -> None:
-    case = tensor_parallel_gpt()
-    norms: list[Any] = []
-    for module in pair(case, DP2_TP2):
-        module.step(*case.args)
-        module.step(*case.args, scale=1 / 4)
-        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        norms.append(module.clip_grad_norm_(0.05))  # the module's own sees what is left, 0.1
-        norms.append(sum(grad.abs().sum() for grad in module.full_grads().values()))
-    assert_close(norms[:3], norms[3:])
-    assert float(norms[1]) == pytest.approx(0.1, rel=1e-4)
+    """Where backward hands several parameters one tensor, too, which is summed where it lies."""
+    options: dict[str, Any]
+    for case, options in (
+        (tensor_parallel_gpt(), {"mesh": DP2_TP2}),
+        (combined(520), {"mesh": Mesh(dp=4), "microbatches": 2}),
+    ):
+        norms: list[Any] = []
+        for module in pair(case, **options):
+            module.step(*case.args)
+            module.step(*case.args, scale=1 / 4)
+            assert_own_memory(module.parameters())
+            norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            norms.append(module.clip_grad_norm_(0.05))  # the module's own sees what is left, 0.1
+            norms.append(sum(grad.abs().sum() for grad in module.full_grads().values()))
+        assert_close(norms[:3], norms[3:])
+        assert float(norms[1]) == pytest.approx(0.1, rel=1e-4)
 
 
 def gives_tensors_that_stay() -> None:
@@ -918,7 +925,7 @@ def cases() -> list[tuple[Case, None]]:
     rehearsed()
     gpts = [tensor_parallel_gpt(), tensor_parallel_gpt(2), models.shared("gpt", layers=2)]
     others = [models.shared("mlp"), models.shared("gpt2", layers=1), some_learned(), shared_tree()]
-    others += [dropping(), *map(recipes.case, (True, False))]
+    others += [dropping(), *map(recipes.case, (True, False)), combined(520)]
     every = [*gpts, *others, *(case for case, *_ in (*trained(), *held(), *routed()))]
     return [(case, None) for case in every]
 
