@@ -10,8 +10,7 @@ import difflib
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -77,28 +76,6 @@ def said(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception:
         return f"{type(error).__name__}, which cannot be printed"
-
-
-def written(path: str | Path, data: bytes | str, what: str) -> None:
-    """Write a file, and the folders that it stands in."""
-    with writing(path, what):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_bytes(
-            data.encode(errors="backslashreplace") if isinstance(data, str) else data
-        )
-
-
-@contextmanager
-def writing(path: str | Path, what: str) -> Iterator[None]:
-    """Around what writes a file: why it cannot be written is told."""
-    try:
-        yield
-    except OSError as error:
-        raise InvalidInput(
-            f"{what} can be written",
-            got=f"{path}: {error.strerror}",
-            remedy="give another path",
-        ) from None
 
 
 def require_ending(path: str | Path, ending: str, what: str) -> None:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ import torch
 from autopar import schema
 from autopar.cluster.machines import REACHED, Device, Host, Link, Node
 from autopar.errors import ExecutionError
+from autopar.files import locked, write_file
 
 T = TypeVar("T")
 Fitted = dict[tuple[str, int], tuple[float, float]]  # (kind, ranks) -> alpha and bandwidth
@@ -177,26 +177,23 @@ def kept(name: str, read: Callable[[Any], T], make: Callable[[], Any], again: bo
                 return read(json.loads(path.read_text()))
         made = make()
         found = read(made)
-        written = path.with_suffix(".new")
-        written.write_text(json.dumps(made))
-        os.replace(written, path)
+        write_file(path, json.dumps(made), "the cache of this machine's constants")
         return found
 
 
 @contextlib.contextmanager
 def _locked(name: str) -> Iterator[Path]:
-    """That file, one process at a time (ranks ask together)."""
+    """Give the path of a cached file to one process at a time, since ranks ask together."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     folder = Path(base) / "autopar"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / f"{name}.lock", "w")  # noqa: SIM115
-    except OSError:
-        folder = Path(tempfile.gettempdir()) / f"autopar-{os.getuid()}"
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / f"{name}.lock", "w")  # noqa: SIM115
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder / f"{name}.lock"))
+        except OSError:
+            folder = Path(tempfile.gettempdir()) / f"autopar-{os.getuid()}"
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder / f"{name}.lock"))
         yield folder / name
 
 

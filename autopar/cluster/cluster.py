@@ -35,7 +35,8 @@ from autopar.cluster.links import Links, Ranks, Way
 from autopar.cluster.machines import AxisLink, Device, Host, HostLoad, Level, Link, Node
 from autopar.cluster.pace import Pace, kept_pace, paced
 from autopar.cluster.presets import preset
-from autopar.errors import InvalidInput, written
+from autopar.errors import InvalidInput
+from autopar.files import write_file
 from autopar.mesh import Mesh
 from autopar.schema import MOST, Count, Index, is_count
 from autopar.tables import wrapped
@@ -154,7 +155,7 @@ class Cluster:
     def save(self, path: str | Path) -> None:
         """Write the TOML file that `load` reads."""
         about = self.name, self._runs(), self.network, self.levels, self.used
-        written(path, cluster_text(*about), "a cluster file")
+        write_file(path, cluster_text(*about), "a cluster file")
 
     def at(self, pace: Pace) -> Cluster:
         """The same machines, all of whose work takes so many times as long."""

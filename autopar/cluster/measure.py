@@ -181,8 +181,8 @@ def middle(found: list[Any]) -> Any:
     return first if isinstance(first, str) else sorted(found)[len(found) // 2]
 
 
-def work(rank: int, ranks: int, times: int, store: str, answer: str) -> None:
-    """What each process does; the first writes the figures down."""
+def work(rank: int, ranks: int, times: int, store: str) -> None:
+    """What each process does; the first prints the figures."""
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
@@ -194,27 +194,23 @@ def work(rank: int, ranks: int, times: int, store: str, answer: str) -> None:
         found.append(figures)
     dist.barrier()
     if rank == 0:
-        with open(answer, "w") as file:
-            json.dump(middle(found), file)
+        print(json.dumps(middle(found)), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main(ranks: int, times: int) -> None:
-    """Fork processes that measure so many times, wait for them, print what the first one wrote."""
+    """Fork processes that measure so many times, wait for them; the first prints the figures."""
     with tempfile.TemporaryDirectory() as folder:
-        store, answer = os.path.join(folder, "store"), os.path.join(folder, "answer")
+        store = os.path.join(folder, "store")
         fork = multiprocessing.get_context("fork").Process
-        about = ranks, times, store, answer
-        children = [fork(target=work, args=(rank, *about)) for rank in range(ranks)]
+        children = [fork(target=work, args=(rank, ranks, times, store)) for rank in range(ranks)]
         for child in children:
             child.start()
         for child in children:
             child.join()
         if failed := sum(child.exitcode != 0 for child in children):
             sys.exit(f"{failed} of {ranks} measuring processes failed")
-        with open(answer) as file:
-            print(file.read())
 
 
 if __name__ == "__main__":

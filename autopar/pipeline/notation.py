@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import cast
 
 from autopar.errors import InvalidInput
+from autopar.files import write_file
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import (
     Action,
@@ -180,7 +181,7 @@ def _from_csv(text: str, name: str) -> Schedule:
 def save(schedule: Schedule, path: str | Path) -> None:
     """Write to `path`: CSV when it ends in .csv, else text."""
     write = to_csv if str(path).endswith(".csv") else to_text
-    Path(path).write_text(write(schedule).rstrip("\n") + "\n", encoding="utf-8")
+    write_file(path, write(schedule).rstrip("\n") + "\n", "the file of a schedule")
 
 
 def load(path: str | Path) -> Schedule:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from autopar.errors import require_ending, written
+from autopar.errors import require_ending
+from autopar.files import write_file
 from autopar.pipeline.activation_counts import Live, live_microbatches
 from autopar.pipeline.gantt import Gantt
 from autopar.pipeline.schedule import Action, Schedule
@@ -176,7 +177,7 @@ class Timeline:
     def save(self, path: str | Path) -> None:
         """Write the picture to a file, as SVG: a row for each rank, time to the right."""
         require_ending(path, ".svg", "the picture of a time line")
-        written(path, self.gantt().drawn().file(), "the picture of a time line")
+        write_file(path, self.gantt().drawn().file(), "the picture of a time line")
 
 
 def draw(timeline: Timeline, width: int = WIDTH) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from autopar.errors import require_ending, written
+from autopar.errors import require_ending
+from autopar.files import write_file
 from autopar.plan.saved import digest
 from autopar.plan.value import PlanValue
 from autopar.report.model import tree
@@ -29,7 +30,7 @@ def report(
     name = title or f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
     asked = Asked(plan.mode, limit, plan.alternatives, plan.left_out, plan.trials)
     told = None if run is None else run_of(run, plan.seconds)
-    written(path, page(name, plan, asked, told), "the page of a plan")
+    write_file(path, page(name, plan, asked, told), "the page of a plan")
 
 
 def draw(plan: PlanValue, path: str | Path) -> None:
@@ -37,7 +38,7 @@ def draw(plan: PlanValue, path: str | Path) -> None:
     of their values, and movements where they stand."""
     require_ending(path, ".svg", "the picture of a plan")
     what = f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
-    written(path, drawn(blocks(plan, tree(plan)), what).file(), "the picture of a plan")
+    write_file(path, drawn(blocks(plan, tree(plan)), what).file(), "the picture of a plan")
 
 
 def trace(plan: PlanValue, path: str | Path) -> None:

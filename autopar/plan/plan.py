@@ -28,7 +28,8 @@ from autopar.capture.dynamic import DynamicShapes
 from autopar.capture.failure import check_call
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
 from autopar.cluster.part import Line
-from autopar.errors import AutoparError, InvalidInput, written
+from autopar.errors import AutoparError, InvalidInput
+from autopar.files import write_file
 from autopar.passes.microbatches import cut_batch
 from autopar.plan.diff import compare
 from autopar.plan.explain import explain
@@ -61,7 +62,7 @@ class Plan(PlanValue):
 
     def save(self, path: str | Path) -> None:
         """Write every decision to a file; equal plans give equal files."""
-        written(path, self.file, "the file of a plan")
+        write_file(path, self.file, "the file of a plan")
 
     @cached_property
     def file(self) -> bytes:
@@ -147,7 +148,7 @@ class SavedPlan(SavedValue):
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file; equal plans give equal files."""
-        written(path, self.to_bytes(), "the file of a plan")
+        write_file(path, self.to_bytes(), "the file of a plan")
 
     def to_bytes(self) -> bytes:
         """What `save` writes."""

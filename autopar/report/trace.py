@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from autopar.errors import InvalidInput, written
+from autopar.errors import InvalidInput
+from autopar.files import write_file
 from autopar.pipeline.schedule import Action, one_stage
 from autopar.pipeline.timeline import UPDATES
 from autopar.planner.candidate import Candidate
@@ -179,7 +180,7 @@ def write(path: str | Path, trace: Trace) -> None:
     }
     text = json.dumps(data, allow_nan=False).encode()
     packed = gzip.compress(text) if str(path).endswith(".gz") else text
-    written(path, packed, "the file of a trace")
+    write_file(path, packed, "the file of a trace")
 
 
 def _named(what: str, rank: int, track: int, name: str) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.errors import InvalidInput, writing
+from autopar.errors import InvalidInput
+from autopar.files import append_line
 from autopar.plan.plan import Plan
 from autopar.schema import json_text
 from autopar.strategies.node_info import info
@@ -165,8 +166,7 @@ class JsonLines:
             self._add(json_text(figures.to_json()) + "\n")
 
     def _add(self, line: str) -> None:
-        with writing(self.path, "the file of figures"), self.path.open("a") as file:
-            file.write(line)
+        append_line(self.path, line, "the file of figures")
 
 
 class TensorBoard:
