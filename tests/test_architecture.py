@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from functools import cache
@@ -17,6 +18,7 @@ from autopar.strategies.node_info import NodeInfo
 ROOT = Path(__file__).parents[1]
 HOUSE = ROOT / "autopar"
 LONGEST = 450  # lines
+FOLDERS = HOUSE / "runtime" / "checkpoint_folders.py"
 HIDDEN = {"_cdata", "_local_tensor"}  # memory_of, piece_of
 
 # A room imports from its own floor and from those below.
@@ -36,6 +38,7 @@ FLOORS = (
         "lines",
         "garbage",
         "errors",
+        "files",
         "schema",
         "states",
         "tables",
@@ -170,6 +173,32 @@ def test_every_fact_of_a_node_is_explained_where_it_stands():
     for fact in NodeInfo.__annotations__:
         at = next(n for n, line in enumerate(lines) if line.startswith(f"    {fact}: "))
         assert "# " in lines[at] or lines[at - 1].startswith("    # "), fact
+
+
+def is_written_in_place(call: ast.Call) -> bool:
+    """Whether a call opens a file to write, replaces or renames one."""
+    words = [ast.unparse(one) for one in [*call.args, *(one.value for one in call.keywords)]]
+    if ast.unparse(call.func) in ("os.rename", "os.replace", "shutil.move", "gzip.open"):
+        return True
+    name = getattr(call.func, "attr", None) or getattr(call.func, "id", "")
+    if name not in ("open", "fdopen"):
+        return name in ("write_text", "write_bytes", "tofile", "mkstemp", "NamedTemporaryFile")
+    if words and words[0].startswith(("os.devnull", "os.dup(")):
+        return False
+    return any(re.fullmatch(r"'[rbt+]*[wax+]\S*'|.*\bO_(WR|RDWR|CREAT).*", word) for word in words)
+
+
+def test_files_are_written_in_one_place():
+    """In `files.py`, so that a full disk or a kill leaves what was there; folders of checkpoints
+    are renamed as a whole."""
+    calls = {
+        (path, ast.unparse(node))
+        for path in FILES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and is_written_in_place(node)
+    }
+    assert {path for path, _ in calls} == {FOLDERS, HOUSE / "files.py"}, calls
+    assert all("os.rename(" in call for path, call in calls if path == FOLDERS), calls
 
 
 def test_what_tensors_hide_is_read_in_one_place():

@@ -5,9 +5,10 @@
             beside.pt              random and optimizer's state, loss scale, what the user adds
             plan.json              the plan that it was saved under
 
-The first three bear the id of the save and the version of the format. No file runs code when it is
-read: pieces and their index are data, and the rest goes through torch's `weights_only`. (Torch's
-own format keeps its index as a pickle, and loads what is no tensor as one.)
+The first three bear the id of the save and the version of the format. The index bears its digest
+and that of `beside.pt`, a file of pieces that of its header and of each piece: a bit that has
+changed is refused. No file runs code when it is read: pieces and their index are data, and the rest
+goes through torch's `weights_only`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError, InvalidInput
+from autopar.files import read_regular
 from autopar.runtime.checkpoint_folders import (
     BESIDE,
     INDEX,
@@ -36,7 +39,13 @@ from autopar.runtime.checkpoint_folders import (
 from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.placing import Bounds, part_of
 from autopar.runtime.plain_data import from_file, to_bytes
-from autopar.runtime.safetensors import NAMES, Held, SafetensorsFiles
+from autopar.runtime.safetensors import (
+    DIGESTS,
+    NAMES,
+    Held,
+    SafetensorsFiles,
+    digest_of,
+)
 from autopar.schema import Count, Index, read, write
 
 
@@ -116,7 +125,8 @@ class Contents:
         return found
 
     def to_bytes(self) -> bytes:
-        return json.dumps(write(self)).encode()
+        data = write(self)
+        return json.dumps({"digest": digest_of(data), **data}).encode()
 
 
 @dataclass(frozen=True)
@@ -156,8 +166,14 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.folder = folder_of(path)
-        try:
+        with self._refused():
             self._open()
+
+    @contextmanager
+    def _refused(self) -> Iterator[None]:
+        """Refuse the checkpoint for whatever error reading it raises."""
+        try:
+            yield
         except Newer:
             raise
         except Exception as error:
@@ -167,10 +183,23 @@ class Checkpoint:
                 remedy="copy it again, whole, or load an earlier one",
             ) from None
 
+    def require_unchanged(self, reader: int, readers: int) -> None:
+        """Refuse pieces of which a bit has changed: each of several readers looks at a share."""
+        pieces = [
+            (held.size, n, key) for n, f in enumerate(self._files) for key, held in f.held.items()
+        ]
+        with self._refused():
+            for _, number, key in sorted(pieces)[reader::readers]:
+                if self._files[number].digest(key) != self._digests[number][key]:
+                    raise ValueError(f"{key} in {file_name(number)} has changed")
+
     def _open(self) -> None:
-        told = json.loads((self.folder / INDEX).read_bytes())
-        require_readable(told.get("version"), self.folder / INDEX)
-        self.contents = read(Contents, told)
+        data = json.loads(read_regular(self.folder / INDEX))
+        require_readable(data.get("version"), self.folder / INDEX)
+        if data.pop("digest", None) != digest_of(data):
+            raise ValueError(f"{INDEX} has changed, or bears no digest")
+        self.contents = read(Contents, data)
+        self._digests: list[dict[str, str]] = []
         self._files = [self._file(number) for number in range(self.contents.files)]
         every = self.contents.every
         for key, stored in every.items():
@@ -180,7 +209,7 @@ class Checkpoint:
         pieces = sum(len(stored.pieces) for stored in every.values())
         if pieces != sum(len(file.held) for file in self._files):
             raise ValueError("its files hold other tensors than its index tells")
-        self.beside = self._beside((self.folder / BESIDE).read_bytes())
+        self.beside = self._beside(read_regular(self.folder / BESIDE))
         torch.Generator("cpu").set_state(self.beside.random)
 
     def _beside(self, given: bytes) -> Beside:
@@ -198,6 +227,10 @@ class Checkpoint:
         version = str(file.metadata.get("version"))
         require_readable(int(version) if version.isdecimal() else None, path)
         self._require_same_save(path.name, file.metadata.get("id"))
+        digests = file.metadata.get(DIGESTS, "").split()
+        if not file.have_digests or len(digests) != len(file.held):
+            raise ValueError(f"{path.name} has changed, or bears no digests")
+        self._digests.append(dict(zip(file.held, digests)))
         return file
 
     def _require_same_save(self, name: str, save: object) -> None:

@@ -6,7 +6,8 @@
 
 It is written beside its place and renamed: at any moment the last one is whole at its place, or,
 between the two renames that replace it, beside it. What else lies in a checkpoint's folder is
-nobody's to delete: then the checkpoint is not replaced.
+nobody's to delete: then the checkpoint is not replaced. Programs that save to one path at once
+replace each other's checkpoints, each of which is whole; the last one stays.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import os
 import re
 import secrets
 import threading
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
-from weakref import WeakValueDictionary
 
 from autopar.errors import ExecutionError, InvalidInput
+from autopar.files import hold, is_abandoned, locked, read_regular, replacing, sync, writing
 from autopar.runtime.safetensors import CHECKPOINT
 from autopar.schema import is_count
 
@@ -31,8 +33,8 @@ FORMAT: Final = "autopar checkpoint"
 VERSION: Final = 1
 INDEX, BESIDE, PLAN = CHECKPOINT, "beside.pt", "plan.json"
 _FILE = re.compile(r"rank-(\d+)\.safetensors")
-_UNFINISHED = re.compile(r"rank-\d+\.safetensors\.part|failed-\d+")
-_replacing = threading.Lock()
+_UNFINISHED = re.compile(r"\.rank-\d+\.safetensors\.[0-9a-f]{12}\.new|failed-\d+")
+_renaming = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,34 @@ class Place:
 
     def begin(self) -> None:
         """Make the folder in which it is written."""
-        with writing(self.path):
+        with writing(self.path, "a checkpoint"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if not self.path.exists() and (left := _left_whole(self.path)):
-                os.rename(left, self.path)  # it was broken off between two renames
-            _require_replaceable(self.path)
-            for left in _left_beside(self.path):
-                if left not in _in_use:
-                    _discard(left)
-            self.new.mkdir()
-            _in_use[self.new] = self
+            with _renames(self.path.parent):
+                if not self.path.exists() and (left := _left_whole(self.path)):
+                    os.rename(left, self.path)  # it was broken off between two renames
+                _require_replaceable(self.path)
+                for left in _left_beside(self.path):
+                    if is_abandoned(left):
+                        _discard(left)
+                self.new.mkdir()
+                descriptor = os.open(self.new, os.O_RDONLY)
+                weakref.finalize(self, os.close, descriptor)
+                hold(descriptor)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Refuse the path where the disk, or another program, does not let this be written."""
+        try:
+            with writing(self.path, "a checkpoint"):
+                yield
+        except InvalidInput:
+            if self.new.is_dir():
+                raise
+            raise ExecutionError(
+                "a program that saves a checkpoint has its folder to itself",
+                got=f"{self.new}, which somebody has deleted or renamed",
+                remedy="save again, each program to a path of its own",
+            ) from None
 
     def require_seen(self) -> None:
         """Rank 0 has made the folder: others see it too."""
@@ -83,8 +103,7 @@ class Place:
                 remedy="save again; the last checkpoint is still whole",
             )
         put(self.new, INDEX, index)
-        sync(self.new)
-        with _replacing:
+        with _renames(self.path.parent):
             _require_replaceable(self.path)
             is_there = self.path.exists()
             if is_there:
@@ -103,8 +122,13 @@ class Place:
         _discard(self.new)
 
 
-# The folders of saves that this process has not let go of.
-_in_use: WeakValueDictionary[Path, Place] = WeakValueDictionary()
+@contextmanager
+def _renames(folder: Path) -> Iterator[None]:
+    """Let one thread of one program at a time rename checkpoints in a folder."""
+    with _renaming, ExitStack() as stack:
+        with suppress(OSError):  # of a disk that knows no locks
+            stack.enter_context(locked(folder))
+        yield
 
 
 def accepted(path: Any) -> Path:
@@ -171,33 +195,9 @@ def file_name(rank: int) -> str:
 
 
 def put(folder: Path, name: str, data: bytes) -> None:
-    """Write a file; it is on the disk when this returns."""
-    with (folder / name).open("wb") as file:
+    """Write a file into a folder that is there."""
+    with replacing(folder / name) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(folder: Path) -> None:
-    """The names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Around what writes a path: what the disk refuses is told in one way."""
-    try:
-        yield
-    except OSError as error:
-        raise InvalidInput(
-            "what is saved goes to a path that can be written, on a disk with room for it",
-            got=f"{path}: {error.strerror or error}",
-            remedy="give a path on another disk, or make room; what was there before still is",
-        ) from error
 
 
 def _beside(path: Path, save: str, what: str) -> Path:
@@ -215,7 +215,7 @@ def _left_beside(path: Path) -> list[Path]:
 def _index_of(folder: Path) -> dict[str, Any] | None:
     """What the index of a checkpoint says, if there is one."""
     try:
-        data = json.loads((folder / INDEX).read_bytes())
+        data = json.loads(read_regular(folder / INDEX))
     except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) and data.get("format") == FORMAT else None

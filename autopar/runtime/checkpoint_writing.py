@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autopar._torch import world_timeout
 from autopar.errors import ExecutionError, InvalidInput, said
+from autopar.files import replacing
 from autopar.runtime.checkpoint_files import Contents, Key, Piece, Stored, in_file, metadata_of
 from autopar.runtime.checkpoint_folders import (
     BESIDE,
@@ -25,7 +26,6 @@ from autopar.runtime.checkpoint_folders import (
     Place,
     file_name,
     put,
-    writing,
 )
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.placing import Bounds
@@ -129,20 +129,19 @@ class Job:
             self._mine[key] = part, value.detach().to("cpu", copy=True)
 
     def write(self) -> None:
-        folder, name = self.place.new, file_name(self.rank)
-        unfinished = folder / f"{name}.part"
+        """Write this rank's file, and the digest of each piece as it passes."""
+        path = self.place.new / file_name(self.rank)
         kinds = {key: part.held for key, (part, _) in self._mine.items()}
         values = (value for _, value in self._mine.values())
-        with writing(self.place.path):
-            write(unfinished, kinds, values, metadata_of(self.place.id))
-            unfinished.replace(folder / name)
+        with self.place.writing(), replacing(path) as file:
+            write(file, kinds, values, metadata_of(self.place.id), has_digests=True)
         self._mine.clear()
 
     def commit(self) -> None:
         """On rank 0, once all have written."""
         if self._whole is None:
             return
-        with writing(self.place.path):
+        with self.place.writing():
             put(self.place.new, BESIDE, self._whole.beside)
             put(self.place.new, PLAN, self._whole.plan)
             contents = self._whole.contents
@@ -156,7 +155,7 @@ class Job:
     def tell(self, error: Exception) -> None:
         """Rank 0 is not to wait for this one."""
         text = f"rank {self.rank}: {said(error)}"
-        (self.place.new / f"failed-{self.rank}").write_text(text)
+        put(self.place.new, f"failed-{self.rank}", text.encode(errors="backslashreplace"))
 
     def await_others(self) -> None:
         """On rank 0, until all ranks have written: no collective, since training goes on."""
@@ -168,7 +167,7 @@ class Job:
             failed = [one.read_text() for one in folder.glob("failed-*")]
             has_ended = not threading.main_thread().is_alive()
             until = min(until, time.monotonic() + PATIENCE) if has_ended else until
-            if failed or time.monotonic() > until:
+            if failed or not folder.is_dir() or time.monotonic() > until:
                 raise ExecutionError(
                     "a checkpoint is whole when all ranks have written their files",
                     got=next(iter(failed), f"{folder} without {', '.join(missing)}"),

@@ -173,3 +173,10 @@ def wrapper(
         )
 
     return wrap
+
+
+def is_convertible(stored: torch.dtype, kept: torch.dtype) -> bool:
+    """Return whether numbers that were stored may take the place of those of another dtype: only
+    floating-point numbers, and complex ones, come in another precision."""
+    both_float = stored.is_floating_point and kept.is_floating_point
+    return stored == kept or both_float or (stored.is_complex and kept.is_complex)

@@ -5,7 +5,11 @@
     weights.read("head.weight", ((0, 16), (0, 64)))  # rows 0 to 15, and no other byte
 
 A file is the length of its header (8 bytes), the header (JSON: by name dtype, shape and the first
-and last byte of the data) and the data, row-major, without gaps.
+and last byte of the data) and the data, row-major, without gaps. A file of a checkpoint has digests
+in its header, of this and of each tensor.
+
+What an index names lies in its folder, or below it. Links there are followed wherever they lead, as
+those of Hugging Face's cache: who has the folder has set them, and anybody may have sent the index.
 """
 
 from __future__ import annotations
@@ -15,15 +19,17 @@ import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from autopar.errors import InvalidInput
+from autopar.files import open_regular
 from autopar.runtime.placing import Bounds, part_of
 
 DTYPES = {
@@ -47,6 +53,8 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SUFFIX = ".safetensors"
 _CONVERTED = "weights=torch.load(path, weights_only=True) if it was written by torch.save"
+DIGEST, DIGESTS = "header crc32", "crc32"  # in what a file says of itself
+_SHARD = re.compile(rf".*-\d{{5}}-of-\d{{5}}{re.escape(SUFFIX)}")
 INDEX = "model.safetensors.index.json"
 CHECKPOINT = "checkpoint.json"  # lies in the folder of a checkpoint
 MOST_HEADER = 100_000_000  # bytes, as the format has it
@@ -110,10 +118,14 @@ class SafetensorsFiles(Weights):
     def __init__(self, paths: list[Path]) -> None:
         found: dict[str, Held] = {}
         self.metadata: dict[str, Any] = {}  # what the files say of themselves
+        self.have_digests = True  # of their headers, which are right
+        self._stamps: dict[Path, tuple[int, ...]] = {}
         for path in paths:
-            own, metadata = _header(path)
-            self.metadata |= metadata
-            for name, held in own.items():
+            with self._open(path) as file:
+                header = _header(path, file)
+            self.metadata |= header.words
+            self.have_digests &= header.words.get(DIGEST) == header.digest
+            for name, held in header.held.items():
                 if name in found:
                     raise _malformed(path, f"{name}, which is in {found[name].path} too")
                 found[name] = held
@@ -125,9 +137,31 @@ class SafetensorsFiles(Weights):
         shape = [length for _, length in bounds]
         part = torch.empty(shape, dtype=held.dtype, device="cpu")
         if part.numel():
-            with held.path.open("rb", buffering=0) as file:
+            with self._open(held.path) as file:
                 _read(file.fileno(), held, bounds, part)
         return part
+
+    def digest(self, name: str) -> str:
+        """Compute the digest of a tensor's bytes, as they lie in its file now."""
+        held, crc = self.held[name], 0
+        assert held.path is not None
+        with self._open(held.path) as file:
+            for start in range(0, held.size, MOST_ROWS):
+                size = min(MOST_ROWS, held.size - start)
+                block = torch.empty(size, dtype=torch.uint8, device="cpu")
+                _fill(file.fileno(), held, held.start + start, block)
+                crc = zlib.crc32(block.numpy().data, crc)
+        return f"{crc:08x}"
+
+    def _open(self, path: Path) -> BinaryIO:
+        """Open the file that was opened first under this path, and no other."""
+        file = open_regular(path)
+        state = os.fstat(file.fileno())
+        stamp = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
+        if self._stamps.setdefault(path, stamp) != stamp:
+            file.close()
+            raise _malformed(path, "it has changed since it was opened")
+        return file
 
 
 def open_weights(given: Any) -> Weights:
@@ -148,15 +182,17 @@ def _opened(given: Any) -> Weights:
     if not isinstance(given, str | os.PathLike):
         raise _unknown(f"a value of type {type(given).__name__}")
     path = Path(given)
-    if path.is_file():
-        return SafetensorsFiles([path])
-    if not path.is_dir():
+    if not path.exists():
         raise _unknown(f"{path}, where nothing is")
+    if not path.is_dir():
+        return SafetensorsFiles([path])
+    if (path / CHECKPOINT).is_file():
+        raise _unknown(f"{path}, a checkpoint of ap.save()", "ap.load(path, module)")
     files = sorted(path.glob(f"*{SUFFIX}"))
     if (index := path / INDEX).is_file():
         files = _indexed(index)
-    if (path / CHECKPOINT).is_file():
-        raise _unknown(f"{path}, a checkpoint of ap.save()", "ap.load(path, module)")
+    elif shard := next((file for file in files if _SHARD.fullmatch(file.name)), None):
+        raise _malformed(shard, f"its folder has no {INDEX}: it was copied or saved in part")
     if not files:
         raise _unknown(f"{path}, a folder without *.safetensors")
     return SafetensorsFiles(files)
@@ -181,30 +217,40 @@ def _malformed(path: Path, why: str) -> InvalidInput:
 def _indexed(index: Path) -> list[Path]:
     """The files that an index names."""
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        files = [index.parent / name for name in sorted(names)]
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [index.parent / name for name in names]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _malformed(index, f"no index ({type(error).__name__}: {error})") from None
-    for file in files:
+    for name, file in zip(names, files):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise _malformed(index, f"it names {name}, which is not in its folder")
         if not file.is_file():
-            raise _malformed(index, f"it names {file.name}, which is not there")
+            raise _malformed(index, f"it names {name}, which is not there")
     return files
 
 
-def _header(path: Path) -> tuple[dict[str, Held], dict[str, Any]]:
-    """What a file holds, if all of it is told and nothing else; and what it says of itself."""
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little") if size >= 8 else MOST_HEADER + 1
-        if path.suffix != SUFFIX and file.read(1) != b"{":
-            raise _unknown(f"{path}, which is no safetensors file", _CONVERTED)
-        file.seek(8)
-        if length > min(MOST_HEADER, size - 8):
-            raise _malformed(path, "its header ends behind the file")
-        text = file.read(length)
+@dataclass(frozen=True)
+class _Header:
+    """What a file says of its tensors and of itself."""
+
+    held: Mapping[str, Held]
+    words: Mapping[str, Any]
+    digest: str
+
+
+def _header(path: Path, file: BinaryIO) -> _Header:
+    """Read the header of a file, if it tells of all that is there and nothing else."""
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little") if size >= 8 else MOST_HEADER + 1
+    if path.suffix != SUFFIX and file.read(1) != b"{":
+        raise _unknown(f"{path}, which is no safetensors file", _CONVERTED)
+    file.seek(8)
+    if length > min(MOST_HEADER, size - 8):
+        raise _malformed(path, "its header ends behind the file")
+    text = file.read(length)
     try:
         entries = json.loads(text)
-        metadata = dict(entries.pop("__metadata__", None) or {})
+        words = dict(entries.pop("__metadata__", None) or {})
         found = {name: _entry(path, 8 + length, entry) for name, entry in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _malformed(path, f"no header ({type(error).__name__}: {error})") from None
@@ -215,7 +261,7 @@ def _header(path: Path) -> tuple[dict[str, Held], dict[str, Any]]:
         end += held.size
     if end != size:
         raise _malformed(path, f"{size} bytes, of which the header tells {end}")
-    return found, metadata
+    return _Header(found, words, _digest_of_header(entries, words))
 
 
 def _entry(path: Path, begin: int, entry: Any) -> Held:
@@ -340,29 +386,54 @@ def index_of(shards: Mapping[str, Mapping[str, Held]]) -> bytes:
 
 
 def write(
-    path: Path,
+    file: BinaryIO,
     kinds: Mapping[str, Held],
     values: Iterable[Tensor],
     metadata: Mapping[str, str] | None = None,
+    *,
+    has_digests: bool = False,
 ) -> None:
-    """A file of tensors of some kinds, whose `values` come one by one in their order; it is on the
-    disk when this returns. `metadata`: what the file says of itself."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    end = 0
+    """Write tensors of some kinds, whose `values` come one by one in their order.
+
+    `metadata`: what the file says of itself; with digests, of its header and of each tensor too,
+    which take their places when all has been written."""
+    entries, end = {}, 0
     for name, held in kinds.items():
         begin, end = end, end + held.size
-        shape = list(held.shape)
-        header[name] = {
+        entries[name] = {
             "dtype": NAMES[held.dtype],
-            "shape": shape,
+            "shape": list(held.shape),
             "data_offsets": [begin, end],
         }
-    text = json.dumps(header).encode()
+    words = {"format": "pt", **(metadata or {})}
+    blank = "0" * 8
+    digests = [blank] * len(kinds)
+    if has_digests:
+        words |= {DIGESTS: " ".join(digests), DIGEST: blank}
+    _write_header(file, entries, words)
+    for number, value in enumerate(values):
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        file.write(data)
+        if has_digests:
+            digests[number] = f"{zlib.crc32(data):08x}"
+    if has_digests:
+        words[DIGESTS] = " ".join(digests)
+        words[DIGEST] = _digest_of_header(entries, words)
+        file.seek(0)
+        _write_header(file, entries, words)
+
+
+def _write_header(file: BinaryIO, entries: Mapping[str, Any], words: Mapping[str, str]) -> None:
+    text = json.dumps({"__metadata__": words, **entries}).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for value in values:
-            flat = value.detach().cpu().contiguous().reshape(-1)
-            file.write(flat.view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+    file.write(len(text).to_bytes(8, "little") + text)
+
+
+def _digest_of_header(entries: Mapping[str, Any], words: Mapping[str, str]) -> str:
+    """Compute the digest of all that a header says but this."""
+    return digest_of([entries, {key: word for key, word in words.items() if key != DIGEST}])
+
+
+def digest_of(data: Any) -> str:
+    """Compute the digest of plain data, however it is written as JSON."""
+    return f"{zlib.crc32(json.dumps(data, sort_keys=True).encode()):08x}"

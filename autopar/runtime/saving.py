@@ -11,6 +11,7 @@ mesh, in how many stages or processes, and on which backend a checkpoint was wri
 from __future__ import annotations
 
 import atexit
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from autopar._torch import local_of
 from autopar.errors import InvalidInput
+from autopar.files import NewFile, writing
 from autopar.runtime.checkpoint_files import (
     Beside,
     Checkpoint,
@@ -37,10 +39,7 @@ from autopar.runtime.checkpoint_folders import (
     Place,
     accepted,
     is_there,
-    put,
     require_apart,
-    sync,
-    writing,
 )
 from autopar.runtime.checkpoint_writing import (
     Job,
@@ -60,9 +59,10 @@ from autopar.runtime.optimizer_states import (
     require_loadable,
     states_of,
 )
-from autopar.runtime.placing import Bounds, boxes_of
+from autopar.runtime.placing import Bounds, boxes_of, is_convertible
 from autopar.runtime.plain_data import plain
 from autopar.runtime.safetensors import (
+    CHECKPOINT,
     INDEX,
     Held,
     forget_shards,
@@ -73,7 +73,7 @@ from autopar.runtime.safetensors import (
     require_folder,
     write,
 )
-from autopar.runtime.together import gathered, handed_out, on_all, rank_of
+from autopar.runtime.together import gathered, handed_out, on_all, rank_of, share_of
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,7 @@ def load(
 
     def prepare() -> tuple[Checkpoint, dict[str, Tensor], Parameters]:
         saved, held = Checkpoint(where), _held(module)
+        saved.require_unchanged(*share_of(backend))
         parameters = dict(module.named_parameters())
         _require_fitting(saved, module, held)
         if optimizer is not None:
@@ -211,7 +212,7 @@ def save_safetensors(
         else:
             require_folder(place, max_shard_size)
         if is_first:
-            with writing(place):
+            with writing(place, "a whole model"):
                 folder.mkdir(parents=True, exist_ok=True)
         return {place.name: kinds} if max_shard_size is None else in_shards(kinds, max_shard_size)
 
@@ -220,55 +221,73 @@ def save_safetensors(
             yield backend.collect({name: held[name]} if name in held else {})[name]
 
     shards = on_all(backend, accept)
-    file = _Files(folder, place)
-    with backend.guard():
-        for name, those in shards.items():
-            file.write(name, those, whole(those), is_first)
-    on_all(backend, lambda: file.finish(shards, max_shard_size is not None, is_first))
+    files = _Files(folder)
+
+    def take_places() -> None:
+        if is_first:
+            files.take_places(shards, place)
+
+    try:
+        with backend.guard():
+            for name, those in shards.items():
+                values = whole(those)
+                if is_first:
+                    files.write(name, those, values)
+                deque(values, maxlen=0)  # ranks make all of them together, also on a full disk
+        on_all(backend, take_places)
+    finally:
+        files.discard()
 
 
 class _Files:
-    """Files of weights, which take their places when all are written."""
+    """Files of weights in a folder, which take their places when all are written."""
 
-    def __init__(self, folder: Path, place: Path) -> None:
-        self._folder, self._place = folder, place
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._new: list[NewFile] = []
         self._failed: OSError | None = None
 
-    def _unfinished(self, name: str) -> Path:
-        return self._folder / f".{name}.new"
-
-    def write(
-        self, name: str, kinds: Mapping[str, Held], values: Iterator[Tensor], here: bool
-    ) -> None:
-        """One of them, if it is written `here`; all `values` come, since ranks make them together,
-        also if the disk is full."""
-        if here and self._failed is None:
+    def write(self, name: str, kinds: Mapping[str, Held], values: Iterator[Tensor]) -> None:
+        """Write one of them, until the disk refuses it."""
+        if self._failed is None:
             try:
-                write(self._unfinished(name), kinds, values)
+                self._new.append(new := NewFile(self._folder / name))
+                write(new.file, kinds, values)
+                new.finish()
             except OSError as error:
                 self._failed = error
-        deque(values, maxlen=0)
 
-    def finish(self, shards: Mapping[str, Mapping[str, Held]], in_shards: bool, here: bool) -> None:
-        if not here:
-            return
-        with writing(self._place):
+    def take_places(self, shards: Mapping[str, Mapping[str, Held]], place: Path) -> None:
+        """Replace an earlier model, whose index goes first and comes last."""
+        with writing(place, "a whole model"):
             if self._failed is not None:
-                for name in shards:
-                    self._unfinished(name).unlink(missing_ok=True)
                 raise self._failed
-            if in_shards:
-                forget_shards(self._folder, shards)
-            for name in shards:
-                self._unfinished(name).replace(self._folder / name)
             if len(shards) > 1:
-                put(self._folder, INDEX, index_of(shards))
-            sync(self._folder)
+                self._new.append(new := NewFile(self._folder / INDEX))
+                new.file.write(index_of(shards))
+                new.finish()
+            if place == self._folder:
+                forget_shards(self._folder, shards)
+            for new in self._new:
+                new.take_place()
+
+    def discard(self) -> None:
+        """Delete what has not taken its place."""
+        for new in self._new:
+            new.discard()
 
 
 def is_saved(path: str | PathLike[str]) -> bool:
-    """Whether `save` has written a checkpoint there that is whole, which `load` would take up."""
-    return is_there(accepted(path))
+    """Return whether `save` has written a checkpoint there whose files and pieces are all there, in
+    full length. Of one that is damaged, it warns; `load` looks at the bytes of pieces, too."""
+    place = accepted(path)
+    try:
+        Checkpoint(place)
+    except InvalidInput as error:
+        if is_there(place) or (place / CHECKPOINT).exists():
+            warnings.warn(str(error), stacklevel=2)
+        return False
+    return True
 
 
 def _prepared(
@@ -380,12 +399,13 @@ def _require_fitting(saved: Checkpoint, module: ParallelModule, held: Mapping[st
     for name, value in held.items():
         if name in there:
             shape, dtype = there[name].shape, there[name].dtype
-            if shape != tuple(value.shape) or not torch.can_cast(dtype, value.dtype):
+            if shape != tuple(value.shape) or not is_convertible(dtype, value.dtype):
                 own = f"{list(value.shape)} {value.dtype}"
                 wrong.append(f"misshapen: {name} {list(shape)} {dtype}, not {own}")
     if wrong:
         raise InvalidInput(
-            "a checkpoint has the names and shapes of the model's parameters and buffers",
+            "a checkpoint has the names and shapes of the model's parameters and buffers, and "
+            "their dtypes, but for the precision of floating-point numbers",
             got="\n".join(wrong[:8]),
             remedy="load it into the model that was saved",
         )

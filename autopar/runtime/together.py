@@ -18,6 +18,11 @@ def rank_of(backend: Backend) -> int:
     return backend.world.rank if isinstance(backend, TorchBackend) else 0
 
 
+def share_of(backend: Backend) -> tuple[int, int]:
+    """Return which of how many equal shares of some work is this process's."""
+    return (rank_of(backend), backend.world.size if isinstance(backend, TorchBackend) else 1)
+
+
 def on_all(backend: Backend, work: Callable[[], T], call: str = "") -> T:
     """What `work` makes here; what it refuses on one rank, all ranks refuse. So they do if they
     have come here by other calls than `call`."""

@@ -23,7 +23,7 @@ from autopar.errors import InvalidInput
 from autopar.layout import TensorType
 from autopar.runtime.backend import Backend
 from autopar.runtime.initialisers import Initialisers
-from autopar.runtime.placing import part_of
+from autopar.runtime.placing import is_convertible, part_of
 from autopar.runtime.safetensors import Held, Weights, open_weights
 from autopar.strategies.node_info import info
 
@@ -141,14 +141,15 @@ def _require_names(model: nn.Module, weights: Weights) -> dict[str, list[str]]:
         if held is None:
             continue
         found.setdefault(first[id(tensor)], []).append(name)
-        if held.shape != tuple(tensor.shape) or not torch.can_cast(held.dtype, tensor.dtype):
+        if held.shape != tuple(tensor.shape) or not is_convertible(held.dtype, tensor.dtype):
             wrong.append(f"misshapen: {name} {_type(held)}, not {_type(tensor)}")
     needed = dict.fromkeys(first[id(names[name])] for name in _torch.state_names(model))
     wrong += [f"missing: {name}" for name in needed if name not in found]
     wrong += [f"unexpected: {name}" for name in weights.held if name not in names]
     if wrong:
         raise InvalidInput(
-            "weights have the names and shapes of the model's parameters and buffers",
+            "weights have the names and shapes of the model's parameters and buffers, and their "
+            "dtypes, but for the precision of floating-point numbers",
             got="\n".join(wrong),
             remedy="give the weights of this model, or a mapping of its names to tensors",
         )

@@ -135,6 +135,12 @@ def ranks_save_and_load_the_same() -> None:
         ap.save(folder / "a", module, optimizer)
     kept.update(whole)
     ap.load(folder / "a", module, optimizer)
+    file = folder / "b" / "rank-1.safetensors"
+    if is_odd:
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+    dist.barrier()
+    with pytest.raises(ap.InvalidInput, match=r"in rank-1\.safetensors has changed"):
+        ap.load(folder / "b", module, optimizer)
     for name, value in module.full_state_dict().items():
         assert torch.equal(value, before[name]), name
     dist.barrier()

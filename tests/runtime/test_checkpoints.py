@@ -6,10 +6,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import shutil
 import threading
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar import Mesh
 from autopar.runtime import checkpoint_folders, checkpoint_writing, saving
+from autopar.runtime.checkpoint_files import Checkpoint
 from autopar.runtime.checkpoint_writing import Job
 from tests.captures import shared_captures
 
@@ -310,6 +314,136 @@ def test_whole_models_and_checkpoints_are_told_apart(tmp_path: Path) -> None:
     for call in (ap.save, ap.load, ap.save_safetensors):
         with pytest.raises(ap.InvalidInput, match="closed module"):
             call(tmp_path / "a", module)
+
+
+def test_a_changed_bit_is_refused_or_harmless(tmp_path: Path) -> None:
+    """In pieces, their headers and the index, at places by chance and those of every kind."""
+    module, optimizer = made()
+    ap.save(tmp_path / "a", module, optimizer)
+    before, chance = values(module), random.Random(0)
+    for name, least in (("rank-0.safetensors", 0.95), ("checkpoint.json", 0.95)):
+        file = tmp_path / "a" / name
+        whole = file.read_bytes()
+        places = {*range(16), *range(len(whole) - 8, len(whole))}
+        places |= {*chance.sample(range(len(whole)), 150)}
+        refused = 0
+        for place in sorted(places):
+            changed = bytearray(whole)
+            changed[place] ^= 1 << chance.randrange(8)
+            file.write_bytes(changed)
+            for parameter in module.parameters():
+                parameter.detach().zero_()
+            empty = values(module)
+            try:
+                ap.load(tmp_path / "a", module, optimizer)
+            except ap.InvalidInput:
+                assert values(module) == empty
+                refused += 1
+            else:
+                assert values(module) == before, place
+        assert refused >= least * len(places)
+        file.write_bytes(whole)
+
+
+def test_ranks_look_at_the_pieces_in_shares(tmp_path: Path) -> None:
+    module, optimizer = made()
+    ap.save(tmp_path / "a", module, optimizer)
+    file = tmp_path / "a" / "rank-0.safetensors"
+    changed = bytearray(file.read_bytes())
+    changed[-1] ^= 1
+    file.write_bytes(changed)
+    saved, accepted = Checkpoint(tmp_path / "a"), 0
+    for rank in range(3):
+        with suppress(ap.InvalidInput):
+            saved.require_unchanged(rank, 3)
+            accepted += 1
+    assert accepted == 2
+    with pytest.raises(ap.InvalidInput, match=r"in rank-0\.safetensors has changed"):
+        saved.require_unchanged(0, 1)
+
+
+def without_digests(folder: Path) -> None:
+    index = json.loads((folder / "checkpoint.json").read_text())
+    del index["digest"]
+    (folder / "checkpoint.json").write_text(json.dumps(index))
+
+
+def with_a_hole(folder: Path) -> None:
+    file = folder / "rank-0.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def with_a_pipe(folder: Path) -> None:
+    (folder / "rank-0.safetensors").unlink()
+    os.mkfifo(folder / "rank-0.safetensors")
+
+
+def without_pieces(folder: Path) -> None:
+    (folder / "rank-0.safetensors").unlink()
+
+
+@pytest.mark.parametrize("spoil", [without_digests, with_a_hole, with_a_pipe, without_pieces])
+def test_a_damaged_one_is_not_called_saved(spoil: Callable[[Path], None], tmp_path: Path) -> None:
+    module, _ = made()
+    ap.save(tmp_path / "a", module)
+    assert ap.is_saved(tmp_path / "a")
+    spoil(tmp_path / "a")
+    with pytest.warns(UserWarning, match=r"a checkpoint is as ap.save\(\) wrote it"):
+        assert not ap.is_saved(tmp_path / "a")
+    with pytest.raises(ap.InvalidInput, match=r"a checkpoint is as ap.save\(\) wrote it"):
+        ap.load(tmp_path / "a", module)
+
+
+def test_digests_are_made_by_the_thread_that_writes(tmp_path: Path) -> None:
+    module, _ = made()
+    threads, crc32 = set(), zlib.crc32
+
+    def watched(*args: Any) -> int:
+        threads.add(threading.current_thread().name)
+        return crc32(*args)
+
+    with patch.object(zlib, "crc32", watched):
+        saving_ = ap.save(tmp_path / "a", module, asynchronous=True)
+        assert saving_ is not None
+        saving_.wait()
+    assert threads == {"saving"}
+
+
+def test_programs_save_to_one_path_at_once(tmp_path: Path) -> None:
+    """Each checkpoint is whole, and nothing is left beside the last one."""
+    module, _ = made()
+    path, others = tmp_path / "a", 2
+    children = []
+    for number in range(others):
+        if not (child := os.fork()):
+            for _ in range(8):
+                ap.save(path, module, extra=number)
+            os._exit(0)
+        children.append(child)
+    for _ in range(8):
+        ap.save(path, module, extra=others)
+        assert ap.load(path, module) in range(others + 1)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * others
+    assert ap.load(path, module) in range(others + 1)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_somebody_deletes_is_told(tmp_path: Path) -> None:
+    module, _ = made()
+    write = Job.write
+
+    def deleted_first(job: Job) -> None:
+        shutil.rmtree(job.place.new)
+        write(job)
+
+    with patch.object(Job, "write", deleted_first):
+        with pytest.raises(ap.AutoparError, match="has its folder to itself"):
+            ap.save(tmp_path / "a", module)
+        last = ap.save(tmp_path / "a", module, asynchronous=True)
+        assert last is not None
+        with pytest.raises(ap.AutoparError, match="has its folder to itself"):
+            last.wait()
+    assert not any(tmp_path.iterdir())
 
 
 class Odd:

@@ -29,7 +29,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.placing import part_of
 from autopar.runtime.virtual import VirtualBackend
 from autopar.schema import read, write
-from tests.mutations import bytes_of, file_of
+from tests.mutations import bytes_of, file_of, sealed
 
 SECONDS = 30  # for one file, before it is called a hang
 X = torch.arange(32.0, dtype=torch.float64).reshape(4, 8) / 32
@@ -143,7 +143,7 @@ def a_checkpoint(plans: Plans, path: Path, chance: random.Random) -> None:
     for value in module.parameters():
         value.detach().zero_()
     optimizer = torch.optim.SGD(module.parameters())
-    (path.parent / "checkpoint" / INDEX).write_bytes(file_of(plans.checkpoint, chance))
+    (path.parent / "checkpoint" / INDEX).write_bytes(sealed(file_of(plans.checkpoint, chance)))
     ap.load(path.parent / "checkpoint", module, optimizer)
     torch.testing.assert_close(module.full_state_dict(), expected, rtol=0, atol=0)
     for name, value in module.named_parameters():
@@ -175,7 +175,8 @@ def halved(module: ParallelModule, folder: Path) -> Any:
     for rank, share in enumerate(shares):
         kinds = {key: part.held for key, part in share}
         values = (listed[rank][part] for _, part in share)
-        safetensors.write(folder / file_name(rank), kinds, values, metadata_of(save))
+        with (folder / file_name(rank)).open("wb") as file:
+            safetensors.write(file, kinds, values, metadata_of(save), has_digests=True)
     return write(contents)
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from autopar import Mesh
 from autopar.layout import Layout
 from autopar.runtime import safetensors
 from autopar.runtime.placing import part_of
-from autopar.runtime.safetensors import open_weights
+from autopar.runtime.safetensors import INDEX, open_weights
 
 
 def save(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -263,10 +264,135 @@ def test_a_file_of_torch_is_said_to_be_another(tmp_path: Path) -> None:
     assert "torch.load" in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "in/../../x.safetensors"])
+def test_an_index_leads_to_its_own_folder(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    (folder / "in").mkdir(parents=True)
+    save(tmp_path / "x.safetensors", {"a": torch.ones(2)})
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ap.InvalidInput, match="a safetensors file says where") as error:
+        open_weights(folder)
+    assert f"it names {name}, which is not in its folder" in str(error.value)
+
+
+def test_links_of_a_cache_are_followed(tmp_path: Path) -> None:
+    """As Hugging Face's cache has them; and files in folders below."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1a2b"
+    for folder in (blobs, snapshot / "below"):
+        folder.mkdir(parents=True)
+    save(blobs / "c0ffee", {"a": torch.ones(2)})
+    save(snapshot / "below" / "b.safetensors", {"b": torch.zeros(2)})
+    (snapshot / "a.safetensors").symlink_to("../../blobs/c0ffee")
+    index = {"a": "a.safetensors", "b": "below/b.safetensors"}
+    (blobs / "1dea").write_text(json.dumps({"weight_map": index}))
+    (snapshot / INDEX).symlink_to("../../blobs/1dea")
+    weights = open_weights(snapshot)
+    assert torch.equal(weights.read("a", ((0, 2),)), torch.ones(2))
+    assert torch.equal(weights.read("b", ((0, 2),)), torch.zeros(2))
+
+
+@pytest.mark.parametrize("form", ["file", "folder", "indexed"])
+def test_a_pipe_is_not_waited_for(form: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.safetensors")
+    if form == "indexed":
+        index = {"weight_map": {"a": "a.safetensors"}}
+        (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ap.InvalidInput) as error:
+        open_weights(tmp_path / "a.safetensors" if form == "file" else tmp_path)
+    assert ("no regular file" if form != "indexed" else "not there") in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["file", "mapping"])
+def test_numbers_of_another_kind_are_refused_by_name(form: str, tmp_path: Path) -> None:
+    good = {name: value.detach() for name, value in Tied().state_dict().items()}
+    for name, dtype in (
+        ("up.weight", torch.int64),
+        ("up.bias", torch.bool),
+        ("norm.weight", torch.complex64),
+        ("norm.num_batches_tracked", torch.int32),
+    ):
+        state: Any = {**good, name: good[name].to(dtype)}
+        save(tmp_path / "a.safetensors", state)
+        given = state if form == "mapping" else tmp_path
+        with pytest.raises(ap.InvalidInput, match="dtypes, but for the precision") as error:
+            ap.parallelize(Tied(), IDS, mesh=Mesh(d=2), mode="data", weights=given)
+        assert str(error.value.got).startswith(f"misshapen: {name} ")
+        assert len(str(error.value.got).splitlines()) == 1
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_model_in_shards_is_the_old_or_the_new_one_or_refused(tmp_path: Path) -> None:
+    """Whenever what writes it is killed."""
+    left, killed = -1, 0
+    seen: set[str] = set()
+    real = {"replace": os.replace, "unlink": os.unlink}
+
+    def killing(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                raise Killed
+            return real[name](*args, **kwargs)
+
+        return call
+
+    modules = [
+        ap.parallelize(nn.Linear(4, 4), (torch.ones(2, 4),), mesh=Mesh(one=1), mode="data")
+        for _ in range(2)
+    ]
+    states = [module.full_state_dict() for module in modules]
+    ap.save_safetensors(tmp_path, modules[0], max_shard_size=1)
+    while True:
+        left = killed
+        patches = [patch.object(os, name, killing(name)) for name in real]
+        for one in patches:
+            one.start()
+        try:
+            ap.save_safetensors(tmp_path, modules[1], max_shard_size=1)
+            break
+        except Killed:
+            killed += 1
+        finally:
+            for one in patches:
+                one.stop()
+        if not (tmp_path / INDEX).exists():
+            with pytest.raises(ap.InvalidInput, match="a safetensors file says where"):
+                open_weights(tmp_path)
+            seen.add("refused")
+        else:
+            weights = open_weights(tmp_path)
+            read = {
+                n: weights.read(n, tuple((0, s) for s in v.shape)) for n, v in states[0].items()
+            }
+            seen |= {n for n, state in zip(("old", "new"), states) if same(read, state)}
+        ap.save_safetensors(tmp_path, modules[0], max_shard_size=1)
+    assert seen == {"old", "new", "refused"}
+    assert killed >= 4
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_file_that_takes_the_place_of_another_is_another(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        save(tmp_path / f"{value}", {"a": torch.full((100,), value)})
+    weights = open_weights(tmp_path / "1.0")
+    os.replace(tmp_path / "2.0", tmp_path / "1.0")
+    with pytest.raises(ap.InvalidInput, match="a safetensors file says where") as error:
+        weights.read("a", ((0, 100),))
+    assert "it has changed since it was opened" in str(error.value)
+
+
 def test_a_file_that_becomes_shorter_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "a", {"a": torch.ones(100)})
     weights = open_weights(tmp_path / "a")
     os.truncate(tmp_path / "a", 150)
     with pytest.raises(ap.InvalidInput, match="a safetensors file says where") as error:
         weights.read("a", ((0, 100),))
-    assert "it has become shorter" in str(error.value)
+    assert "it has changed since it was opened" in str(error.value)

@@ -28,6 +28,7 @@ from autopar.runtime.checkpoint_writing import Job
 from tests import models
 from tests.captures import shared_captures
 from tests.models import Case
+from tests.mutations import sealed
 from tests.runtime.resuming import Run, assert_alike
 
 ONE: dict[str, Any] = {"mesh": Mesh(one=1), "mode": "data"}
@@ -208,7 +209,7 @@ def cut_short(path: Path) -> None:
 def without_a_piece(path: Path) -> None:
     index = json.loads((path / "checkpoint.json").read_text())
     index["values"]["model.0.weight"]["pieces"] = []
-    (path / "checkpoint.json").write_text(json.dumps(index))
+    (path / "checkpoint.json").write_bytes(sealed(json.dumps(index).encode()))
 
 
 def of_another_version(path: Path) -> None:
