@@ -34,6 +34,7 @@ from autopar.runtime.checkpoint_folders import (
     Newer,
     file_name,
     folder_of,
+    index_of,
     require_readable,
 )
 from autopar.runtime.loss_scale import LossScale
@@ -166,6 +167,7 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.folder = folder_of(path)
+        self._id: str | None = None  # of the save, once it is known
         with self._refused():
             self._open()
 
@@ -177,6 +179,12 @@ class Checkpoint:
         except Newer:
             raise
         except Exception as error:
+            if (index := index_of(self.folder)) is None or self._id not in (None, index.get("id")):
+                raise InvalidInput(
+                    "a checkpoint stays where it is while it is loaded",
+                    got=f"{self.folder}, which a program has replaced or taken away",
+                    remedy="load it again, or save to a path of its own for each step",
+                ) from None
             raise InvalidInput(
                 "a checkpoint is as ap.save() wrote it",
                 got=f"{self.folder}: {error.got if isinstance(error, AutoparError) else error}",
@@ -199,6 +207,7 @@ class Checkpoint:
         if data.pop("digest", None) != digest_of(data):
             raise ValueError(f"{INDEX} has changed, or bears no digest")
         self.contents = read(Contents, data)
+        self._id = self.contents.id
         self._digests: list[dict[str, str]] = []
         self._files = [self._file(number) for number in range(self.contents.files)]
         every = self.contents.every
@@ -263,7 +272,8 @@ class Checkpoint:
                 here.append((first - start, max(0, last - first)))
             if all(length for _, length in there):
                 name = key.piece(piece.bounds)
-                part = self._files[piece.file].read(name, (*there, *behind))
+                with self._refused():
+                    part = self._files[piece.file].read(name, (*there, *behind))
                 part_of(found, (*here, *behind)).copy_(part)
         return found.view(stored.dtype).squeeze(-1) if behind else found
 

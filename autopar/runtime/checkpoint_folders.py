@@ -212,7 +212,7 @@ def _left_beside(path: Path) -> list[Path]:
     return [one for one in path.parent.iterdir() if name.fullmatch(one.name)]
 
 
-def _index_of(folder: Path) -> dict[str, Any] | None:
+def index_of(folder: Path) -> dict[str, Any] | None:
     """What the index of a checkpoint says, if there is one."""
     try:
         data = json.loads(read_regular(folder / INDEX))
@@ -223,13 +223,13 @@ def _index_of(folder: Path) -> dict[str, Any] | None:
 
 def _found(path: Path) -> Path | None:
     if path.exists():
-        return path if _index_of(path) is not None else None
+        return path if index_of(path) is not None else None
     return _left_whole(path)
 
 
 def _left_whole(path: Path) -> Path | None:
     """The last checkpoint of a path, which was broken off between two renames: the new one."""
-    whole = [one for one in _left_beside(path) if _index_of(one) is not None]
+    whole = [one for one in _left_beside(path) if index_of(one) is not None]
     is_replacing = {one.with_suffix(".new") for one in whole if one.suffix == ".old"}
 
     def order(folder: Path) -> tuple[bool, bool, float]:
@@ -247,7 +247,7 @@ def _require_replaceable(path: Path) -> None:
     names = sorted(one.name for one in path.iterdir()) if path.is_dir() else None
     if names == []:
         return
-    index = _index_of(path)
+    index = index_of(path)
     if index is None or names is None:
         raise InvalidInput(
             rule,
