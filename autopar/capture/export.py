@@ -79,6 +79,7 @@ from autopar.capture.normalise import normalise
 from autopar.capture.overlaps import require_no_overlaps
 from autopar.capture.plainly import answered_plainly
 from autopar.capture.repeated import FEWEST, blocks_followed_once
+from autopar.capture.scripted import scripts_run_plainly
 from autopar.capture.source import whole_stacks
 from autopar.capture.verifier import verify
 from autopar.capture.writes import by_placeholder as writes_to
@@ -308,4 +309,5 @@ _AROUND = (
     casts_change_nothing,
     data_is_detached,
     loops_over_experts,
+    scripts_run_plainly,
 )
