@@ -18,7 +18,7 @@ from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.options import PlanOptions, read_request
 from autopar.planner.bounds import most_saved
-from autopar.report.memory import memory_courses
+from autopar.report.memory_charts import rank_memories
 from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
 from tests.held import kept_for_backward
 from tests.models import ZOO, Case, gpt, mlp
@@ -94,7 +94,7 @@ def test_the_kinds_at_the_peak_are_the_peak(name: str) -> None:
         asked = FORMS[number % len(FORMS)] | {"states": states, "recompute": recompute}
         asked["precision"] = HALF if number % 3 == 0 else None
         plan = ap.plan(case.model, case.args, case.kwargs, cluster=machines(4, *EVEN), **asked)
-        for course in memory_courses(plan):
+        for course in rank_memories(plan):
             memory = plan.memories[course.rank]
             told = memory.to_json()
             assert sum(told["at_peak"].values()) == told["peak"] == course.top, asked

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 
 from autopar.commands.printing import show_json, show_table
-from autopar.report.comparison import compare
 from autopar.report.trace import read
+from autopar.report.trace_comparison import compare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,8 +29,8 @@ from autopar.commands.printing import show_json, show_table
 from autopar.commands.streams import results, to_results
 from autopar.mesh import Mesh
 from autopar.plan.plan import SavedPlan
+from autopar.report.run_charts import TrainingRun
 from autopar.report.trace import Event
-from autopar.report.training import Run
 from autopar.runtime.launch import Say, launch
 from autopar.runtime.recording import Recording
 
@@ -193,7 +193,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write_page(losses: list[float], single: list[float], measured: Measured) -> None:
     plan = SavedPlan.from_json(json.loads(measured.plan)).attach(gpt(), next(batches(1)))
-    told = Run(
+    told = TrainingRun(
         losses,
         measured.seconds,
         plan.cost.seconds,

@@ -9,11 +9,11 @@ from autopar.errors import require_ending
 from autopar.files import write_file
 from autopar.plan.saved import digest
 from autopar.plan.value import PlanValue
-from autopar.report.model import tree
-from autopar.report.page import Asked, page
-from autopar.report.program import blocks, drawn
+from autopar.report.module_tree import module_tree
+from autopar.report.page import PageContext, page
+from autopar.report.program_lanes import draw_program, program_blocks
+from autopar.report.run_charts import RecordedSteps, StepFiguresLike, TrainingRun, read_run
 from autopar.report.trace import Trace, events_of, write
-from autopar.report.training import Figures, Recorded, Run, run_of
 
 
 def report(
@@ -21,15 +21,15 @@ def report(
     path: str | Path,
     *,
     title: str | None = None,
-    run: Run | Recorded | Sequence[Figures] | None = None,
+    run: TrainingRun | RecordedSteps | Sequence[StepFiguresLike] | None = None,
 ) -> None:
     """Write one HTML file that needs nothing else: what was chosen, why, and what it costs; with a
     run, how that went: `pm.record(steps)`, once they are made, or a list of what `pm.on_step` told.
     """
     limit = plan.cluster.device.memory if plan.limit is None else plan.limit
     name = title or f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
-    asked = Asked(plan.mode, limit, plan.alternatives, plan.left_out, plan.trials)
-    told = None if run is None else run_of(run, plan.seconds)
+    asked = PageContext(plan.mode, limit, plan.alternatives, plan.left_out, plan.trials)
+    told = None if run is None else read_run(run, plan.seconds)
     write_file(path, page(name, plan, asked, told), "the page of a plan")
 
 
@@ -38,7 +38,11 @@ def draw(plan: PlanValue, path: str | Path) -> None:
     of their values, and movements where they stand."""
     require_ending(path, ".svg", "the picture of a plan")
     what = f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
-    write_file(path, drawn(blocks(plan, tree(plan)), what).file(), "the picture of a plan")
+    written(
+        path,
+        draw_program(program_blocks(plan, module_tree(plan)), what).file(),
+        "the picture of a plan",
+    )
 
 
 def trace(plan: PlanValue, path: str | Path) -> None:

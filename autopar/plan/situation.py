@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.capture.sizes import Sizes
 from autopar.planner.candidate import Alternative, Candidate
-from autopar.report.weighed import kinds_of, parts_of
+from autopar.report.weighed_plans import kinds_of, parts_of
 from autopar.schema import write
 from autopar.tables import table, wrapped
 from autopar.units import bytes_text, change_text, scaled, seconds_text

@@ -23,7 +23,7 @@ from autopar.planner.moved import idle_axes
 from autopar.planner.recomputation import summary
 from autopar.planner.trial import rows_of_trials
 from autopar.recompute import Recompute
-from autopar.report.weighed import left_out_words, rows_of, rows_of_meshes
+from autopar.report.weighed_plans import left_out_words, rows_of, rows_of_meshes
 from autopar.schema import write
 from autopar.search.account import Search
 from autopar.strategies.node_info import info

@@ -16,7 +16,7 @@ from autopar.plan.next_mesh import next_mesh
 from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Alternative
 from autopar.planner.trial import measured
-from autopar.report.weighed import left_out_words, rows_of, rows_of_meshes
+from autopar.report.weighed_plans import left_out_words, rows_of, rows_of_meshes
 from autopar.schema import write
 from autopar.search.account import Considered
 from autopar.tables import table, titled, wrapped

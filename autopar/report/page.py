@@ -1,7 +1,7 @@
-"""Page: a plan as one HTML file that needs nothing else.
+"""The page of a plan: one HTML file that needs nothing else.
 
-Everything is there without scripts: sections, pictures, trees that unfold. The script adds what
-asks for one: search, columns that sort, `/` to search from anywhere.
+Everything is there without scripts: sections, pictures, trees that unfold. The script adds search,
+sortable columns, and `/` to search from anywhere.
 """
 
 from __future__ import annotations
@@ -16,14 +16,20 @@ from autopar.drawing import Drawing, style
 from autopar.pipeline.words import schedule_words
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.trial import Trial
-from autopar.report.machine import machine
-from autopar.report.memory import drawn, held_at_peak, memory_courses, shows_limit
-from autopar.report.model import Call, Part, joined, tree
-from autopar.report.program import blocks
-from autopar.report.step import Share, bar, seconds
-from autopar.report.traffic import traffic
-from autopar.report.training import Run, measured, sections
-from autopar.report.weighed import kinds_of, left_out_words, parts_of, scatter, ways
+from autopar.report.machine_diagram import draw_machine
+from autopar.report.memory_charts import draw_memory, held_at_peak, rank_memories, shows_limit
+from autopar.report.module_tree import ModuleNode, ProgramCall, joined, module_tree
+from autopar.report.program_lanes import program_blocks
+from autopar.report.run_charts import TrainingRun, measured_gantt, run_sections
+from autopar.report.step_parts import BarShare, draw_bar, step_parts
+from autopar.report.traffic import link_traffic
+from autopar.report.weighed_plans import (
+    draw_scatter,
+    kinds_of,
+    left_out_words,
+    parts_of,
+    weighed_plans,
+)
 from autopar.search.account import Search
 from autopar.units import bytes_text, counted, scaled, seconds_text, share_text, visible
 
@@ -31,8 +37,8 @@ _COSTS = 200  # that are shown
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a plan tells besides its candidate."""
+class PageContext:
+    """Facts of a plan that its candidate does not have."""
 
     mode: str
     limit: float  # bytes of each device
@@ -42,11 +48,11 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What calls of equal blocks take together in a step."""
+class CallCost:
+    """The seconds that calls of equal blocks take together in a step."""
 
     module: str
-    call: Call
+    call: ProgramCall
     count: int
 
     @property
@@ -54,14 +60,16 @@ class Cost:
         return self.count * self.call.seconds
 
 
-def page(title: str, candidate: Candidate, asked: Asked, run: Run | None = None) -> str:
-    """The whole file, with how a run of it went."""
-    root, sent = tree(candidate), traffic(candidate)
-    chosen = candidate.alternative(asked.limit)
-    weighed = ways(asked.alternatives, chosen, asked.limit, asked.trials)
+def page(
+    title: str, candidate: Candidate, context: PageContext, run: TrainingRun | None = None
+) -> str:
+    """Render the page, with the charts of a run if one is given."""
+    root, sent = module_tree(candidate), link_traffic(candidate)
+    chosen = candidate.alternative(context.limit)
+    weighed = weighed_plans(context.alternatives, chosen, context.limit, context.trials)
     costs = _costs(root, candidate.microbatches)
-    courses = memory_courses(candidate)
-    spent, held = seconds(candidate), held_at_peak(candidate)
+    courses = rank_memories(candidate)
+    spent, held = step_parts(candidate), held_at_peak(candidate)
     environment = Environment(loader=PackageLoader("autopar.report", "."), autoescape=True)
     environment.filters |= {
         "seconds": seconds_text,
@@ -75,56 +83,56 @@ def page(title: str, candidate: Candidate, asked: Asked, run: Run | None = None)
         style=style() + folder.joinpath("page.css").read_text(),
         script=folder.joinpath("page.js").read_text(),
         plan=candidate,
-        asked=asked,
-        tiles=_tiles(candidate, asked),
+        asked=context,
+        tiles=_tiles(candidate, context),
         spent=(spent, _bar(spent, candidate.seconds, "the predicted step")),
         held=(
             held,
-            _bar(held, _room(held, candidate.room(asked.limit)), "memory of the fullest device"),
+            _bar(held, _room(held, candidate.room(context.limit)), "memory of the fullest device"),
         ),
         root=root,
-        blocks=blocks(candidate, root),
+        blocks=program_blocks(candidate, root),
         costs=costs[:_COSTS],
         others=costs[_COSTS:],
-        machine=machine(candidate, sent),
+        machine=draw_machine(candidate, sent),
         sent=sent,
         gantts=_gantts(candidate, run),
-        memory=[drawn(course, asked.limit) for course in courses],
-        shows_limit=any(shows_limit(course, asked.limit) for course in courses),
+        memory=[draw_memory(course, context.limit) for course in courses],
+        shows_limit=any(shows_limit(course, context.limit) for course in courses),
         weighed=weighed,
         parts=parts_of([way.figures for way in weighed]),
         kinds=kinds_of([way.figures for way in weighed]),
-        left_out=left_out_words(asked.left_out),
-        scatter=scatter(weighed, asked.limit) if len(weighed) > 1 else None,
-        more=[] if run is None else sections(run, candidate),
+        left_out=left_out_words(context.left_out),
+        scatter=draw_scatter(weighed, context.limit) if len(weighed) > 1 else None,
+        more=[] if run is None else run_sections(run, candidate),
     )
     return visible(written)
 
 
-def _bar(shares: Sequence[Share], whole: float, what: str) -> Drawing:
+def _bar(shares: Sequence[BarShare], whole: float, what: str) -> Drawing:
     words = ", ".join(f"{share.name} {share.text}" for share in shares)
-    return bar(shares, whole, f"{what}: {words}")
+    return draw_bar(shares, whole, f"{what}: {words}")
 
 
-def _gantts(candidate: Candidate, run: Run | None) -> dict[str, Drawing]:
-    """The schedule as it was carried out above the predicted one, on one axis."""
+def _gantts(candidate: Candidate, run: TrainingRun | None) -> dict[str, Drawing]:
+    """Draw the recorded schedule above the predicted one, on one axis."""
     if candidate.timeline is None:
         return {}
-    found = {"predicted": candidate.timeline.gantt(seconds_text)}
-    if run is not None and (seen := measured(run.events, candidate)) is not None:
-        found = {"measured, in the last step that was recorded": seen, **found}
-    longest = max(one.end for one in found.values())
-    return {name: one.drawn(longest) for name, one in found.items()}
+    gantts = {"predicted": candidate.timeline.gantt(seconds_text)}
+    if run is not None and (measured := measured_gantt(run.events, candidate)) is not None:
+        gantts = {"measured, in the last step that was recorded": measured, **gantts}
+    longest = max(gantt.end for gantt in gantts.values())
+    return {name: gantt.drawn(longest) for name, gantt in gantts.items()}
 
 
-def _room(held: Sequence[Share], limit: float) -> float:
-    """What the bar of memory stands for: a device, if it is not nearly empty."""
+def _room(held: Sequence[BarShare], limit: float) -> float:
+    """Return the bytes at the end of the memory bar: a device, unless it is nearly empty."""
     whole = sum(share.size for share in held)
     return max(whole, limit) if limit < 4 * whole else whole
 
 
-def _tiles(candidate: Candidate, asked: Asked) -> list[tuple[str, str, str]]:
-    """What is said first: a word, a figure, and what belongs to it."""
+def _tiles(candidate: Candidate, context: PageContext) -> list[tuple[str, str, str]]:
+    """Return the tiles at the top: a name, a figure, and an explanation each."""
     cost, mesh = candidate.cost, candidate.whole_mesh
     moved = f"{seconds_text(cost.exposed)} of it movements that nothing hides"
     tiles = [
@@ -132,7 +140,7 @@ def _tiles(candidate: Candidate, asked: Asked) -> list[tuple[str, str, str]]:
         (
             "memory",
             bytes_text(candidate.memory.peak),
-            f"of {bytes_text(candidate.room(asked.limit))} on the fullest device",
+            f"of {bytes_text(candidate.room(context.limit))} on the fullest device",
         ),
         (
             "mesh",
@@ -147,11 +155,11 @@ def _tiles(candidate: Candidate, asked: Asked) -> list[tuple[str, str, str]]:
 
 
 def _schedule(candidate: Candidate) -> str:
-    made = candidate.pipelining
-    if made is None:
+    pipelining = candidate.pipelining
+    if pipelining is None:
         return "without a pipeline"
-    words = schedule_words(made.schedule.name, dict(made.schedule.options))
-    return f"{words}, {counted(len(made.stages), 'stage')} over {made.axis}"
+    words = schedule_words(pipelining.schedule.name, dict(pipelining.schedule.options))
+    return f"{words}, {counted(len(pipelining.stages), 'stage')} over {pipelining.axis}"
 
 
 def _search(search: Search | None) -> tuple[str, str]:
@@ -163,15 +171,15 @@ def _search(search: Search | None) -> tuple[str, str]:
     return gap, f"{early}{seconds_text(search.seconds)}, {strategies}"
 
 
-def _costs(root: Part, times: int) -> list[Cost]:
-    """All calls, those that take most first."""
-    found: list[Cost] = []
+def _costs(root: ModuleNode, times: int) -> list[CallCost]:
+    """List all calls, the most expensive first."""
+    costs: list[CallCost] = []
 
-    def look(part: Part, path: str, count: int) -> None:
+    def visit(part: ModuleNode, path: str, count: int) -> None:
         taking = [call for call in part.calls if call.seconds]
-        found.extend(Cost(path or "the model", call, count) for call in taking)
-        for one in part.parts.values():
-            look(one, joined(path, one.name), count * one.count)
+        costs.extend(CallCost(path or "the model", call, count) for call in taking)
+        for child in part.parts.values():
+            visit(child, joined(path, child.name), count * child.count)
 
-    look(root, "", times)
-    return sorted(found, key=lambda cost: -cost.seconds)
+    visit(root, "", times)
+    return sorted(costs, key=lambda cost: -cost.seconds)

@@ -21,7 +21,7 @@ from autopar.files import write_file
 from autopar.pipeline.schedule import Action, one_stage
 from autopar.pipeline.timeline import UPDATES
 from autopar.planner.candidate import Candidate
-from autopar.report.model import Call, calls_of
+from autopar.report.module_tree import ProgramCall, calls_of
 from autopar.schema import Index, Mismatch, NotNegative
 from autopar.schema import read as read_data
 
@@ -40,7 +40,7 @@ class Event:
     start: float
     end: float
     track: int = ACTIONS
-    about: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         times = {"ts": self.start * 1e6, "dur": (self.end - self.start) * 1e6}
@@ -49,7 +49,7 @@ class Event:
             {"name": self.name, "cat": _TRACKS[self.track], "ph": "X"}
             | times
             | place
-            | ({"args": dict(self.about)})
+            | ({"args": dict(self.args)})
         )
 
 
@@ -63,23 +63,25 @@ class Trace:
 
 
 def events_of(candidate: Candidate) -> list[Event]:
-    """Those of the predicted step."""
+    """Return the events of the predicted step."""
     mesh, timeline = candidate.whole_mesh, candidate.timeline
     if timeline is None:
-        found = [*_in_one_stage(candidate)]
+        events = [*_in_one_stage(candidate)]
     else:
-        made = timeline.schedule
-        found = [
+        schedule = timeline.schedule
+        events = [
             action_event(place, step=0, action=action, start=start, end=end)
-            for place, order in enumerate(made.orders)
+            for place, order in enumerate(schedule.orders)
             for action, start, end in zip(order, timeline.starts[place], timeline.ends[place])
         ]
-        found += [
+        events += [
             Event(place, sync.name, sync.start, sync.end, SUMS)
             for sync in timeline.synchronizations
             for place in sync.ranks
         ]
-        found += [Event(one.rank, UPDATES, one.start, one.end, SUMS) for one in timeline.updates]
+        events += [
+            Event(event.rank, UPDATES, event.start, event.end, SUMS) for event in timeline.updates
+        ]
     ranks = range(mesh.size)
     if mesh.size > _RANKS:
         ranks_by_place = {candidate.place_of(rank): rank for rank in reversed(ranks)}
@@ -87,48 +89,48 @@ def events_of(candidate: Candidate) -> list[Event]:
     else:
         shown = [*ranks]
     by_place: dict[int, list[Event]] = {}
-    for event in found:
+    for event in events:
         by_place.setdefault(event.rank, []).append(event)
     return [
-        Event(rank, one.name, one.start, one.end, one.track, one.about)
+        Event(rank, event.name, event.start, event.end, event.track, event.args)
         for rank in shown
-        for one in by_place.get(candidate.place_of(rank), ())
+        for event in by_place.get(candidate.place_of(rank), ())
     ]
 
 
 def action_event(rank: int, step: int, action: Action, start: float, end: float) -> Event:
-    """An action of a schedule."""
-    about = {"step": step, "kind": action.kind, "stage": action.stage, "pipe": action.pipe}
-    return Event(rank, str(action), start, end, ACTIONS, about)
+    """Return the event of a schedule's action."""
+    facts = {"step": step, "kind": action.kind, "stage": action.stage, "pipe": action.pipe}
+    return Event(rank, str(action), start, end, ACTIONS, facts)
 
 
 def _in_one_stage(candidate: Candidate) -> Iterator[Event]:
     """Without a pipeline: forward and backward of each micro-batch, call by call, then sums."""
     calls = [(module, call) for module, call in calls_of(candidate) if call.seconds]
-    own = {node.name: candidate.prices.own(node) for node in candidate.rewritten.nodes}
+    costs = {node.name: candidate.prices.own(node) for node in candidate.rewritten.nodes}
     now = 0.0
     for action in one_stage(candidate.microbatches).orders[0]:
         start, order = now, calls if action.kind == "F" else calls[::-1]
         for module, call in order:
-            cost = own[call.name]
+            cost = costs[call.name]
             seconds = cost.forward if action.kind == "F" else cost.backward
             if seconds:
-                yield Event(0, call.operator, now, now + seconds, INSIDE, _about(module, call))
+                yield Event(0, call.operator, now, now + seconds, INSIDE, _call_facts(module, call))
                 now += seconds
         yield action_event(0, 0, action, start, now)
     if (last := candidate.cost.seconds) > now:
         yield Event(0, UNHIDDEN, now, last, SUMS)
 
 
-def _about(module: str, call: Call) -> dict[str, Any]:
-    about: dict[str, Any] = {"module": module, "type": call.type, "line": call.source}
+def _call_facts(module: str, call: ProgramCall) -> dict[str, Any]:
+    facts: dict[str, Any] = {"module": module, "type": call.type, "line": call.source}
     if call.moved is not None:
-        about |= {"bytes": call.moved.bytes, "over": call.moved.axes, "back": call.moved.backward}
-    return about
+        facts |= {"bytes": call.moved.bytes, "over": call.moved.axes, "back": call.moved.backward}
+    return facts
 
 
 @dataclass(frozen=True)
-class _Row:
+class _TraceRow:
     """An event, or a name of a track, as it is written."""
 
     name: str
@@ -142,8 +144,8 @@ class _Row:
 
 
 @dataclass(frozen=True)
-class _Of:
-    """What a trace is of."""
+class _TraceHeader:
+    """The header of a trace file."""
 
     format: Literal["autopar trace"]
     what: Literal["simulated", "measured"]
@@ -151,15 +153,15 @@ class _Of:
 
 
 @dataclass(frozen=True)
-class _File:
-    rows: tuple[_Row, ...] = field(metadata={"key": "traceEvents"})
+class _TraceFile:
+    rows: tuple[_TraceRow, ...] = field(metadata={"key": "traceEvents"})
     unit: str = field(metadata={"key": "displayTimeUnit"})
-    of: _Of = field(metadata={"key": "otherData"})
+    of: _TraceHeader = field(metadata={"key": "otherData"})
 
 
 @dataclass(frozen=True)
-class _Done:
-    """What an event says of an action."""
+class _ActionArgs:
+    """The arguments of an action's event."""
 
     step: Index
     kind: Literal["F", "B", "I", "W"]
@@ -188,7 +190,7 @@ def _named(what: str, rank: int, track: int, name: str) -> dict[str, Any]:
 
 
 def read(path: str | Path, what: str) -> Trace:
-    """What `write` wrote of that kind, simulated or measured."""
+    """Read a trace that `write` wrote; `what` is "simulated" or "measured"."""
     rule = "a trace is a file that autopar wrote"
     try:
         data = Path(path).read_bytes()
@@ -196,8 +198,8 @@ def read(path: str | Path, what: str) -> Trace:
         got = f"{path}: {error.strerror}"
         raise InvalidInput(rule, got=got, remedy="give the path of a trace") from None
     try:
-        made = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-        file: _File = read_data(_File, made)
+        content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        file: _TraceFile = read_data(_TraceFile, content)
         events = tuple(_event(row) for row in file.rows if row.ph == "X")
     except (ValueError, EOFError, RecursionError, OSError, zlib.error, Mismatch) as error:
         raise InvalidInput(
@@ -214,8 +216,8 @@ def read(path: str | Path, what: str) -> Trace:
     )
 
 
-def _event(row: _Row) -> Event:
+def _event(row: _TraceRow) -> Event:
     if row.tid == ACTIONS:
-        read_data(_Done, row.args)
+        read_data(_ActionArgs, row.args)
     end = (row.ts + row.dur) / 1e6
     return Event(row.pid, row.name, row.ts / 1e6, end, row.tid, row.args)

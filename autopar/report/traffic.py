@@ -1,7 +1,6 @@
-"""Traffic: what a rank sends in a predicted step, from the collectives and messages that its price
-counts.
+"""What a rank sends in a predicted step, as the mean over the ranks of a pipeline.
 
-It is the mean of all ranks along a pipeline.
+It is counted from the collectives and messages that the price counts.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _Sent = tuple[Axes, str, float, float]  # axes, what for, bytes, and in how many
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What one rank sends in a step over the links of a group along some axes, and for what."""
+class LinkTraffic:
+    """Bytes that one rank sends in a step over the links of some axes, for one purpose."""
 
     axes: Axes
     what: str
@@ -33,43 +32,52 @@ class Traffic:
     count: float  # collectives, or messages
 
 
-def traffic(candidate: Candidate) -> list[Traffic]:
-    """By axes and by what is sent, the most first."""
-    found: dict[tuple[Axes, str], Traffic] = {}
-    made = candidate.pipelining
+def link_traffic(candidate: Candidate) -> list[LinkTraffic]:
+    """List what is sent by axes and purpose, the most first."""
+    entries: dict[tuple[Axes, str], LinkTraffic] = {}
+    pipelining = candidate.pipelining
     for axes, what, size, count in [
         *_of_program(candidate),
-        *([] if made is None else _of_pipeline(candidate, made)),
+        *([] if pipelining is None else _of_pipeline(candidate, pipelining)),
     ]:
-        before = found.get((axes, what))
+        before = entries.get((axes, what))
         link = candidate.cluster.group_link(candidate.whole_mesh, axes)
         size, count = (size + before.bytes, count + before.count) if before else (size, count)
-        found[axes, what] = Traffic(axes, what, link, size, count)
-    return sorted((one for one in found.values() if one.bytes), key=lambda one: -one.bytes)
+        entries[axes, what] = LinkTraffic(axes, what, link, size, count)
+    return sorted(
+        (entry for entry in entries.values() if entry.bytes), key=lambda entry: -entry.bytes
+    )
 
 
 def _of_program(candidate: Candidate) -> Iterator[_Sent]:
-    """Over the axes inside of a stage."""
-    mesh, made = candidate.mesh, candidate.pipelining
+    """Yield what is sent over the axes inside a stage."""
+    mesh, pipelining = candidate.mesh, candidate.pipelining
     # How often a rank runs all of the program; the stages that each make what several read.
     runs, stages = float(candidate.microbatches), dict[fx.Node, set[int]]()
-    if made is not None:
-        runs, cut = made.schedule.all_parts / made.schedule.ranks, candidate.cut(made)
+    if pipelining is not None:
+        runs, cut = (
+            pipelining.schedule.all_parts / pipelining.schedule.ranks,
+            candidate.cut(pipelining),
+        )
         read = (cut.flow.read_at | cut.flow.held_at).items()
         stages = {node: {cut.stage_at(place) for place in places} for node, places in read}
     for node in candidate.rewritten.nodes:
-        own = stages.get(node, {0})
-        part = 1.0 if made is None else len(made.schedule.holders(own)) / made.schedule.ranks
-        for one in candidate.prices.collectives(node):
-            times = part if one.when == "step" else runs * len(own)
-            sent = one.sent(mesh.degree(one.axes)) * times
-            yield in_order(one.axes, mesh), one.what or one.kind, sent, times
+        stages_of_node = stages.get(node, {0})
+        part = (
+            1.0
+            if pipelining is None
+            else len(pipelining.schedule.holders(stages_of_node)) / pipelining.schedule.ranks
+        )
+        for collective in candidate.prices.collectives(node):
+            times = part if collective.when == "step" else runs * len(stages_of_node)
+            sent = collective.sent(mesh.degree(collective.axes)) * times
+            yield in_order(collective.axes, mesh), collective.what or collective.kind, sent, times
 
 
-def _of_pipeline(candidate: Candidate, made: Pipelining) -> Iterator[_Sent]:
-    """From stage to stage, and between the places that hold the same parameters."""
-    schedule, axes = made.schedule, (made.axis,)
-    stages = candidate.taken_by_stages(made)
+def _of_pipeline(candidate: Candidate, pipelining: Pipelining) -> Iterator[_Sent]:
+    """Yield messages between stages, and gradient sums between places with the same parameters."""
+    schedule, axes = pipelining.schedule, (pipelining.axis,)
+    stages = candidate.taken_by_stages(pipelining)
     size, count = 0.0, 0
     for order, messages in zip(schedule.orders, schedule.messages):
         for action, (_, _, goes_away) in zip(order, messages):
@@ -79,6 +87,6 @@ def _of_pipeline(candidate: Candidate, made: Pipelining) -> Iterator[_Sent]:
                 each = float(at[Part.RECEIVED if is_forward else Part.GIVEN])
                 size, count = size + each * len(action.microbatches), count + 1
     yield axes, "messages between stages", size / schedule.ranks, count / schedule.ranks
-    for one in sums_along(made):
-        held = len(one.places) / schedule.ranks
-        yield axes, one.moved.what, one.moved.sent(len(one.places)) * held, held
+    for reduction in sums_along(pipelining):
+        held = len(reduction.places) / schedule.ranks
+        yield axes, reduction.moved.what, reduction.moved.sent(len(reduction.places)) * held, held

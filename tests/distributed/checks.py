@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint as run_again
 import autopar as ap
 from autopar import Mesh
 from autopar.errors import InvalidInput
-from autopar.report.comparison import compare
 from autopar.report.trace import ACTIONS, read
+from autopar.report.trace_comparison import compare
 from autopar.runtime.world import world
 from tests import dynamic, models, recipes, signatures
 from tests.annotations import attention, megatron, sequence, stored, vocabulary
@@ -687,7 +687,7 @@ def records_what_each_rank_did() -> None:
         with pytest.raises(InvalidInput, match="on all ranks as many"):  # and none waits
             again.events()
     starts = {
-        (event.rank, event.about["step"], event.name): event.start
+        (event.rank, event.args["step"], event.name): event.start
         for event in events
         if event.track == ACTIONS
     }

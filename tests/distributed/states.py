@@ -22,7 +22,7 @@ from autopar.cost.groups import LIVE_GROUPS
 from autopar.cost.state_price import GATHERS, SUMS
 from autopar.pipeline.passing import Passing
 from autopar.plan.program import Program
-from autopar.report.traffic import traffic
+from autopar.report.traffic import link_traffic
 from autopar.runtime.copies import Window
 from autopar.runtime.exchange import Exchange
 from autopar.strategies.node_info import info
@@ -177,7 +177,7 @@ def moves_no_more_than_it_must(ranks: int) -> None:
 def assert_page_says(module: ap.ParallelModule, found: Exchanged, ranks: int) -> None:
     """The page of its plan says what ranks sent of parameters and gradients."""
     said = dict.fromkeys((GATHERS, SUMS), 0.0)
-    said |= {one.what: one.bytes for one in traffic(module.plan)}
+    said |= {one.what: one.bytes for one in link_traffic(module.plan)}
     share = (ranks - 1) / ranks
     gathered = share * sum(t.nbytes for tensors in found.gathered for t in tensors)
     summed = share * sum(t.nbytes for tensors in found.cut for t in tensors)
@@ -206,7 +206,7 @@ def sums_what_stages_share_once(ranks: int) -> None:
         module = ap.parallelize(case.model, case.args, mode="propagate", **options)
         with exchanged() as found:
             module.step(*case.args)
-        said = {one.what: one.bytes for one in traffic(module.plan)}
+        said = {one.what: one.bytes for one in link_traffic(module.plan)}
         moved = sum(tensor.nbytes for tensor in found.summed if tensor.numel() > 2)  # no losses
         share = 2 * (ranks - 1) / ranks
         assert share * moved == share * expected == said[SUMS]
@@ -228,7 +228,7 @@ def sums_what_is_left_of_pieces(ranks: int) -> None:
         )
         dist.all_reduce(own)
         of_stage, along = (own / ranks).tolist()
-        said = {(one.axes, one.what): one.bytes for one in traffic(module.plan)}
+        said = {(one.axes, one.what): one.bytes for one in link_traffic(module.plan)}
         assert said[("dp",), SUMS] == of_stage
         assert said[("pp",), SUMS] == along
 

@@ -17,7 +17,7 @@ from autopar.cost.program import NodePrices
 from autopar.passes.flow import flow_of
 from autopar.pipeline.stages.costs import StageCosts
 from autopar.pipeline.stages.stage_cost import COLUMNS
-from autopar.report.step import seconds as told
+from autopar.report.step_parts import step_parts as told
 from autopar.states import BUFFER_BYTES
 from tests.annotations import megatron
 from tests.models import ZOO, Case

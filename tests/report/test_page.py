@@ -16,8 +16,8 @@ from torch import nn
 import autopar as ap
 from autopar.errors import InvalidInput
 from autopar.plan.plan import Plan
+from autopar.report.run_charts import TrainingRun, draw_lines
 from autopar.report.trace import events_of
-from autopar.report.training import Run, lines
 from autopar.units import bytes_text, seconds_text
 from tests import chromium
 from tests.report import plans
@@ -109,7 +109,9 @@ def test_equal_blocks_are_shown_once(tmp_path: Path) -> None:
 
 def test_a_run_is_shown_beside_its_prediction(tmp_path: Path) -> None:
     plan = plans.pipelined()
-    run = Run([3.0, 2.0, 1.5], [0.2, 0.1, 0.1], 0.05, 1000, (), {"one process": [3.0, 2.0, 1.4]})
+    run = TrainingRun(
+        [3.0, 2.0, 1.5], [0.2, 0.1, 0.1], 0.05, 1000, (), {"one process": [3.0, 2.0, 1.4]}
+    )
     text = " ".join(Reader(written(plan, tmp_path, run=run, title="A <run>")).words)
     assert text.startswith("A <run>")
     assert "From 3 to 1.5 in 3 steps. The largest difference from one process is 1.0e-01." in text
@@ -121,14 +123,14 @@ def test_a_run_is_shown_beside_its_prediction(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        Run([float("nan"), 2.0], [0.1, 0.1], 0.05),
-        Run([1.0, float("inf"), 1.0], [0.1], 0.05),
-        Run([], [], 0.0),
-        Run([1.0], [0.0], 0.05, tokens=10),
-        Run([1.0], [0.1], 0.0, others={"none": [], "odd": [float("inf")]}),
+        TrainingRun([float("nan"), 2.0], [0.1, 0.1], 0.05),
+        TrainingRun([1.0, float("inf"), 1.0], [0.1], 0.05),
+        TrainingRun([], [], 0.0),
+        TrainingRun([1.0], [0.0], 0.05, tokens=10),
+        TrainingRun([1.0], [0.1], 0.0, others={"none": [], "odd": [float("inf")]}),
     ],
 )
-def test_a_run_of_any_numbers_is_shown(run: Run, tmp_path: Path) -> None:
+def test_a_run_of_any_numbers_is_shown(run: TrainingRun, tmp_path: Path) -> None:
     text = written(plans.megatron(), tmp_path, run=run)
     pictures = re.findall(r"<svg.*?</svg>", text)
     assert pictures
@@ -140,12 +142,12 @@ def test_a_run_of_any_numbers_is_shown(run: Run, tmp_path: Path) -> None:
 
 def test_seconds_that_are_none_are_refused() -> None:
     with pytest.raises(InvalidInput, match="seconds of a step are a number"):
-        Run([1.0], [float("nan")], 0.1)
+        TrainingRun([1.0], [float("nan")], 0.1)
 
 
 def test_each_of_many_runs_is_drawn() -> None:
     many = {f"a run with a long name, number {number}": [3.0, 2.0, number] for number in range(9)}
-    picture = str(lines(many, "loss", str))
+    picture = str(draw_lines(many, "loss", str))
     assert (
         len(re.findall(r'<polyline class="series\d" [^>]*,[^>]* [^>]*,[^>]* [^>]*/>', picture)) == 9
     )
@@ -166,7 +168,7 @@ def test_costs_say_how_many_there_are_besides(
 
 def test_a_recording_is_shown_above_what_was_simulated(tmp_path: Path) -> None:
     plan = plans.pipelined()
-    run = Run([1.0], [0.1], plan.seconds, events=events_of(plan))
+    run = TrainingRun([1.0], [0.1], plan.seconds, events=events_of(plan))
     text = written(plan, tmp_path, run=run)
     assert text.index('id="pipeline"') < text.index("<h3>Measured") < text.index("<h3>Predicted")
     count = sum(map(len, plan.pipelining.schedule.orders))  # type: ignore[union-attr]
@@ -177,7 +179,7 @@ def test_a_recording_is_shown_above_what_was_simulated(tmp_path: Path) -> None:
 def test_both_schedules_have_one_axis(tmp_path: Path) -> None:
     plan = plans.pipelined()
     slow = [replace(one, start=3 * one.start, end=3 * one.end) for one in events_of(plan)]
-    text = written(plan, tmp_path, run=Run([], [], plan.seconds, events=slow))
+    text = written(plan, tmp_path, run=TrainingRun([], [], plan.seconds, events=slow))
     measured, predicted = re.findall(r'<svg [^>]*aria-label="chimera: .*?</svg>', text)
     ticks = r'<text class="middle" x="([^"]*)"[^>]*>([^<]*s)</text>'
     assert re.findall(ticks, measured) == re.findall(ticks, predicted) != []
@@ -223,7 +225,7 @@ def test_where_it_cannot_be_written_is_said(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
     path = tmp_path_factory.mktemp("pages") / "plan.html"
-    plans.chosen().report(path, run=Run([2.0, 1.0], [0.1, 0.1], 0.1))
+    plans.chosen().report(path, run=TrainingRun([2.0, 1.0], [0.1, 0.1], 0.1))
     with chromium.browser() as browser:
         try:
             browser.send("Browser.getVersion")

@@ -14,13 +14,13 @@ import torch
 import autopar as ap
 from autopar.drawing import Axis, Drawing
 from autopar.pipeline import schedule, simulate
-from autopar.report.memory import drawn as memory_drawn
-from autopar.report.memory import held_at_peak, memory_courses
-from autopar.report.model import tree
-from autopar.report.program import blocks
-from autopar.report.step import seconds
-from autopar.report.traffic import traffic
-from autopar.report.weighed import scatter, ways
+from autopar.report.memory_charts import draw_memory as memory_drawn
+from autopar.report.memory_charts import held_at_peak, rank_memories
+from autopar.report.module_tree import module_tree
+from autopar.report.program_lanes import program_blocks
+from autopar.report.step_parts import step_parts
+from autopar.report.traffic import link_traffic
+from autopar.report.weighed_plans import draw_scatter, weighed_plans
 from autopar.units import bytes_text, share_text
 from tests import models
 from tests.report import plans
@@ -57,14 +57,14 @@ def test_a_long_time_line_is_a_few_shapes(tmp_path: Path) -> None:
 def test_the_parts_of_a_step_are_the_step(make: object) -> None:
     assert callable(make)
     plan = make()
-    assert math.isclose(sum(one.size for one in seconds(plan)), plan.cost.seconds, rel_tol=1e-9)
+    assert math.isclose(sum(one.size for one in step_parts(plan)), plan.cost.seconds, rel_tol=1e-9)
 
 
 def test_megatron_sends_what_its_formulas_say() -> None:
     plan = plans.megatron()
     batch, sequence, hidden, layers, ranks = 8, 8, 32, 6, 4
     size = batch * sequence * hidden * 8
-    sums = [one for one in traffic(plan) if one.what == "all_reduce"]
+    sums = [one for one in link_traffic(plan) if one.what == "all_reduce"]
     assert {one.axes for one in sums} == {("tp",)}
     # Two sums of each layer forward and two backward, each (n - 1) / n of the activation, twice.
     assert sum(one.bytes for one in sums) == 4 * layers * 2 * (ranks - 1) / ranks * size
@@ -95,7 +95,7 @@ ASKED = {
 def test_the_top_of_a_picture_of_memory_is_the_peak_of_its_rank(name: str) -> None:
     plan = ap.plan(GPT.model, GPT.args, GPT.kwargs, cluster=MACHINES, **ASKED[name])
     peaks = [memory.peak for memory in plan.memories]
-    found = memory_courses(plan)
+    found = rank_memories(plan)
     assert sorted(course.rank for course in found) == [*range(len(peaks))]
     assert peaks[found[0].rank] == max(peaks)
     for course in found:
@@ -119,7 +119,7 @@ def test_the_top_of_a_picture_of_memory_is_the_peak_of_its_rank(name: str) -> No
 def test_the_parts_of_memory_are_the_peak_without_a_step(learns: bool) -> None:
     model = torch.nn.Linear(8, 8).requires_grad_(learns)
     plan = ap.plan(model, (torch.ones(4, 8),), mesh=ap.Mesh(dp=2), cluster=MACHINES)
-    assert memory_courses(plan) == []
+    assert rank_memories(plan) == []
     parts = held_at_peak(plan)
     assert math.isclose(sum(part.size for part in parts), plan.memory.peak, rel_tol=1e-9)
     assert all(part.size > 0 for part in parts)
@@ -128,7 +128,7 @@ def test_the_parts_of_memory_are_the_peak_without_a_step(learns: bool) -> None:
 
 def test_the_tree_has_all_time_and_all_parameters() -> None:
     plan = plans.chosen()
-    root = tree(plan)
+    root = module_tree(plan)
     calls = [node for node in plan.rewritten.nodes if node.op == "call_function"]
     assert math.isclose(root.seconds, sum(plan.prices.own(node).seconds for node in calls))
     layers = root.parts["layers"].parts
@@ -158,9 +158,9 @@ def test_blocks_of_any_names_have_all_the_time(
             return x.sum()
 
     plan = ap.plan(Named(), (torch.ones(4, 8),), mesh=ap.Mesh(dp=2), cluster=MACHINES)
-    root = tree(plan)
+    root = module_tree(plan)
     assert [part.name for part in root.parts["own"].parts.values()] == shown  # the first is apart
-    found = blocks(plan, root)
+    found = program_blocks(plan, root)
     assert math.isclose(sum(one.count * one.seconds for one in found), root.seconds)
     plan.report(tmp_path / "plan.html")
 
@@ -180,7 +180,7 @@ def test_names_may_have_any_characters(tmp_path: Path) -> None:
 
 def test_blocks_are_in_the_order_of_the_program() -> None:
     plan = plans.megatron()
-    shown = blocks(plan, tree(plan))
+    shown = program_blocks(plan, module_tree(plan))
     assert [(one.name, one.count) for one in shown] == [("", 1), ("layers.{0..5}", 6), ("", 1)]
     order = {node.name: at for at, node in enumerate(plan.rewritten.nodes)}
     for block in shown:
@@ -193,26 +193,26 @@ def test_blocks_are_in_the_order_of_the_program() -> None:
 def test_each_way_says_why_it_was_not_taken() -> None:
     plan = plans.chosen()
     limit = plan.cluster.device.memory
-    found = ways(plan.alternatives, plan.alternative(limit), limit)
+    found = weighed_plans(plan.alternatives, plan.alternative(limit), limit)
     assert len(found) == len({*plan.alternatives, plan.alternative(limit)})
     assert [one.why for one in found].count("chosen") == 1
     for one in found:
         assert one.is_chosen or "slower" in one.why or "takes" in one.why or one.why == "as fast"
-    assert str(scatter(found, limit)).count("<circle") == len(found)
+    assert str(draw_scatter(found, limit)).count("<circle") == len(found)
 
 
 def test_figures_of_ways_are_plain() -> None:
     found = plans.chosen().alternatives[0]
     others = [replace(found, seconds=found.seconds * times) for times in (1.00001, 1.2, 2, 11)]
-    words = [one.why for one in ways(others, found, math.inf)]
+    words = [one.why for one in weighed_plans(others, found, math.inf)]
     assert words == ["chosen", "< 0.01% slower", "20% slower", "2.0x slower", "11.0x slower"]
     assert (share_text(-4e-7), share_text(0.0), share_text(12.5)) == ("> -0.01%", "0%", "1250%")
 
 
 def test_ways_fill_the_picture_and_have_names() -> None:
     plan = plans.chosen()
-    found = ways(plan.alternatives, plan.alternative(math.inf), math.inf)
-    picture = str(scatter(found, math.inf))
+    found = weighed_plans(plan.alternatives, plan.alternative(math.inf), math.inf)
+    picture = str(draw_scatter(found, math.inf))
     across = [float(x) for x in re.findall(r'<circle [^>]*cx="([^"]*)"', picture)]
     assert max(across) - min(across) > 700
     chosen = next(one for one in found if one.is_chosen)
@@ -247,7 +247,7 @@ def test_a_program_is_drawn_call_by_call(tmp_path: Path) -> None:
         plan.draw(tmp_path / "graph.png")
     text = (tmp_path / "graph.svg").read_text()
     words = [one.text for one in ET.fromstring(text).iter(f"{SVG}text")]
-    rows = [row for block in blocks(plan, tree(plan)) for row in block.rows]
+    rows = [row for block in program_blocks(plan, module_tree(plan)) for row in block.rows]
     assert text.count('class="call"') + text.count('class="moved"') == len(rows)
     assert {row.call.operator for row in rows} <= {*words}
     assert any(word and "over tp, back: " in word for word in words)

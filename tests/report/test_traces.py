@@ -20,8 +20,8 @@ from autopar.cli import main
 from autopar.errors import InvalidInput
 from autopar.pipeline.worker import Worker
 from autopar.plan.saved import digest
-from autopar.report.comparison import compare
 from autopar.report.trace import ACTIONS, Event, Trace, events_of, read, write
+from autopar.report.trace_comparison import compare
 from tests import models
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ def module_of(name: str) -> tuple[Any, models.Case]:
 def orders(events: Sequence[Event], step: int = 0) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for one in sorted(events, key=lambda one: one.start):
-        if one.track == ACTIONS and one.about["step"] == step:
+        if one.track == ACTIONS and one.args["step"] == step:
             found.setdefault(one.rank, []).append(one.name)
     return found
 
@@ -62,7 +62,7 @@ def test_measured_is_simulated_in_its_order(name: str, tmp_path: Path) -> None:
     ranks = module.plan.whole_mesh.size
     assert orders(simulated) == orders(measured) == orders(measured, 1)
     assert [*orders(measured)] == [*range(ranks)]
-    assert {one.about["step"] for one in measured} == {0, 1}
+    assert {one.args["step"] for one in measured} == {0, 1}
     assert math.isclose(max(one.end for one in simulated), module.plan.seconds, rel_tol=1e-9)
     with pytest.raises(InvalidInput, match="a measured trace is wanted here"):
         read(tmp_path / "simulated.json.gz", "measured")
@@ -112,11 +112,11 @@ def test_without_a_pipeline_calls_stand_inside_of_actions() -> None:
     plan = ap.plan(case.model, case.args, **about, **OPTIONS["micro-batches"])
     events = [one for one in events_of(plan) if one.rank == 0]
     actions = [one for one in events if one.track == ACTIONS]
-    inside = [one for one in events if "module" in one.about]
+    inside = [one for one in events if "module" in one.args]
     assert len(actions) == 4
     for one in inside:
         assert any(a.start <= one.start and one.end <= a.end * (1 + 1e-12) for a in actions)
-    moved = [one for one in inside if one.about.get("over") == "tp"]
+    moved = [one for one in inside if one.args.get("over") == "tp"]
     assert len(moved) >= 2 * 2 * 4  # forward and backward of each layer and micro-batch
 
 

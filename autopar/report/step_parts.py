@@ -1,4 +1,4 @@
-"""Step: the parts of the time of a predicted step, and parts of a whole as a bar."""
+"""The parts of a predicted step's time, and shares of a whole as a bar."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _WIDTH = 960.0
 
 
 @dataclass(frozen=True)
-class Share:
-    """A part of a whole."""
+class BarShare:
+    """A named share of a whole."""
 
     name: str
     kind: str
@@ -22,8 +22,8 @@ class Share:
     text: str
 
 
-def seconds(candidate: Candidate) -> list[Share]:
-    """What a step's predicted time is made of."""
+def step_parts(candidate: Candidate) -> list[BarShare]:
+    """List what the predicted time of a step consists of."""
     cost = candidate.cost
     parts = {
         ("forward", "F0"): cost.compute * cost.forward / ((cost.forward + cost.backward) or 1.0),
@@ -32,11 +32,11 @@ def seconds(candidate: Candidate) -> list[Share]:
         ("bubble", "bubble"): cost.bubble,
         ("updates on the host", "sync"): cost.updated,
     }
-    return [Share(*key, size, seconds_text(size)) for key, size in parts.items() if size > 0]
+    return [BarShare(*key, size, seconds_text(size)) for key, size in parts.items() if size > 0]
 
 
-def bar(shares: Sequence[Share], whole: float, label: str) -> Drawing:
-    """Parts beside each other, of a whole."""
+def draw_bar(shares: Sequence[BarShare], whole: float, label: str) -> Drawing:
+    """Draw shares next to each other."""
     picture = Drawing(_WIDTH, 18, label)
     picture.box(0, 0, _WIDTH, 18, "idle")
     x = 0.0

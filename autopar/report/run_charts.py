@@ -1,4 +1,4 @@
-"""Training: how a run went, as pictures beside what was predicted."""
+"""Charts of a run beside its prediction: losses, step times, the recorded schedule."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _KINDS = tuple(f"series{number}" for number in range(6))
 
 
 @dataclass(frozen=True)
-class Run:
-    """What was measured of some steps."""
+class TrainingRun:
+    """The measurements of some steps of a training."""
 
     losses: Sequence[float]
     seconds: Sequence[float]  # of each step
@@ -46,8 +46,8 @@ class Run:
                 )
 
 
-class Figures(Protocol):
-    """What is told of a step when it has ended."""
+class StepFiguresLike(Protocol):
+    """The figures of one step, as `pm.on_step` reports them."""
 
     @property
     def loss(self) -> float: ...
@@ -57,29 +57,31 @@ class Figures(Protocol):
     def tokens(self) -> int | None: ...
 
 
-class Recorded(Protocol):
-    """A recording of steps."""
+class RecordedSteps(Protocol):
+    """A recording of steps, as `pm.record` returns it."""
 
-    figures: Sequence[Figures]
+    figures: Sequence[StepFiguresLike]
 
     def events(self) -> Sequence[Event]: ...
 
 
-def run_of(told: Run | Recorded | Sequence[Figures], predicted: float) -> Run:
-    """A run from a recording, or from the figures of steps."""
-    if isinstance(told, Run):
-        return told
-    events = told.events() if hasattr(told, "events") else ()
-    figures = getattr(told, "figures", told)
-    if not isinstance(figures, Sequence) or not all(hasattr(one, "loss") for one in figures):
+def read_run(
+    given: TrainingRun | RecordedSteps | Sequence[StepFiguresLike], predicted: float
+) -> TrainingRun:
+    """Read a run from a recording or from the figures of steps."""
+    if isinstance(given, TrainingRun):
+        return given
+    events = given.events() if hasattr(given, "events") else ()
+    figures = getattr(given, "figures", given)
+    if not isinstance(figures, Sequence) or not all(hasattr(step, "loss") for step in figures):
         raise InvalidInput(
             "a run is a recording, or the figures of its steps",
-            got=f"a {type(told).__name__}",
+            got=f"a {type(given).__name__}",
             remedy="run=pm.record(steps=3); or steps = [], pm.on_step(steps.append), run=steps",
         )
     tokens = figures[-1].tokens if len(figures) else None
-    losses, seconds = [one.loss for one in figures], [one.seconds for one in figures]
-    return Run(losses, seconds, predicted, tokens or 0, events)
+    losses, seconds = [step.loss for step in figures], [step.seconds for step in figures]
+    return TrainingRun(losses, seconds, predicted, tokens or 0, events)
 
 
 @dataclass(frozen=True)
@@ -91,17 +93,17 @@ class Section:
     words: str
 
 
-def sections(run: Run, candidate: Candidate) -> list[Section]:
-    """Losses and times: of those that there are."""
-    found = []
+def run_sections(run: TrainingRun, candidate: Candidate) -> list[Section]:
+    """Draw the charts for which there is data."""
+    charts = []
     if any(map(len, [run.losses, *run.others.values()])):
-        found.append(_losses(run))
+        charts.append(_losses(run))
     if len(run.seconds):
-        found.append(_times(run, candidate))
-    return found
+        charts.append(_times(run, candidate))
+    return charts
 
 
-def _losses(run: Run) -> Section:
+def _losses(run: TrainingRun) -> Section:
     losses = run.losses
     words = (
         f"From {losses[0]:.4g} to {losses[-1]:.4g} in {counted(len(losses), 'step')}."
@@ -116,24 +118,26 @@ def _losses(run: Run) -> Section:
         if apart:
             words += f" The largest difference from {name} is {max(apart):.1e}."
     series = {"this run": losses, **run.others}
-    return Section("Loss", lines(series, "loss", "{:.3g}".format), words.strip())
+    return Section("Loss", draw_lines(series, "loss", "{:.3g}".format), words.strip())
 
 
-def _times(run: Run, candidate: Candidate) -> Section:
+def _times(run: TrainingRun, candidate: Candidate) -> Section:
     usual = statistics.median(run.seconds)
-    said = f"A step takes {seconds_text(usual)} (median)"
+    words = f"A step takes {seconds_text(usual)} (median)"
     if usual > 0:
-        said += f", {scaled(run.tokens / usual, 'tokens/s', 3)}" if run.tokens else ""
-        said += f", {share_text(_used(candidate, usual))} of the FLOP/s of its devices (MFU)"
-    said += f"; predicted were {seconds_text(run.predicted)}"
+        words += f", {scaled(run.tokens / usual, 'tokens/s', 3)}" if run.tokens else ""
+        words += f", {share_text(_used(candidate, usual))} of the FLOP/s of its devices (MFU)"
+    words += f"; predicted were {seconds_text(run.predicted)}"
     if usual > 0 and run.predicted > 0:
-        said += f": it takes {usual / run.predicted:.2g} times as long as predicted"
+        words += f": it takes {usual / run.predicted:.2g} times as long as predicted"
     times = {"measured": run.seconds, "predicted": [run.predicted] * len(run.seconds)}
-    return Section("Time of a step", lines(times, "seconds of a step", seconds_text), f"{said}.")
+    return Section(
+        "Time of a step", draw_lines(times, "seconds of a step", seconds_text), f"{words}."
+    )
 
 
 def _used(candidate: Candidate, seconds: float) -> float:
-    """Which part of what the devices could compute in the dtype of the program the model needs."""
+    """Return the model FLOP/s utilisation: the share of peak FLOP/s that the model needs."""
     batches = candidate.batches
     original = candidate.captured if batches is None else batches.whole
     half = None if candidate.precision is None else candidate.precision.compute
@@ -143,32 +147,39 @@ def _used(candidate: Candidate, seconds: float) -> float:
     return model_flops(original) / (seconds * rate)
 
 
-def measured(events: Sequence[Event], candidate: Candidate) -> Gantt | None:
-    """What the first rank at each place of the pipeline did in the last step; None where nothing
-    is known of one of them."""
-    actions = [one for one in events if one.track == ACTIONS]
+def measured_gantt(events: Sequence[Event], candidate: Candidate) -> Gantt | None:
+    """Draw what the first rank of each stage did in the last recorded step.
+
+    Returns None without a pipeline, or if a stage was not recorded.
+    """
+    actions = [event for event in events if event.track == ACTIONS]
     if candidate.pipelining is None or not actions:
         return None
-    made = candidate.pipelining.schedule
-    last = max(one.about["step"] for one in actions)
-    own = sorted((one for one in actions if one.about["step"] == last), key=lambda one: one.start)
-    first = own[0].start
+    schedule = candidate.pipelining.schedule
+    last = max(event.args["step"] for event in actions)
+    last_actions = sorted(
+        (event for event in actions if event.args["step"] == last), key=lambda event: event.start
+    )
+    first = last_actions[0].start
     ranks: dict[int, int] = {}
-    for event in sorted(own, key=lambda one: one.rank):
+    for event in sorted(last_actions, key=lambda event: event.rank):
         ranks.setdefault(candidate.place_of(event.rank), event.rank)
-    if len(ranks) < made.ranks:
+    if len(ranks) < schedule.ranks:
         return None
-    rows = [[one for one in own if one.rank == ranks[place]] for place in range(made.ranks)]
-    starts = [[one.start - first for one in row] for row in rows]
-    ends = [[one.end - first for one in row] for row in rows]
-    return Gantt(made, starts, ends, (), seconds_text)
+    rows = [
+        [event for event in last_actions if event.rank == ranks[place]]
+        for place in range(schedule.ranks)
+    ]
+    starts = [[event.start - first for event in row] for row in rows]
+    ends = [[event.end - first for event in row] for row in rows]
+    return Gantt(schedule, starts, ends, (), seconds_text)
 
 
-def lines(
+def draw_lines(
     series: Mapping[str, Sequence[float]], what: str, unit: Callable[[float], str]
 ) -> Drawing:
-    """Values of steps, a line for each series, without those that are not finite."""
-    values = [value for one in series.values() for value in one if math.isfinite(value)]
+    """Draw a line for each series of values by step; values that are not finite are left out."""
+    values = [value for line in series.values() for value in line if math.isfinite(value)]
     count = max(map(len, series.values()))
     legend = [*_legend([*series])]
     top = legend[-1][2] + 10
@@ -183,8 +194,8 @@ def lines(
     for value in across.ticks(8):
         if value == int(value):
             picture.text(across.at(value), picture.height - 6, f"{value:g}", "middle")
-    for (name, x, y), own, kind in zip(legend, series.values(), cycle(_KINDS)):
-        for points in _stretches(own):
+    for (name, x, y), values_of_line, kind in zip(legend, series.values(), cycle(_KINDS)):
+        for points in _stretches(values_of_line):
             picture.line([(across.at(n), up.at(value)) for n, value in points], kind)
             if len(points) == 1:
                 picture.dot(across.at(points[0][0]), up.at(points[0][1]), 2.5, f"{kind} point")
@@ -194,7 +205,7 @@ def lines(
 
 
 def _legend(names: Sequence[str]) -> Iterator[tuple[str, float, float]]:
-    """Where each name stands, in as many rows as they take."""
+    """Yield the position of each name, in as many rows as they need."""
     x, y = _LEFT, 10.0
     for name in names:
         long = 44 + 6.2 * len(name)
@@ -205,7 +216,7 @@ def _legend(names: Sequence[str]) -> Iterator[tuple[str, float, float]]:
 
 
 def _stretches(values: Sequence[float]) -> Iterator[list[tuple[int, float]]]:
-    """Steps and values, of those in a row that are finite."""
-    for is_finite, some in groupby(enumerate(values, 1), lambda one: math.isfinite(one[1])):
+    """Yield runs of finite values, with their steps."""
+    for is_finite, group in groupby(enumerate(values, 1), lambda item: math.isfinite(item[1])):
         if is_finite:
-            yield [*some]
+            yield [*group]

@@ -1,7 +1,7 @@
-"""Program: the calls of a plan in order, block by block, with the way of each value beside them.
+"""The calls of a plan in order, block by block, with the lifetimes of values as lanes.
 
-Of equal blocks the first is shown. Values run downwards in lanes: from the call that makes one to
-the last of the block that reads it. Movements stand where they are on the way.
+Of equal blocks the first is shown. A value runs down its lane from the call that makes it to the
+last reader in its block. Movements stand where they happen.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from dataclasses import dataclass
 
 from autopar.drawing import Drawing
 from autopar.planner.candidate import Candidate
-from autopar.report.model import Call, Part, calls_of, joined
+from autopar.report.module_tree import ModuleNode, ProgramCall, calls_of, joined
 from autopar.units import bytes_text, seconds_text
 
 _STEP, _HEIGHT, _WIDTH = 10.0, 24.0, 960.0  # of lanes, of rows, of a whole picture
 
 
 @dataclass(frozen=True)
-class Row:
+class ProgramRow:
     """A call, and the lanes of values beside it."""
 
-    call: Call
+    call: ProgramCall
     module: str
     lanes: Lanes
 
 
 @dataclass(frozen=True)
-class Block:
-    """Calls that follow each other, of a block that is there `count` times or of none."""
+class ProgramBlock:
+    """Consecutive calls of one block, or of no block."""
 
     name: str
     count: int
-    rows: tuple[Row, ...]
+    rows: tuple[ProgramRow, ...]
 
     @property
     def seconds(self) -> float:
@@ -44,57 +44,59 @@ class Block:
 
 
 @dataclass(frozen=True)
-class _Repeated:
+class _RepeatedBlock:
     name: str  # `layers.{0..3}`
     count: int
 
 
-def blocks(candidate: Candidate, root: Part) -> list[Block]:
-    """The program, of which `root` is the tree."""
+def program_blocks(candidate: Candidate, root: ModuleNode) -> list[ProgramBlock]:
+    """Split the program into blocks; `root` is its module tree."""
     repeated, shown = _repeated(root)
-    found: list[tuple[_Repeated, list[tuple[str, Call]]]] = []
+    runs: list[tuple[_RepeatedBlock, list[tuple[str, ProgramCall]]]] = []
     for path, call in calls_of(candidate):
         prefix = _prefix(path, repeated)
         if prefix is not None and prefix not in shown:
             continue
-        of = repeated[prefix] if prefix is not None else _Repeated("", 1)
-        if not found or found[-1][0] != of:
-            found.append((of, []))
-        found[-1][1].append((path, call))
-    return [Block(of.name, of.count, tuple(_rows(calls))) for of, calls in found]
+        block = repeated[prefix] if prefix is not None else _RepeatedBlock("", 1)
+        if not runs or runs[-1][0] != block:
+            runs.append((block, []))
+        runs[-1][1].append((path, call))
+    return [ProgramBlock(block.name, block.count, tuple(_rows(calls))) for block, calls in runs]
 
 
-def _repeated(root: Part) -> tuple[dict[str, _Repeated], set[str]]:
-    """Of the paths of blocks, what they are shown as; and those that are shown."""
-    found: dict[str, _Repeated] = {}
+def _repeated(root: ModuleNode) -> tuple[dict[str, _RepeatedBlock], set[str]]:
+    """Return how each repeated block is shown, and the paths of the blocks that are shown."""
+    repeated: dict[str, _RepeatedBlock] = {}
     shown: set[str] = set()
 
-    def look(part: Part, path: str) -> None:
-        for one in part.parts.values():
-            if one.count == 1:
-                look(one, joined(path, one.name))
+    def visit(part: ModuleNode, path: str) -> None:
+        for child in part.parts.values():
+            if child.count == 1:
+                visit(child, joined(path, child.name))
                 continue
-            paths = [joined(path, name) for name in one.members]
-            found.update(dict.fromkeys(paths, _Repeated(joined(path, one.name), one.count)))
+            paths = [joined(path, name) for name in child.members]
+            repeated.update(
+                dict.fromkeys(paths, _RepeatedBlock(joined(path, child.name), child.count))
+            )
             shown.add(paths[0])
 
-    look(root, "")
-    return found, shown
+    visit(root, "")
+    return repeated, shown
 
 
-def _prefix(path: str, repeated: Mapping[str, _Repeated]) -> str | None:
-    """The block that a module stands in."""
+def _prefix(path: str, repeated: Mapping[str, _RepeatedBlock]) -> str | None:
+    """Return the repeated block that contains a module, or None."""
     names = path.split(".")
     prefixes = (".".join(names[:count]) for count in range(1, len(names) + 1))
     return next((prefix for prefix in prefixes if prefix in repeated), None)
 
 
-def drawn(some: list[Block], what: str) -> Drawing:
-    """All blocks under each other, a line for each call."""
-    lines = sum(len(block.rows) + 2 for block in some)
+def draw_program(program: list[ProgramBlock], what: str) -> Drawing:
+    """Draw all blocks below each other, a line for each call."""
+    lines = sum(len(block.rows) + 2 for block in program)
     picture = Drawing(_WIDTH, lines * _HEIGHT, f"the program of {what}")
     y = 0.0
-    for block in some:
+    for block in program:
         count = f", {block.count} times" if block.count > 1 else ""
         name = f"{block.name or 'the model'}{count}: {seconds_text(block.seconds)} each"
         picture.text(0, y + _HEIGHT * 0.75, name, "title")
@@ -104,14 +106,14 @@ def drawn(some: list[Block], what: str) -> Drawing:
             x, middle = (row.lanes.width + 1) * _STEP, y + _HEIGHT / 2 + 4
             picture.text(x, middle, row.call.operator)
             picture.text(x + 190, middle, row.call.type)
-            picture.text(x + 470, middle, _beside(row))
+            picture.text(x + 470, middle, _movement_text(row))
             y += _HEIGHT
         y += _HEIGHT
     return picture
 
 
-def _beside(row: Row) -> str:
-    """What a call moves, or its module."""
+def _movement_text(row: ProgramRow) -> str:
+    """Describe what a call moves; for other calls return the module."""
     moved = row.call.moved
     if moved is None:
         return row.module
@@ -119,31 +121,31 @@ def _beside(row: Row) -> str:
     return f"{bytes_text(moved.bytes)} over {moved.axes}, back: {back}"
 
 
-def _rows(calls: list[tuple[str, Call]]) -> Iterator[Row]:
-    """Rows with their lanes; a lane is free again after the last reader of its value."""
+def _rows(calls: list[tuple[str, ProgramCall]]) -> Iterator[ProgramRow]:
+    """Yield rows with their lanes; a lane is free again after the last reader of its value."""
     last = {read: call.name for _, call in calls for read in call.reads}
     lane: dict[str, int] = {}
     width = 1
-    found = []
+    lanes_by_call = []
     for _, call in calls:
         before = dict(lane)
         for read in set(call.reads) & lane.keys():
             if last[read] == call.name:
                 del lane[read]
-        own = next(n for n in range(len(lane) + 1) if n not in lane.values())
+        lane_of_call = next(n for n in range(len(lane) + 1) if n not in lane.values())
         if call.name in last:
-            lane[call.name] = own
-        width = max(width, own + 1, *(n + 1 for n in before.values()))
-        found.append((before, dict(lane), own))
-    for (module, call), about in zip(calls, found):
-        yield Row(call, module, Lanes(call, *about, width))
+            lane[call.name] = lane_of_call
+        width = max(width, lane_of_call + 1, *(n + 1 for n in before.values()))
+        lanes_by_call.append((before, dict(lane), lane_of_call))
+    for (module, call), lanes in zip(calls, lanes_by_call):
+        yield ProgramRow(call, module, Lanes(call, *lanes, width))
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """The values beside a call: lanes of those that come to it and that leave, and its own."""
+    """The lanes beside a call: values that come in, values that go on, and its own."""
 
-    call: Call
+    call: ProgramCall
     before: Mapping[str, int]
     after: Mapping[str, int]
     own: int

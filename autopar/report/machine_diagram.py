@@ -7,14 +7,14 @@ from itertools import groupby
 from autopar.drawing import Drawing
 from autopar.mesh import Mesh
 from autopar.planner.candidate import Candidate
-from autopar.report.traffic import Axes, Traffic
+from autopar.report.traffic import Axes, LinkTraffic
 from autopar.units import bytes_text, counted, scaled
 
 _NODES, _DEVICES = 4, 16  # that are drawn
 _WIDTH, _BOX, _ROW = 960.0, 54.0, 30.0
 
 
-def machine(candidate: Candidate, sent: list[Traffic]) -> Drawing:
+def draw_machine(candidate: Candidate, sent: list[LinkTraffic]) -> Drawing:
     """The first nodes with their devices, and under them a line for each axis."""
     cluster, mesh = candidate.cluster, candidate.whole_mesh
     nodes = cluster.nodes[:_NODES]
@@ -22,9 +22,9 @@ def machine(candidate: Candidate, sent: list[Traffic]) -> Drawing:
     columns = max(1, min(shown, int(_WIDTH / len(nodes) / _BOX)))
     lines = -(-shown // columns)
     height = 44 + lines * (_BOX - 14) + 12
-    groups = {one.axes for one in sent if len(one.axes) > 1}
+    groups = {entry.axes for entry in sent if len(entry.axes) > 1}
     rows = [*((axis,) for axis in mesh), *sorted(groups)]
-    label = f"{mesh} on {_about(cluster.nodes)}"
+    label = f"{mesh} on {_node_kinds(cluster.nodes)}"
     picture = Drawing(_WIDTH, height + 18 + _ROW * len(rows), label)
     first, rank = 0.0, 0
     for number, (node, used) in enumerate(zip(nodes, cluster.used_of_nodes)):
@@ -50,7 +50,7 @@ def machine(candidate: Candidate, sent: list[Traffic]) -> Drawing:
     return picture
 
 
-def _about(nodes: tuple) -> str:
+def _node_kinds(nodes: tuple) -> str:
     kinds = [(name, len([*some])) for name, some in groupby(n.device.name for n in nodes)]
     return ", ".join(f"{counted(count, 'node')} of {name}" for name, count in kinds)
 
@@ -65,17 +65,17 @@ def _device(picture: Drawing, mesh: Mesh, rank: int, x: float, y: float) -> None
 
 
 def _links(
-    picture: Drawing, candidate: Candidate, axes: Axes, y: float, sent: list[Traffic]
+    picture: Drawing, candidate: Candidate, axes: Axes, y: float, sent: list[LinkTraffic]
 ) -> None:
     """An axis, or several over which something goes at once: size, link, and what goes there."""
     mesh = candidate.whole_mesh
     link = candidate.cluster.group_link(mesh, axes)
-    own = sum(one.bytes for one in sent if one.axes == axes)
-    most = max((one.bytes for one in sent), default=0.0) * 2 or 1.0
+    axes_bytes = sum(entry.bytes for entry in sent if entry.axes == axes)
+    most = max((entry.bytes for entry in sent), default=0.0) * 2 or 1.0
     where = {"inside": "inside of nodes", "between": "between nodes"}.get(link.level, link.level)
     speed = scaled(link.bandwidth, "B/s", 3)
     size = f"{' and '.join(axes)} = {mesh.degree(axes)}"
-    words = f"{size}, {where}, {speed}: a rank sends {bytes_text(own)} a step"
+    words = f"{size}, {where}, {speed}: a rank sends {bytes_text(axes_bytes)} a step"
     picture.text(8, y + 12, words)
     picture.box(8, y + 17, _WIDTH - 16, 5, "idle")
-    picture.box(8, y + 17, min(own / most, 1.0) * (_WIDTH - 16), 5, "messages")
+    picture.box(8, y + 17, min(axes_bytes / most, 1.0) * (_WIDTH - 16), 5, "messages")
