@@ -28,9 +28,9 @@ def report(
     """
     limit = plan.cluster.device.memory if plan.limit is None else plan.limit
     name = title or f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
-    asked = PageContext(plan.mode, limit, plan.alternatives, plan.left_out, plan.trials)
-    told = None if run is None else read_run(run, plan.seconds)
-    write_file(path, page(name, plan, asked, told), "the page of a plan")
+    context = PageContext(plan.mode, limit, plan.alternatives, plan.left_out, plan.trials)
+    measured = None if run is None else read_run(run, plan.seconds)
+    write_file(path, page(name, plan, context, measured), "the page of a plan")
 
 
 def draw(plan: PlanValue, path: str | Path) -> None:
@@ -38,11 +38,8 @@ def draw(plan: PlanValue, path: str | Path) -> None:
     of their values, and movements where they stand."""
     require_ending(path, ".svg", "the picture of a plan")
     what = f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
-    written(
-        path,
-        draw_program(program_blocks(plan, module_tree(plan)), what).file(),
-        "the picture of a plan",
-    )
+    picture = draw_program(program_blocks(plan, module_tree(plan)), what)
+    write_file(path, picture.file(), "the picture of a plan")
 
 
 def trace(plan: PlanValue, path: str | Path) -> None:
