@@ -24,6 +24,7 @@ from autopar._torch_groups import taken_for_world
 from autopar.errors import ExecutionError
 from autopar.mesh import Mesh
 from autopar.runtime.roll_call import RollCall, attempt
+from autopar.runtime.same_sources import require_same_sources
 
 Group = dist.ProcessGroup
 GRACE = 5.0  # seconds: torch's own deadlines come first
@@ -50,6 +51,8 @@ class World:
     def meet(self) -> None:
         """The first use of the world itself, by all its ranks together."""
         if not self.has_met:
+            if self.size > 1 and not self.is_beside:
+                require_same_sources()
             holds = self.rank if holds_store(world_store()) else -1
             holder = torch.tensor(holds, device=self.carrier)
             dist.all_reduce(holder, dist.ReduceOp.MAX)
