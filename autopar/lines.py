@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import linecache
 import sys
-import sysconfig
 import traceback
 from pathlib import Path
 from types import FrameType
 
-import torch
+from autopar.user_code import is_users_frame
 
-_STANDARD = sysconfig.get_paths()["stdlib"] + "/"
-_LIBRARIES = tuple(f"{Path(file).parent}/" for file in (torch.__file__, __file__))
-_LIBRARIES += (str(Path(__file__).parents[1] / "autopar_start.py"),)
 LONGEST = 100  # characters of a line that are shown
 
 
@@ -27,7 +23,7 @@ def caller(inner: FrameType | None = None) -> str | None:
     Or that led to `inner`, a frame of another thread.
     """
     for frame, _ in traceback.walk_stack(inner or sys._getframe(1)):
-        if is_users(frame.f_code.co_filename):
+        if is_users_frame(frame):
             return describe(frame.f_code.co_filename, frame.f_lineno)
     return None
 
@@ -35,20 +31,15 @@ def caller(inner: FrameType | None = None) -> str | None:
 def frames_to_caller() -> int:
     """The `stacklevel` with which a warning points at that line."""
     frames = traceback.walk_stack(sys._getframe(1))
-    files = (frame.f_code.co_filename for frame, _ in frames)
-    return next((level for level, file in enumerate(files, 1) if is_users(file)), 1)
-
-
-def is_users(file: str) -> bool:
-    """Whether a frame's file is neither of autopar, nor torch, nor Python itself."""
-    is_standard = file.startswith(_STANDARD) and "/site-packages/" not in file
-    return not is_standard and not file.startswith((*_LIBRARIES, "<"))
+    return next((level for level, (one, _) in enumerate(frames, 1) if is_users_frame(one)), 1)
 
 
 def describe(file: str, line: int, text: str | None = None) -> str:
-    """One line for people: the path as short as it stays clear, the line and its text."""
+    """One line for people: the path as short as it stays clear, the line and its text. Code that
+    was typed, piped or generated stands in no file: `<stdin>, line 3`."""
     text = shorten((text or linecache.getline(file, line)).strip())
-    return f"{_short(file)}:{line}" + (f": {text}" if text else "")
+    place = f"{file}, line {line}" if file.startswith("<") else f"{_short(file)}:{line}"
+    return place + (f": {text}" if text else "")
 
 
 def shorten(text: str) -> str:

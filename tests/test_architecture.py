@@ -44,6 +44,7 @@ FLOORS = (
         "tables",
         "progress",
         "units",
+        "user_code",
     },
     {"solver"},
     {"collectives"},

@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.hooks import replaced
-from autopar.capture.inside import ABSENT, PLAIN
-from autopar.capture.source import is_users
+from autopar.capture.object_contents import ABSENT, PLAIN
+from autopar.user_code import is_users_frame
 
 _OF_STRUCTURE = ("_parameters", "_buffers", "_modules")
 
@@ -49,7 +49,7 @@ def noted(reads: Reads) -> Iterator[None]:
         path = reads.paths.get(id(self))
         if path is not None and name not in _OF_STRUCTURE and (path, name) not in reads.found:
             if name == "__dict__":
-                reads.is_whole &= not is_users(sys._getframe(1).f_code.co_filename)
+                reads.is_whole &= not is_users_frame(sys._getframe(1))
             elif not name.startswith("__"):
                 reads.found[path, name] = plain(self, "__dict__").get(name, ABSENT)
         return plain(self, name)

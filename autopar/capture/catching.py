@@ -15,16 +15,16 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
-from autopar.lines import is_users
+from autopar.user_code import is_users_frame, is_users_space
 
-_EXPORT = "/torch/export/"  # calls forward
+_EXPORT = "torch.export"  # calls forward
 _BREAKS = (ast.Return, ast.Break, ast.Continue)
 Try = ast.Try | ast.TryStar
 
 
 def is_caught(raised: Any, frame: FrameType | None) -> bool:
     """Whether forward may go on after an exception of this class (None: of any) in a frame."""
-    while frame is not None and _EXPORT not in frame.f_code.co_filename:
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_EXPORT):
         for kinds, ends in _handlers(frame):
             if any(_may_be(raised, kind) for kind in kinds):
                 if not ends:
@@ -43,11 +43,11 @@ def _handlers(frame: FrameType) -> Iterator[tuple[Sequence[Any], bool]]:
     """What is caught around the line where a frame stands, innermost first: the classes (None: one
     that is not known), and whether another exception follows."""
     code = frame.f_code
-    if code.co_filename == contextlib.__file__ and code.co_name == "inner":  # a decorator
+    if frame.f_globals is vars(contextlib) and code.co_name == "inner":  # a decorator
         manager = frame.f_locals.get("self")
         if _may_swallow(getattr(manager, "func", type(manager))):
             yield [None], False
-    if not (is_users(code.co_filename) or code.co_filename.startswith("<")):
+    if not is_users_frame(frame):
         return
     tree = tree_of(code.co_filename)
     if tree is None:
@@ -105,7 +105,7 @@ def _may_swallow(made_by: Any) -> bool:
     code = getattr(function, "__code__", None)
     if made_by is None or code is None:
         return made_by is None  # what is built in lets them pass
-    if not is_users(code.co_filename):
+    if not is_users_space(function.__globals__):
         return False
     body = _function(tree_of(code.co_filename), code.co_firstlineno)
     if body is None or not (is_generator or function is not inspect.unwrap(made_by)):

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from autopar._torch import traced_node
 from autopar.capture.decisions import evaluated, slice_of
 from autopar.capture.hooks import replaced
-from autopar.capture.inside import PLAIN
+from autopar.capture.object_contents import PLAIN
 from autopar.capture.source import of_stack
 from autopar.errors import InvalidInput
 from autopar.lines import describe

@@ -22,9 +22,9 @@ from typing import Any
 import numpy
 
 from autopar.capture.hooks import replaced
-from autopar.capture.source import is_users
 from autopar.errors import InvalidInput
 from autopar.lines import caller
+from autopar.user_code import is_users_frame
 
 _STATES = ("getstate", "setstate", "get_state", "set_state")
 # What is at least 0, and below 1.
@@ -86,7 +86,7 @@ def _refuse(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
-        if not is_users(frame.f_code.co_filename):
+        if not is_users_frame(frame):
             return plain(*args, **kwargs)
         if name == "seed" and (args or kwargs):
             seeded.append(owner)
@@ -120,9 +120,7 @@ class _Fraction:
 
     def _refuse(self, *_: Any) -> Any:
         frame = next(
-            frame
-            for frame, _ in traceback.walk_stack(sys._getframe(1))
-            if is_users(frame.f_code.co_filename)
+            frame for frame, _ in traceback.walk_stack(sys._getframe(1)) if is_users_frame(frame)
         )
         raise refused(self._drawn, _settings(frame), caller())
 
@@ -141,7 +139,7 @@ def _settings(frame: FrameType | None) -> tuple[str, ...]:
     """What of a configuration the nearest function that reads one has asked before this line."""
     while frame is not None and frame.f_code.co_filename != _BEGINS:
         code = frame.f_code
-        if is_users(code.co_filename):
+        if is_users_frame(frame):
             lines = [
                 linecache.getline(code.co_filename, number)
                 for number in range(code.co_firstlineno, frame.f_lineno + 1)

@@ -130,7 +130,7 @@ def _captured(
     """The same, where so many blocks of each kind are `shown` (repeated.py)."""
     kwargs, autocasts = dict(kwargs or {}), active()
     refuse_hooks(model)
-    blind, files = looks_at_no_values(), set[str]()
+    blind, spaces = looks_at_no_values(), dict[int, dict[str, Any]]()
     with (
         outside_fake_mode() as own,
         torch.inference_mode(False),
@@ -156,11 +156,11 @@ def _captured(
             around = partial(compared, run, changes, is_kept)
             with (
                 put_back(run),
-                emptied_afterwards(run, files, own),
+                emptied_afterwards(run, spaces, own),
                 buffers_written(run, is_kept, changes.lines),
                 while_it_runs(run, around),
             ):
-                program, contents = _export(run, mode, own_args, own_kwargs, given, files, shown)
+                program, contents = _export(run, mode, own_args, own_kwargs, given, spaces, shown)
         require_casting(program)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
         read = dict(by_every_name(run))
@@ -178,7 +178,7 @@ def _captured(
             named = zip(captured.inputs, leaves, strict=True)
             require_apart(write, {name: leaf for name, leaf in named if name is not None})
         if changes.paths:
-            with emptied_afterwards(run, files, own):
+            with emptied_afterwards(run, spaces, own):
                 warn_of_counters(run, mode, pytree.tree_unflatten(inputs, input_spec), changes)
     warn_of_memory(lines)
     warn_of_buffers(captured)
@@ -194,14 +194,14 @@ def _export(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     given: str,
-    files: set[str],
+    spaces: dict[int, dict[str, Any]],
     shown: int | None,
 ) -> tuple[ExportedProgram, list[Content]]:
     contents, hiding = list[Content](), Hiding()
     try:
         with ExitStack() as stack:
             stack.enter_context(generators_kept(model))
-            stack.enter_context(whole_stacks(files))
+            stack.enter_context(whole_stacks(spaces))
             for around in _AROUND:
                 stack.enter_context(around())
             hiding = stack.enter_context(blocks_followed_once(model, shown))

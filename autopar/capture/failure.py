@@ -11,7 +11,7 @@ import inspect
 import linecache
 import re
 from collections.abc import Mapping
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,11 +21,12 @@ from autopar.capture.captured import Captured
 from autopar.capture.fake import FakeTensorMode
 from autopar.capture.guards import VALUES
 from autopar.capture.listing import operator_of
-from autopar.capture.source import is_users, lines_before, of_traceback, passes_through
+from autopar.capture.source import lines_before, of_traceback, passes_through
 from autopar.errors import AutoparError, InvalidInput
 from autopar.lines import describe, shorten
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
+from autopar.user_code import is_users_function
 
 # torch's own text names unknowns that mean nothing to users.
 DECISION = "a Python decision (if, while, int(), range()) on a value that a tensor holds"
@@ -171,7 +172,7 @@ def _of_values(error: Exception) -> InvalidInput | None:
     rule, remedy = VALUES, VALUES_REMEDY
     if "DataDependent" in kind or "data-dependent" in text:
         got, remedy = DECISION, _of_layer_drop(trace) or VALUES_REMEDY
-        if passes_through(trace, "torch/nn/modules/batchnorm.py"):
+        if passes_through(trace, "torch.nn.modules.batchnorm"):
             remedy = "give batch norm a momentum: without one it divides by a count it keeps"
     elif kind in _UNKNOWN_RESULTS:
         rule = "torch can tell the shape of every result without its values"
@@ -241,9 +242,11 @@ def _said(error: Exception, model: nn.Module) -> str:
 
 def _of_forward(model: nn.Module) -> str | None:
     """The line where a forward of the user's begins, after its decorators."""
-    code = getattr(inspect.unwrap(model.forward), "__code__", None)
-    if code is None or not is_users(code.co_filename):
+    forward = inspect.unwrap(model.forward)
+    function = getattr(forward, "__func__", forward)
+    if not isinstance(function, FunctionType) or not is_users_function(function):
         return None
+    code = function.__code__
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
     ahead = (number for number, line in enumerate(lines) if line.lstrip().startswith("def "))
     return describe(code.co_filename, code.co_firstlineno + next(ahead, 0))

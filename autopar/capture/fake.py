@@ -8,19 +8,21 @@ captures like any other.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # Seen in torch 2.13: there is no public way to create fake tensors or to suspend a mode.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils import _pytree as pytree
 
 from autopar._torch import keeps_statistics
 from autopar.capture.graph_builder import fake_like
+from autopar.capture.object_contents import LEAVES, PLAIN, attributes_of, is_a, values_in
 from autopar.errors import InvalidInput, said
 from autopar.precision import Precision
 
@@ -34,6 +36,9 @@ __all__ = [
     "masters",
     "outside_fake_mode",
 ]
+
+# What copy.deepcopy takes as it is.
+_NOT_COPIED = (*LEAVES, FunctionType, BuiltinFunctionType, ModuleType, type, weakref.ref)
 
 
 def outside_fake_mode() -> AbstractContextManager[Any]:
@@ -156,15 +161,21 @@ def by_every_name(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers, and tensors that are plain attributes of modules."""
+    """Parameters, buffers, and tensors that stand in plain attributes of modules, however deep."""
     yield from by_every_name(model)
-    for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            for leaf in pytree.tree_leaves(value):
-                if isinstance(leaf, torch.Tensor):
-                    yield f"{prefix}.{name}", leaf
+    modules = dict(model.named_modules())
+    seen = {id(module) for module in modules.values()}
+    held = [
+        (f"{prefix}.{name}", value)
+        for prefix, module in modules.items()
+        for name, value in attributes_of(module).items()
+    ]
+    for name, value in held:  # which grows meanwhile
+        if is_a(value, Tensor):
+            yield name, value
+        elif id(value) not in seen and type(value) not in PLAIN and not is_a(value, *_NOT_COPIED):
+            seen.add(id(value))
+            held += [(name, inner) for inner in values_in(value)]
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:

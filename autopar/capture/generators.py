@@ -7,34 +7,45 @@ forward makes from a seed gives the same in every step, and may; one without a s
 
 from __future__ import annotations
 
-import inspect
 import linecache
 import os
 import pickle
 import random
-import secrets
 import sys
-from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from pathlib import Path
-from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
-from typing import Any
+from functools import cache
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, cast
 
 import numpy
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autopar.capture.drawn_elsewhere import refused
 from autopar.capture.hooks import replaced
-from autopar.lines import caller, describe, is_users
+from autopar.capture.object_contents import (
+    LEAVES,
+    PLAIN,
+    attributes_of,
+    bases_of,
+    class_space_of,
+    is_a,
+    items_of,
+    space_of,
+    values_in,
+)
+from autopar.lines import caller, describe
+from autopar.user_code import (
+    is_users_class,
+    is_users_frame,
+    is_users_function,
+    is_users_module,
+)
 
 _KINDS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 _MAKERS = ((random, "Random"), (numpy.random, "RandomState"), (numpy.random, "default_rng"))
 _OF_THE_SYSTEM = ((random, "_urandom"), (os, "urandom"))
 _urandom = os.urandom
-_TORCH = f"{Path(torch.__file__).parent}/"
 _MOST = 10_000  # of what a container holds, that is looked at
 
 
@@ -69,91 +80,63 @@ def _reached(model: nn.Module) -> tuple[list[tuple[str, Any]], list[FunctionType
     """The generators that code of a model reaches, each by a name that it has there; and that
     code: what its modules hold, and what their functions read."""
     found, functions = list[tuple[str, Any]](), list[FunctionType]()
-    seen, left = set[int](), deque[tuple[str, Any]]([("model", model)])
-    while left:
-        name, one = left.popleft()
-        if id(one) in seen or isinstance(one, Tensor | str | bytes | int | float):
-            continue
-        seen.add(id(one))
-        if isinstance(one, _KINDS):
-            if not isinstance(one, random.SystemRandom):
+    seen, left = {id(model)}, [("model", cast(Any, model))]
+    for name, one in left:  # which grows meanwhile
+        if is_a(one, *_KINDS):
+            if not is_a(one, random.SystemRandom):
                 found.append((name, one))
             continue
-        if isinstance(one, FunctionType):
+        if is_a(one, FunctionType):
             functions.append(one)
-        left.extend(_held(name, one))
+        for inner, value in _held(name, one):
+            if id(value) not in seen and type(value) not in PLAIN and not is_a(value, *LEAVES):
+                seen.add(id(value))
+                left.append((inner, value))
     return found, functions
 
 
 def _held(name: str, one: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, with the name by which code says it."""
-    match one:
-        case dict():
-            if len(one) <= _MOST:
-                yield from ((name, value) for value in one.values())
-        case list() | tuple() | set() | frozenset() | deque():
-            if len(one) <= _MOST:
-                yield from ((name, value) for value in one)
-        case MethodType():
-            yield from ((name, one.__self__), (name, one.__func__))
-        case partial():
-            yield from ((name, value) for value in (one.func, one.args, one.keywords))
-        case staticmethod() | classmethod():
-            yield name, one.__func__
-        case property():
-            yield name, one.fget
-        case FunctionType():
-            if _is_own(one.__code__.co_filename):
-                yield from _read(one)
-        case type():
-            file = _file(one)
-            if _is_own(file):
-                yield from vars(one).items()
-                yield from ((name, base) for base in one.__bases__)
-            elif is_users(file):  # an installed package: what its file holds itself
-                around = vars(sys.modules[one.__module__]).items()
-                yield from (pair for pair in around if isinstance(pair[1], _KINDS))
-        case ModuleType():
-            return  # of which functions say what they read
-        case _ if isinstance(one, nn.Module) or not _file(type(one)).startswith(_TORCH):
-            yield from getattr(one, "__dict__", {}).items()
-            yield name, type(one)
+    if is_a(one, FunctionType):
+        if is_users_function(one):
+            yield from _read(one)
+    elif is_a(one, type):
+        if is_users_class(one):
+            yield from class_space_of(one).items()
+            yield from ((name, base) for base in bases_of(one))
+    elif is_a(one, ModuleType):
+        return  # of which functions say what they read
+    elif (items := items_of(one)) is not None:
+        if len(items) <= _MOST:
+            yield from ((name, value) for value in items.values())
+    elif is_a(one, nn.Module) or is_users_class(type(one)):
+        yield from attributes_of(one).items()
+        yield name, type(one)
+    else:
+        yield from ((name, value) for value in values_in(one))
 
 
 def _read(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """What a function reads: its cells, defaults, and the globals that its code names."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
+        if cell != CellType():
             yield name, cell.cell_contents
-        except ValueError:  # empty
-            continue
-    yield "", (function.__defaults__, function.__kwdefaults__)
-    if inspect.unwrap(function) is not function:
-        yield function.__name__, inspect.unwrap(function)
-    names = {*_names(function.__code__)}
+    yield "", (function.__defaults__, function.__kwdefaults__, vars(function))
+    names = _names(function.__code__)
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
-        if not isinstance(value, ModuleType):
+        if not is_a(value, ModuleType):
             yield name, value
-        elif _is_own(getattr(value, "__file__", None) or "<"):
-            yield from ((other, vars(value)[other]) for other in names & vars(value).keys())
+        elif is_users_module(value):
+            space = space_of(value) or {}
+            yield from ((other, space[other]) for other in names & space.keys())
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def _file(kind: type) -> str:
-    """Where a class is written; of one that is built in, nowhere."""
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
-
-
-def _is_own(file: str) -> bool:
-    """Whether code is of the user's own, and not of an installed package."""
-    return is_users(file) and "/site-packages/" not in file
+@cache
+def _names(code: CodeType) -> frozenset[str]:
+    """The names that code asks for, with that of the functions in it."""
+    inner = (_names(one) for one in code.co_consts if isinstance(one, CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 
 def _line_with(name: str, functions: list[FunctionType]) -> str | None:
@@ -172,7 +155,7 @@ def _seeded(owner: Any, name: str) -> Any:
     plain = getattr(owner, name)
 
     def make(*args: Any, **kwargs: Any) -> Any:
-        if _asked_by_users(__file__) and all(seed is None for seed in (*args, *kwargs.values())):
+        if _asked_by_users(__name__) and all(seed is None for seed in (*args, *kwargs.values())):
             raise refused(f"{owner.__name__}.{name} without a seed", (), caller())
         with replaced(random, "_urandom", _urandom):  # numpy asks, and has a seed all the same
             return plain(*args, **kwargs)
@@ -191,15 +174,15 @@ def _seeded(owner: Any, name: str) -> Any:
 
 
 def _asked_by_users(*between: str) -> bool:
-    """Whether the user's code called what is called now, through these files at most."""
+    """Whether the user's code called what is called now, through these modules at most."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename in between:
+    while frame is not None and frame.f_globals.get("__name__") in between:
         frame = frame.f_back
-    return frame is not None and is_users(frame.f_code.co_filename)
+    return frame is not None and is_users_frame(frame)
 
 
 def _drawn_by_the_system(size: int) -> bytes:
     """`os.urandom`, by which `SystemRandom` and `secrets` draw, refused in the user's code."""
-    if _asked_by_users(__file__, random.__file__, secrets.__file__):
+    if _asked_by_users(__name__, "random", "secrets"):
         raise refused("a number of the system", (), caller())
     return _urandom(size)

@@ -20,12 +20,13 @@ from itertools import islice
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autopar.capture.catching import is_caught, tree_of, value_of
 from autopar.capture.fake import FakeTensor
 from autopar.capture.hooks import replaced
-from autopar.lines import is_users
+from autopar.user_code import is_users_frame
 
 VALUES = "forward must not depend on the values of tensors, only on their shapes"
 _NEED_VALUES = (
@@ -57,17 +58,15 @@ def refusals_kept() -> Iterator[None]:
             stack.enter_context(replaced(Tensor, name, noted(getattr(Tensor, name))))
         yield
     for error in kept:  # and forward has gone on
-        through = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-        if any(is_users(file) or file.startswith("<") for file in through):
+        if any(is_users_frame(frame) for frame, _ in traceback.walk_tb(error.__traceback__)):
             raise error
 
 
 def held_guard(frame: FrameType | None) -> bool | None:
     """What a tensor is, asked on a line of the user's, so that the guard there lets it pass."""
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        is_torch = "/torch/nn/functional.py" in frame.f_code.co_filename
-        if is_torch:  # whose own guards (`if torch.any(variance < 0): raise`) hold as well
-            break
+    while frame is not None and not is_users_frame(frame):
+        if frame.f_globals is vars(torch.nn.functional):  # `if torch.any(variance < 0): raise`
+            break  # whose own guards hold as well
         frame = frame.f_back
     if frame is None:
         return None

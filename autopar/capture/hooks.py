@@ -26,10 +26,10 @@ from torch.autograd import forward_ad, functional, graph
 
 from autopar import _torch
 from autopar._torch_gradients import gradient_hooks
-from autopar.capture.source import is_users
 from autopar.errors import InvalidInput
 from autopar.lines import caller, describe, frames_to_caller
 from autopar.units import counted
+from autopar.user_code import is_users_frame
 
 T = TypeVar("T")
 _ON_TENSORS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
@@ -77,7 +77,7 @@ def hooks_refused() -> Iterator[list[str | None]]:
 
     def grad_fn(self: Tensor) -> Any:
         node = node_of.__get__(self)
-        asked = is_users(sys._getframe(2).f_code.co_filename)  # behind _Property
+        asked = is_users_frame(sys._getframe(2))  # behind _Property
         return _Node(node) if asked and node is not None else node
 
     with ExitStack() as stack:
@@ -208,7 +208,7 @@ def _refuse(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     """`plain`, refused where the user's own code calls it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_users(sys._getframe(1).f_code.co_filename):
+        if is_users_frame(sys._getframe(1)):
             raise _refused(f"{name} in forward", caller())
         return plain(*args, **kwargs)
 
@@ -219,7 +219,7 @@ def _refuse_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
     """The same of a backward, which would run once, and on no parameter of the user's."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_users(sys._getframe(1).f_code.co_filename):
+        if is_users_frame(sys._getframe(1)):
             raise InvalidInput(
                 "gradients of a step are made after forward, from the loss that it returns",
                 got="backward in forward",
@@ -246,7 +246,7 @@ def _refuse_gradient(name: str, plain: Callable[..., Any]) -> Callable[..., Any]
     """The same of derivatives of what is there already, which export drops."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_users(sys._getframe(1).f_code.co_filename):
+        if is_users_frame(sys._getframe(1)):
             raise gradient_refused(name)
         return plain(*args, **kwargs)
 
@@ -257,7 +257,7 @@ def _refuse_seed(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     """The same of a seed, which would be set or asked once, as forward is captured."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_users(sys._getframe(1).f_code.co_filename):
+        if is_users_frame(sys._getframe(1)):
             raise InvalidInput(
                 "random numbers of a step follow from one key, which it takes as it begins",
                 got=f"torch.{name} in forward",

@@ -24,7 +24,7 @@ from autopar._torch import function_transforms
 from autopar.capture.autocasts import active, switched
 from autopar.capture.fake import FakeTensor
 from autopar.capture.hooks import gradient_refused, in_another_thread, replaced
-from autopar.lines import is_users
+from autopar.user_code import is_users_frame
 
 
 class _SwitchesKept(TorchFunctionMode):
@@ -74,7 +74,7 @@ def maps_are_operators() -> Iterator[None]:
 def _is_asked() -> bool:
     """Whether the user's own code has called what calls this: torch's own, as in a mask of blocks,
     is written out by `mapped.py`."""
-    return is_users(sys._getframe(2).f_code.co_filename)
+    return is_users_frame(sys._getframe(2))
 
 
 class _Follower:

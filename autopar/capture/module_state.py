@@ -9,31 +9,22 @@ back, and to be told from what it is later.
 
 from __future__ import annotations
 
-import sys
-from collections import OrderedDict, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Iterator
-from contextlib import suppress
 from enum import Enum
-from types import (
-    FunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    ModuleType,
-    SimpleNamespace,
-)
-from typing import Any, cast
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 from torch import Tensor, fx, nn
 
-from autopar.capture.attributes import PLAIN
+from autopar.capture.object_contents import PLAIN, attributes_of, is_a, items_of
+from autopar.user_code import is_users_class
 
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}  # what every module keeps
 _LEAVES = (*PLAIN, Tensor, Enum, fx.Node, fx.Graph, type, FunctionType, ModuleType)
-_DESCRIPTORS = GetSetDescriptorType, MemberDescriptorType
+_HOLDERS = (dict, list, tuple, set, deque, nn.Module, SimpleNamespace, UserDict, UserList, ChainMap)
 _MANY = 1000  # entries that are compared all together, where they are plain
-# Modules whose objects keep nothing of a model.
-_KNOWN = sys.stdlib_module_names - {"collections"} | {"torch", "autopar"}
 
 
 class ModuleState:
@@ -53,14 +44,14 @@ class ModuleState:
                 if not name.endswith("[...]") and _holds(value):
                     waiting.append((value, name))
                     value = type(value)
-                elif isinstance(value, np.ndarray | bytearray):
+                elif is_a(value, np.ndarray, bytearray):
                     value = (bytes(value),)
                 self.values[name] = value
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Those that stand somewhere."""
-        return {path: value for path, value in self.values.items() if isinstance(value, Tensor)}
+        return {path: value for path, value in self.values.items() if is_a(value, Tensor)}
 
     def changed(self, later: ModuleState) -> list[str]:
         """The paths of what is another value later, or was not there."""
@@ -77,16 +68,17 @@ class ModuleState:
             now = _copied(holder)
             if now.keys() == held.keys() and all(now[key] is held[key] for key in held):
                 continue
-            if isinstance(holder, dict):
-                kind = OrderedDict if isinstance(holder, OrderedDict) else dict
+            if is_a(holder, dict):
+                kind = OrderedDict if is_a(holder, OrderedDict) else dict
                 kind.clear(holder)
                 kind.update(holder, held)
-            elif isinstance(holder, list | deque):
-                holder.clear()
-                holder.extend(held.values())
-            elif isinstance(holder, set):
-                holder.clear()
-                holder.update(held)
+            elif is_a(holder, list, deque):
+                sequence: Any = list if is_a(holder, list) else deque
+                sequence.clear(holder)
+                sequence.extend(holder, held.values())
+            elif is_a(holder, set):
+                set.clear(holder)
+                set.update(holder, held)
             else:
                 for name in now.keys() - held.keys():
                     object.__delattr__(holder, name)
@@ -96,63 +88,37 @@ class ModuleState:
 
 def is_known(value: Any) -> bool:
     """Whether it is of a class of Python, torch or this package."""
-    return type(value).__module__.partition(".")[0] in _KNOWN
+    return not is_users_class(type(value))
 
 
 def _holds(value: Any) -> bool:
     """Whether other values stand in it."""
-    if isinstance(value, _LEAVES):
+    if is_a(value, *_LEAVES):
         return False
-    if isinstance(value, dict | list | tuple | set | deque | nn.Module | SimpleNamespace):
-        return True
-    return not is_known(value) and (_space(value) is not None or bool(_slots(value)))
+    return is_a(value, *_HOLDERS) or (not is_known(value) and bool(attributes_of(value)))
 
 
 def _copied(holder: Any) -> dict[Any, Any]:
     """What it holds now, by name, key or place; without asking it."""
-    if isinstance(holder, dict):
-        return dict(dict.items(holder))
-    if isinstance(holder, list | tuple | deque):
-        return dict(enumerate(holder))
-    if isinstance(holder, set):
-        return dict.fromkeys(holder)
-    return (_space(holder) or {}) | _slots(holder)
-
-
-def _space(value: Any) -> dict[str, Any] | None:
-    """Its attributes, whatever its class answers."""
-    for kind in type(value).__mro__:
-        if isinstance(own := vars(kind).get("__dict__"), _DESCRIPTORS):
-            return cast(dict[str, Any], own.__get__(value))
-    return None
-
-
-def _slots(value: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for kind in type(value).__mro__:
-        for name, member in vars(kind).items():
-            if isinstance(member, MemberDescriptorType) and not name.endswith("__"):
-                with suppress(AttributeError):  # not set
-                    found[name] = member.__get__(value)
-    return found
+    items = items_of(holder)
+    return attributes_of(holder) if items is None else items
 
 
 def _items(holder: Any, path: str) -> Iterator[tuple[str, Any]]:
     """What it holds, by its path."""
-    if isinstance(holder, set):
-        yield f"{path}, its members", frozenset(holder)
+    if is_a(holder, set):
+        yield f"{path}, its members", frozenset(set.copy(holder))
         return
-    is_indexed, held = isinstance(holder, dict | list | tuple | deque), _copied(holder)
+    is_indexed, held = items_of(holder) is not None, _copied(holder)
     if is_indexed and len(held) > _MANY and {*map(type, held.values())} <= {*PLAIN}:
         yield f"{path}[...]", tuple(held.items())
         return
-    of_torch = _OF_TORCH if isinstance(holder, nn.Module) else ()
-    if isinstance(holder, nn.Module):  # hidden.py: what is there is asked of nobody
-        parameters: dict[str, Any] = dict(dict.items(holder._parameters))
-        held |= parameters | dict(dict.items(holder._buffers))
+    of_torch = _OF_TORCH if is_a(holder, nn.Module) else ()
+    if is_a(holder, nn.Module):  # hidden.py: what is there is asked of nobody
+        held |= (items_of(held["_parameters"]) or {}) | (items_of(held["_buffers"]) or {})
     for key, value in held.items():
         if is_indexed:
-            yield f"{path}[{key!r}]" if isinstance(key, str | int) else f"{path}[{id(key)}]", value
+            yield f"{path}[{key!r}]" if type(key) in PLAIN else f"{path}[{id(key)}]", value
         elif key not in of_torch:
             yield f"{path}.{key}" if path else key, value
 
@@ -160,6 +126,6 @@ def _items(holder: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _is_same(value: Any, other: Any) -> bool:
     if value is other or type(value) is not type(other):
         return value is other
-    if isinstance(value, float) and value != value:
+    if is_a(value, float) and value != value:
         return other != other
-    return isinstance(value, (*PLAIN, tuple, frozenset)) and bool(value == other)
+    return is_a(value, *PLAIN, tuple, frozenset) and bool(value == other)

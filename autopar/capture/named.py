@@ -14,16 +14,25 @@ from functools import cache
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-import torch
-
 from autopar.capture.attributes import is_equal
-from autopar.capture.inside import ABSENT, LEAVES, PLAIN, inside, is_of_users
-from autopar.capture.source import is_users
+from autopar.capture.hidden import Hiding
+from autopar.capture.object_contents import (
+    ABSENT,
+    LEAVES,
+    PLAIN,
+    bases_of,
+    class_space_of,
+    is_a,
+    reader_of,
+    space_of,
+)
+from autopar.user_code import is_users_class, is_users_function
 
 _Names = frozenset[str]
 _Found = tuple[tuple[str, ...] | None, list[Any]]  # values, and the names that they have
 _NONE = _Names()
 _LOOKED_INTO = (FunctionType, type, ModuleType, FrameType)
+_NOT_FOLLOWED = ("torch", "autopar")
 
 
 class Named:
@@ -43,9 +52,9 @@ class Named:
         while waiting:
             name, value, asked, is_named = waiting.popleft()
             kind = type(value)
-            way = asked if isinstance(value, ModuleType) else name if ran is None else ""
+            way = asked if is_a(value, ModuleType) else name if ran is None else ""
             key = id(value), way
-            is_far = ran is None and not is_named and isinstance(value, _LOOKED_INTO)
+            is_far = ran is None and not is_named and is_a(value, *_LOOKED_INTO)
             if kind in PLAIN or key in seen or is_far or but(value):
                 continue
             seen.add(key)
@@ -59,7 +68,7 @@ class Named:
                 if type(one) not in PLAIN:
                     own = names[at] if names is not None and at < len(names) else name
                     waiting.append((own, one, asked, names is not None))
-            if (is_named or ran is not None) and is_of_users(kind):
+            if (is_named or ran is not None) and is_users_class(kind):
                 waiting.append(("", kind, _NONE, True))
 
     def now(self) -> dict[str, list[Any]]:
@@ -79,25 +88,27 @@ class Named:
 
     def _reader(self, value: Any, asked: _Names) -> tuple[Callable[[], _Found], _Names] | None:
         """What gives what a value leads to, now; and what is asked of that."""
-        if isinstance(value, FunctionType):
+        if is_a(value, FunctionType):
             return self._of_function(value)
-        if isinstance(value, type):
-            return (lambda: _of_class(value), _NONE) if is_of_users(value) else None
-        if isinstance(value, ModuleType):
-            return (lambda: _among(vars(value), asked), asked) if _is_followed(value) else None
-        if isinstance(value, FrameType):
+        if is_a(value, type):
+            return (lambda: _of_class(value), _NONE) if is_users_class(value) else None
+        if is_a(value, ModuleType):
+            space = space_of(value) or {}
+            is_followed = str(space.get("__name__")).partition(".")[0] not in _NOT_FOLLOWED
+            return (lambda: _among(space, asked), asked) if is_followed else None
+        if is_a(value, FrameType):
             named, own = _names_of(value.f_code)
             return lambda: _of_frame(value, named), own
-        if isinstance(value, LEAVES):
+        if is_a(value, *LEAVES, Hiding):
             return None
-        look = inside(value)
+        look = reader_of(value)
         if look is None:
             self.is_whole = False
             return None
         return lambda: (None, look()), _NONE
 
     def _of_function(self, value: FunctionType) -> tuple[Callable[[], _Found], _Names] | None:
-        code, is_own = value.__code__, is_users(value.__code__.co_filename)
+        code, is_own = value.__code__, is_users_function(value)
         if self._ran is None and not is_own:
             return None
         if self._ran is not None and id(code) not in self._ran:
@@ -117,22 +128,15 @@ class Named:
         return read, asked
 
 
-def _is_followed(module: ModuleType) -> bool:
-    file = getattr(module, "__file__", None) or "<"
-    return not module.__name__.startswith((torch.__name__ + ".", "autopar.")) and (
-        module is not torch or is_users(file)
-    )
-
-
 def _content(cell: CellType) -> Any:
     return cell.cell_contents if cell != CellType() else ABSENT
 
 
 def _of_class(kind: type) -> _Found:
     """Its bases, and what it has besides what is Python's own."""
-    names, values = [""] * len(kind.__bases__), [*kind.__bases__]
-    for name, value in [*vars(kind).items()]:
-        is_pythons = name.startswith("__") and not isinstance(value, FunctionType)
+    names, values = [""] * len(bases := bases_of(kind)), [*bases]
+    for name, value in class_space_of(kind).items():
+        is_pythons = name.startswith("__") and not is_a(value, FunctionType)
         if not is_pythons and name not in ("__init__", "_abc_impl"):
             names.append(name)
             values.append(value)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, _subclasses
 
 from autopar.capture.fake import FakeTensor
-from autopar.lines import is_users
+from autopar.user_code import is_users_frame
 
 # Torch's own, around functions of users that are not to be compiled: what is followed never is.
 _OF_DISABLED = "nonrecursive_disable_wrapper"
@@ -48,7 +48,7 @@ def fakes_told_apart(is_fake: Callable[[Tensor], bool]) -> Iterator[None]:
 
     class Kind(type):
         def __instancecheck__(cls, value: Any) -> bool:
-            is_asked = is_users(sys._getframe(1).f_code.co_filename)
+            is_asked = is_users_frame(sys._getframe(1))
             return isinstance(value, FakeTensor) and (not is_asked or is_fake(value))
 
         def __subclasscheck__(cls, kind: type) -> bool:
@@ -61,7 +61,7 @@ def fakes_told_apart(is_fake: Callable[[Tensor], bool]) -> Iterator[None]:
 
         @property
         def FakeTensor(self) -> type:
-            return kind if is_users(sys._getframe(1).f_code.co_filename) else FakeTensor
+            return kind if is_users_frame(sys._getframe(1)) else FakeTensor
 
     before = type(_subclasses)
     _subclasses.__class__ = Module
@@ -81,5 +81,5 @@ def _answer(truth: Callable[[], bool]) -> bool:
     # Torch has older functions of these names, which ask the newer ones.
     while frame.f_code.co_name in ("is_compiling", "is_exporting") and frame.f_back is not None:
         frame = frame.f_back
-    is_asked = is_users(frame.f_code.co_filename) or frame.f_code.co_name == _OF_DISABLED
+    is_asked = is_users_frame(frame) or frame.f_code.co_name == _OF_DISABLED
     return truth() and not is_asked

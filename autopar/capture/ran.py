@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-from autopar.capture.source import is_users
+from autopar.user_code import is_users_space
 
 
 class Ran:
@@ -47,7 +47,7 @@ class Ran:
 
     @property
     def own(self) -> set[int]:
-        return {one for one, (code, _) in self.found.items() if is_users(code.co_filename)}
+        return {one for one, (_, space) in self.found.items() if is_users_space(space)}
 
     def functions(self) -> Iterator[FunctionType]:
         for code, space in self.found.values():

@@ -30,8 +30,8 @@ from autopar.capture.decisions import Asked
 from autopar.capture.fake import FakeTensor, by_every_name
 from autopar.capture.hidden import Hiding
 from autopar.capture.hooks import replaced, while_it_runs
-from autopar.capture.inside import PLAIN
 from autopar.capture.named import Named
+from autopar.capture.object_contents import PLAIN
 from autopar.capture.ran import Ran
 from autopar.capture.source import of_stack
 from autopar.capture.templates import AGAIN, BEGINS, ENDS
