@@ -27,6 +27,7 @@ from autopar.options import (
     StatesLike,
     read_request,
 )
+from autopar.passes.batch_cutter import InseparableBatch
 from autopar.plan.plan import Plan
 from autopar.planner.offers import Choice, has_world
 from autopar.planner.patience import SECONDS, Patience
@@ -135,7 +136,14 @@ def make_plans(
         admitted = replace(admit(captured, request, options), patience=patience)
         is_all = options.cluster is None or has_world()
         choice = Choice(model, captured, admitted, report, is_all)
-        best, planner = choice.best()
+        try:
+            best, planner = choice.best()
+        except InseparableBatch as error:
+            if admitted.microbatches is not None:
+                raise
+            choice = Choice(model, captured, replace(admitted, microbatches=1), report, is_all)
+            best, planner = choice.best()
+            warn(f"the step has one micro-batch, and each stage waits for others: {error.got}")
         others = choice.kept.others
     tell(captured, best)
     if choice.ended:

@@ -41,6 +41,10 @@ SAME, OWN, SUM = "the same for all", "a micro-batch's own", "a sum"
 Status = int | str  # SAME, OWN (statistics), SUM, or the dim that is cut
 
 
+class InseparableBatch(InvalidInput):
+    """Samples meet before the loss, so that a step has one micro-batch, whatever else it has."""
+
+
 class Cutter:
     """The working state: what each value is across micro-batches, and the new graph."""
 
@@ -351,7 +355,7 @@ def _mutated(captured: Captured) -> list[fx.Node]:
 
 
 def _refuse(node: fx.Node, reason: str, remedy: str = REMEDY) -> NoReturn:
-    raise InvalidInput(
+    raise InseparableBatch(
         "the loss of a batch in micro-batches is the sum of their shares",
         got=f"{reason} ({node.name} in {info(node).module or 'the model'})",
         remedy=remedy,

@@ -24,6 +24,7 @@ from autopar.capture.sizes import rows_of
 from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
+from autopar.passes.batch_cutter import InseparableBatch
 from autopar.passes.microbatches import batch_statistics
 from autopar.planner.candidate import Candidate
 from autopar.planner.patience import Ended
@@ -101,7 +102,11 @@ def refuse_random(captured: Captured, mesh: Mesh, microbatches: int) -> None:
 
 def no_size(reasons: Mapping[str, InvalidInput], request: Request) -> InvalidInput:
     """What is said where no number of stages and micro-batches can be: the one reason as it is, or
-    each with the first that it holds for."""
+    each with the first that it holds for. A batch that no number
+    of micro-batches divides is the one reason."""
+    for error in reasons.values():
+        if isinstance(error, InseparableBatch):
+            return error
     sizes: dict[str, list[str]] = {}
     for size, error in reasons.items():
         sizes.setdefault(error.rule, []).append(size)
