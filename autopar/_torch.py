@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -261,6 +262,14 @@ def is_gloo(group: ProcessGroup, device: str) -> bool:
 # already compiled, before anything else.
 COMPILER_OPTIONS = ("backend", "dynamic", "fullgraph", "mode", "options")
 ASKED_BY_COMPILE = "_torchdynamo_orig_callable"
+
+
+def collects_wrappers() -> bool:
+    """Return whether torch asks who calls this, by one function of its own, because it collects the
+    wrappers in a tree of modules, as it does for state dicts."""
+    asks = sys._getframe(3)
+    collects = asks.f_code.co_name == "_get_fsdp_states_with_modules"
+    return collects and asks.f_globals["__name__"] == "torch.distributed.fsdp._traversal_utils"
 
 
 def missing_cpp_compiler() -> str | None:

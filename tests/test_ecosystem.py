@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -16,6 +17,14 @@ import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -58,6 +67,47 @@ def test_nothing_is_put_around_a_parallel_module(
 ) -> None:
     with pytest.raises(ap.InvalidInput, match="nothing is put around it"):
         wrap(module)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_torch_reads_and_sets_its_state(
+    full: bool, on_host: bool, module: ap.ParallelModule, world: None
+) -> None:
+    """On virtual ranks parameters are whole tensors; also where a model holds the module."""
+    case, options = (
+        models.shared("mlp"),
+        StateDictOptions(full_state_dict=full, cpu_offload=on_host),
+    )
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.step(*case.args)
+    optimizer.step()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    values, states = get_state_dict(module, optimizer, options=options)
+    holder = nn.Sequential(module)
+    held = get_model_state_dict(holder, options=options)
+    assert held.keys() == {f"0.{name}" for name in before}
+    kept = copy.deepcopy((values, states, held))
+    for other in (module, holder):
+        with torch.no_grad():
+            for value in module.parameters():
+                value.zero_()
+        if other is module:
+            set_state_dict(
+                module,
+                optimizer,
+                model_state_dict=kept[0],
+                optim_state_dict=kept[1],
+                options=options,
+            )
+        else:
+            set_model_state_dict(holder, kept[2], options=options)
+        for name, value in module.state_dict().items():
+            assert torch.equal(value, before[name]), name
+    assert (
+        get_optimizer_state_dict(module, optimizer)["state"].keys()
+        == dict(module.named_parameters()).keys()
+    )
 
 
 def test_accelerate_leaves_it_as_it_is(module: ap.ParallelModule) -> None:

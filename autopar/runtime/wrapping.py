@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from autopar._torch import ASKED_BY_COMPILE, COMPOSED
+from autopar._torch import ASKED_BY_COMPILE, COMPOSED, collects_wrappers
 from autopar.errors import InvalidInput
 
 
@@ -43,7 +43,9 @@ class Unwrapped(nn.Module):
 class _Refusing(dict[str, Any]):
     """By name what torch has made of a module in place."""
 
-    def __contains__(self, name: object) -> NoReturn:
+    def __contains__(self, name: object) -> bool:
+        if collects_wrappers():  # there is none
+            return False
         _refuse("fully_shard, replicate or FullyShardedDataParallel")
 
 

@@ -42,6 +42,7 @@ from tests.distributed.saving import (
     ranks_save_and_load_the_same,
     resumes_on_other_meshes,
     shared_folder,
+    torch_reads_and_sets_its_state,
     what_is_cut_in_parts_goes_on,
 )
 from tests.held import held_by, kept_for_backward, local_bytes, pieces_of, storages
@@ -940,6 +941,7 @@ CHECKS = [
     what_is_cut_in_parts_goes_on,
     optimizers_with_states_of_other_shapes_go_on,
     ranks_save_and_load_the_same,
+    torch_reads_and_sets_its_state,
     draws_as_one_device_does,
     trains_like_one_device,
     sends_tokens_to_their_experts,

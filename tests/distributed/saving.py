@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
 
 import autopar as ap
 from autopar import Mesh
@@ -106,6 +114,39 @@ def optimizers_with_states_of_other_shapes_go_on() -> None:
             optimizer.zero_grad()
     assert losses[4:8] == pytest.approx(losses[:4], rel=1e-9)
     assert losses[8:] == pytest.approx(losses[2:4], rel=1e-9)
+
+
+def torch_reads_and_sets_its_state() -> None:
+    """By torch.distributed.checkpoint.state_dict: in pieces or whole, of stages too, and from one
+    module into another, which then goes on alike."""
+    case = models.shared("mlp")
+    for way in ("zero3", "1f1b"):
+        runs = [Run(case, **WAYS[way]) for _ in range(2)]
+        runs[0].train(1)
+        for is_full in (False, True):
+            module, optimizer = runs[0].module, runs[0].optimizer
+            options = StateDictOptions(full_state_dict=is_full)
+            whole, own = module.full_state_dict(), module.state_dict()
+            values, states = get_state_dict(module, optimizer, options=options)
+            assert values.keys() == own.keys() == get_model_state_dict(module).keys()
+            for name, value in values.items():
+                assert isinstance(value, DTensor) != is_full
+                assert torch.equal(whole[name], value.full_tensor() if not is_full else value)
+            on_host = StateDictOptions(full_state_dict=is_full, cpu_offload=True)
+            there = get_model_state_dict(module, options=on_host)
+            assert there.keys() == (own.keys() if not is_full or dist.get_rank() == 0 else set())
+            set_state_dict(
+                runs[1].module,
+                runs[1].optimizer,
+                model_state_dict=copy.deepcopy(values),
+                optim_state_dict=copy.deepcopy(states),
+                options=options,
+            )
+            for run in runs:
+                run.train(1)
+            whole = module.full_state_dict()
+            for name, value in runs[1].module.full_state_dict().items():
+                assert torch.equal(value, whole[name]), name
 
 
 def ranks_save_and_load_the_same() -> None:
