@@ -534,6 +534,15 @@ def test_code_that_looks_through_a_model_finds_what_it_looks_for(mesh: Mesh) -> 
     for owner, name in ((module, "config"), (inner, "size")):
         with pytest.raises(ap.InvalidInput, match="what modules do is part of the program"):
             setattr(owner, name, 8)
+    for owner, name in ((module, "inner"), (inner, "norm"), (inner, "another")):
+        for put in (setattr, lambda o, n, m: o.add_module(n, m)):
+            before = dict(owner.named_modules())
+            with pytest.raises(ap.InvalidInput, match="modules of a parallel module are those"):
+                put(owner, name, nn.Linear(4, 4))
+            assert dict(owner.named_modules()) == before
+    with pytest.raises(ap.InvalidInput, match="modules of a parallel module are those"):
+        del inner.norm
+    inner.norm = inner.norm
     for act in (inner, inner.norm):
         with pytest.raises(ap.InvalidInput, match="submodules of a parallel module do not run"):
             act(random(8, 4))

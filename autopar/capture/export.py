@@ -46,7 +46,13 @@ from autopar.capture.data_attribute import data_is_detached
 from autopar.capture.decisions import by_placeholder, decisions_made
 from autopar.capture.drawn_elsewhere import draws_elsewhere_refused
 from autopar.capture.each import loops_over_experts
-from autopar.capture.failure import EXAMPLE, check_call, explain, require_one_dtype
+from autopar.capture.failure import (
+    EXAMPLE,
+    check_call,
+    explain,
+    require_one_dtype,
+    require_products_of_one_dtype,
+)
 from autopar.capture.fake import (
     FakeTensorMode,
     by_every_name,
@@ -165,6 +171,7 @@ def _captured(
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
         read = dict(by_every_name(run))
         builder = flatten(program, mode, _canonical(copy), held, read, input_spec, fakes)
+        require_products_of_one_dtype(builder, precision)
         normalise(builder)
         require_rows(builder)
         example = Example(copy, call[0], call[1], device, precision, autocasts)

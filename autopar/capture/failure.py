@@ -14,16 +14,21 @@ from collections.abc import Mapping
 from types import FunctionType, TracebackType
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
+from autopar.capture.dynamic import named_inputs
 from autopar.capture.fake import FakeTensorMode
+from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.guards import VALUES
 from autopar.capture.listing import operator_of
+from autopar.capture.plain_tensors import require_plain
 from autopar.capture.source import lines_before, of_traceback, passes_through
 from autopar.errors import AutoparError, InvalidInput
 from autopar.lines import describe, shorten
+from autopar.precision import Precision
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
 from autopar.user_code import is_users_function
@@ -84,6 +89,9 @@ def check_call(model: object, args: object, kwargs: object, given: str = EXAMPLE
             remedy=_of_binding(str(error), given),
             source=_of_forward(model),
         ) from error
+    for name, value in named_inputs(model, args, named).items():
+        if isinstance(value, Tensor):
+            require_plain(name, value)
 
 
 def explain(
@@ -148,6 +156,17 @@ _OF_PRECISION = (
 )
 
 
+_OF_INPUTS = (
+    "hand over inputs in the dtype of the parameters, as x.float() is, or cast where it is read: "
+    "x.to(weight.dtype)"
+)
+aten = torch.ops.aten
+_PRODUCTS = (
+    *(aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.mv, aten.dot),
+    aten.einsum,
+)
+
+
 def require_one_dtype(captured: Captured, remedy: str = _OF_PRECISION) -> None:
     """Refuse products of tensors in several dtypes, which torch finds out when they run."""
     for node in captured.operators:
@@ -155,15 +174,30 @@ def require_one_dtype(captured: Captured, remedy: str = _OF_PRECISION) -> None:
         is_own = getattr(node.target, "namespace", "") != "aten"  # says itself what it takes
         if rule is None or is_own or not (rule.is_contraction or rule.is_heavy):
             continue
-        dtypes = [info(value).val.dtype for value in tensor_inputs(node)]
-        if len({dtype for dtype in dtypes if dtype.is_floating_point}) > 1:
-            raise InvalidInput(
-                "a layer is given its input in the dtype that it computes in",
-                got=f"{operator_of(node)} of {', '.join(map(str, dtypes))}, in "
-                f"{info(node).module or 'the model'}",
-                remedy=remedy,
-                source=info(node).source,
-            )
+        floats = {d for d in map(_dtype, tensor_inputs(node)) if d.is_floating_point}
+        if len(floats) > 1:
+            raise _several_dtypes(node, remedy)
+
+
+def require_products_of_one_dtype(builder: GraphBuilder, precision: Precision | None) -> None:
+    """Refuse products that torch refuses when they run, whole and complex numbers among them."""
+    for node in builder.calls(*_PRODUCTS):
+        if len(set(map(_dtype, tensor_inputs(node)))) > 1:
+            raise _several_dtypes(node, _OF_INPUTS if precision is None else _OF_PRECISION)
+
+
+def _dtype(value: fx.Node) -> torch.dtype:
+    return info(value).val.dtype
+
+
+def _several_dtypes(node: fx.Node, remedy: str) -> InvalidInput:
+    return InvalidInput(
+        "a layer is given its input in the dtype that it computes in",
+        got=f"{operator_of(node)} of {', '.join(map(str, map(_dtype, tensor_inputs(node))))}, in "
+        f"{info(node).module or 'the model'}",
+        remedy=remedy,
+        source=info(node).source,
+    )
 
 
 def _of_values(error: Exception) -> InvalidInput | None:

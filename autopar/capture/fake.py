@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from autopar._torch import keeps_statistics
 from autopar.capture.graph_builder import fake_like
 from autopar.capture.object_contents import LEAVES, PLAIN, attributes_of, is_a, values_in
+from autopar.capture.plain_tensors import require_plain, require_plain_attributes
 from autopar.errors import InvalidInput, said
 from autopar.precision import Precision
 
@@ -62,6 +63,8 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
     """A copy of `model`, structure and attributes, on fake parameters and buffers."""
     memo: dict[int, Any] = {}
     buffers = dict(model.named_buffers(remove_duplicate=False))
+    for path, module in model.named_modules():
+        require_plain_attributes(path, module)
     for name, tensor in _tensors(model):
         _check(name, tensor)
         if id(tensor) in memo:
@@ -94,7 +97,6 @@ def fake_inputs(leaves: Iterable[Any], mode: FakeTensorMode, device: torch.devic
     result = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            _check("an argument", leaf)
             # A tensor given twice becomes two fakes: the program must tell its inputs apart.
             leaf = _fake(mode, leaf.detach(), device).requires_grad_(leaf.requires_grad)
         result.append(leaf)
@@ -184,17 +186,10 @@ def has_no_data(tensor: torch.Tensor) -> bool:
 
 
 def _check(name: str, tensor: torch.Tensor) -> None:
-    from torch.distributed.tensor import DTensor
-
     if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
         raise InvalidInput(
             "the shape of every parameter is known before capture",
             got=f"{name}, which belongs to a lazy module",
             remedy="run the model once on example inputs",
         )
-    if isinstance(tensor, DTensor) or tensor.layout is not torch.strided:
-        raise InvalidInput(
-            "a model is captured on plain dense tensors",
-            got=f"{name}, a {type(tensor).__name__} of layout {tensor.layout}",
-            remedy="convert it (full_tensor(), to_dense()) first",
-        )
+    require_plain(name, tensor)

@@ -17,7 +17,7 @@ on a CPU of what ran inside `watching_memory`. What nobody knows is None, and no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,12 @@ class RankMemory:
         require_one_of("a kind of memory", kind, list(self.kinds))
         return self.kinds[kind]
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.kinds)
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
     @property
     def notes(self) -> list[str]:
         """How it is to be read."""
@@ -101,6 +107,12 @@ class MemoryUse:
                 remedy=f"one of {', '.join(map(str, self.ranks))}",
             )
         return self.ranks[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ranks)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
 
     def to_json(self) -> dict[int, dict[str, dict[str, float | None]]]:
         return {rank: one.to_json() for rank, one in self.ranks.items()}

@@ -26,7 +26,7 @@ from autopar._torch_gradients import gradient_hooks, have_gradient_hooks
 from autopar.errors import InvalidInput
 from autopar.layout import TensorType
 from autopar.lines import frames_to_caller
-from autopar.runtime.tensors import AGAIN, HOLDERS, require_shape
+from autopar.runtime.tensors import AGAIN, HOLDERS, require_place
 
 _REMEDY = "change the model itself and parallelize it again"
 
@@ -46,6 +46,16 @@ class Plain(nn.Module):
             remedy="change what state_dict() or full_state_dict() gives, or what "
             "load_state_dict() is given",
         )
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refuse another module."""
+        require_place(self, name, module)
+
+    register_module = add_module
+
+    def __delattr__(self, name: str) -> None:
+        require_place(self, name)
+        nn.Module.__delattr__(self, name)
 
     register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_state_hook
     register_load_state_dict_pre_hook = _refuse_state_hook
@@ -90,7 +100,7 @@ class Part(Plain):
         is_kept = isinstance(value, nn.Parameter | nn.Module) or any(name in held for held in kept)
         if not (is_kept or name == "training" or name.startswith("_")):
             raise refused_attribute(name, "a submodule")
-        require_shape(self, name, value)
+        require_place(self, name, value)
         nn.Module.__setattr__(self, name, value)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -150,7 +160,7 @@ class Described(Plain):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self).get("_attributes", ()):
             raise refused_attribute(name, "the model")
-        require_shape(self, name, value)
+        require_place(self, name, value)
         super().__setattr__(name, value)
 
 

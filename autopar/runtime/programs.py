@@ -27,6 +27,7 @@ from autopar.capture.again import THIS, captured_again
 from autopar.capture.captured import Captured
 from autopar.capture.failure import check_call, require_one_dtype
 from autopar.capture.fingerprint import fingerprint_of
+from autopar.capture.plain_tensors import is_plain
 from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
 from autopar.plan.beside import follow_beside, plan_beside, resize, staged_beside
@@ -39,7 +40,7 @@ from autopar.runtime.local_inputs import layouts_of, whole_call
 from autopar.runtime.modes import Modes
 from autopar.runtime.plan_broadcast import agree
 from autopar.runtime.running import Call, Running, Sizes
-from autopar.runtime.signature import Signature
+from autopar.runtime.signature import Signature, changing_values
 from autopar.runtime.surroundings import refuse_transforms
 from autopar.runtime.tensors import Tensors
 from autopar.runtime.values import require_constants
@@ -105,6 +106,9 @@ class Programs(Sequence[Running]):
         refuse_transforms()
         for one in self._every:
             one.backend.require_callable()
+        leaves = pytree.tree_leaves((args, dict(kwargs)))
+        if not all(is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
+            check_call(self._all[0].plan.original.example.model, args, kwargs, THIS)
         return Call(args, kwargs, self._modes.now, self._tensors.unfrozen, is_step)
 
     def meet(self, call: Call) -> None:
@@ -272,10 +276,15 @@ class Programs(Sequence[Running]):
         if len(self._all) == FEW + 1:
             sizes = sum(one.sizes.count - 1 for one in self._all if one.sizes is not None)
             also = f", and {sizes} more of other sizes" if sizes else ""
+            forward = self._all[0].plan.original.example.model.forward
+            changing = changing_values([one.signature for one in self._all], forward)
+            remedy = "Inputs of few sizes, as by padding, need few"
+            if changing:
+                remedy = f"{' and '.join(changing)} had several values, and each value makes a "
+                remedy += "program: hand over what changes as a tensor, as torch.tensor(value)"
             warnings.warn(
                 f"{len(self._all)} programs were made of this module{also}, each captured and "
-                "planned for a call that differs: print(module.programs) lists them. Inputs of few "
-                "sizes, as by padding, need few",
+                f"planned for a call that differs: print(module.programs) lists them. {remedy}",
                 stacklevel=frames_to_caller(),
             )
 

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -99,6 +100,20 @@ class _Plain:
 
     def __str__(self) -> str:
         return shorten(self.said)
+
+
+def changing_values(
+    signatures: Sequence[Signature], forward: Callable[..., Any]
+) -> tuple[str, ...]:
+    """Return the arguments of `forward`, by name, whose values that are no tensors differ."""
+    first, parameters = signatures[0], [*inspect.signature(forward).parameters]
+    others = [one for one in signatures if one.structure == first.structure]
+    columns = zip(*(one.values for one in others))
+    return tuple(
+        name or (parameters[place] if place < len(parameters) else f"argument {place + 1}")
+        for place, (name, column) in enumerate(zip(first.names, columns))
+        if isinstance(column[0], _Plain) and len({*column}) > 1
+    )
 
 
 def _value(leaf: Any) -> Hashable:

@@ -150,8 +150,18 @@ def _shape(value: Tensor | nn.Module | None) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
-def require_shape(module: nn.Module, name: str, value: object) -> None:
-    """Refuse what is to take the place of a tensor in a module and has another shape."""
+def require_place(module: nn.Module, name: str, value: object = None) -> None:
+    """Refuse what may not take the place of that name in a module, where `None` takes it away.
+
+    Modules are not replaced, and tensors keep their shape.
+    """
+    submodule = module._modules.get(name)
+    if value is not submodule and (submodule is not None or isinstance(value, nn.Module)):
+        raise InvalidInput(
+            "the modules of a parallel module are those of the model",
+            got=f"{name} is {_change(submodule, value)}",
+            remedy=AGAIN,
+        )
     held = module._parameters.get(name, module._buffers.get(name))
     if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape != value.shape:
         raise InvalidInput(

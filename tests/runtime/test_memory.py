@@ -30,7 +30,8 @@ def trained(**options: object) -> tuple[ap.ParallelModule, torch.optim.Optimizer
 def test_ranks_of_the_virtual_mesh_hold_what_the_plan_says(options: dict) -> None:
     module, optimizer = trained(**options)
     memory = module.memory(optimizer)
-    assert list(memory.ranks) == [0, 1]
+    assert list(memory) == list(memory.ranks) == [0, 1]
+    assert list(memory[0]) == list(memory[0].kinds)
     numbers = 8 * len(list(module.parameters()))  # of steps, which AdamW counts for each
     for rank in memory.ranks:
         for kind in ("parameters", "gradients", "buffers"):
