@@ -199,6 +199,7 @@ def _side_by_side(
         tuple(compare(trained, plain, tolerances)),
         tuple(one for one in differences if one is not None),
         has_loss=module.program.has_loss,
+        draws=captured.key is not None,
     )
     return found, module.plan
 

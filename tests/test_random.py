@@ -351,3 +351,8 @@ def test_a_plain_model_is_shown_to_draw_the_same(microbatches: int) -> None:
     how = {"mesh": ap.Mesh(dp=2), "mode": "data", "microbatches": microbatches}
     found = ap.verify(Drawing(), args, steps=2, **how)
     assert found.ok, str(found)
+    lines = str(found).splitlines()
+    assert "the plain one is given those that the program draws" in lines[2]
+    assert lines[3].split(maxsplit=3) == ["plain,", "same", "draws", "captured      parallel"]
+    assert len({len(line) for line in lines[3:6]}) == 1  # one table
+    assert found.to_json()["draws"]

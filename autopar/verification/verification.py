@@ -15,6 +15,7 @@ from autopar.units import counted
 from autopar.verification.references import Comparison, Difference
 
 _SUMMED = "  the model has no loss: a weighted sum of its outputs is differentiated"
+_DRAWS = "  the model draws random numbers: the plain one is given those that the program draws"
 _LISTED = 12  # tensors that differ, of each program
 
 
@@ -32,6 +33,7 @@ class Verification:
     differences: tuple[Difference, ...]  # the first values that differ, where something does
     sizes: tuple[str, ...] = ()  # of inputs that vary: those that were run, and which were not
     has_loss: bool = True  # the model's own; else a sum of its outputs is differentiated
+    draws: bool = False  # the model draws random numbers, and the plain one was given the program's
 
     @property
     def ok(self) -> bool:
@@ -84,7 +86,8 @@ class Verification:
             f"tolerance {self.tolerance:.0e}{wide}",
             *([f"  sizes of inputs: {'; '.join(self.sizes)}"] if self.sizes else []),
             *([] if self.has_loss else [_SUMMED]),
-            f"  {'':<24}{'plain':>14}{'captured':>14}{'parallel':>14}",
+            *([_DRAWS] if self.draws else []),
+            f"  {'':<24}{self._in_first_column('plain')}{'captured':>14}{'parallel':>14}",
             *self._losses(),
             *self._kinds(),
         ]
@@ -110,12 +113,20 @@ class Verification:
     def _rows(self) -> Sequence[Comparison]:
         return *self.captured, *self.parallel
 
+    def _in_first_column(self, text: str) -> str:
+        """Return a heading or an entry of the column of the plain model."""
+        if not self.draws:
+            return f"{text:>14}"
+        return f"{text + ', same draws' if text == 'plain' else text:>20}"
+
     def _losses(self) -> Iterator[str]:
         found = [row for row in self.captured if row.kind == "loss"]
         others = [row for row in self.parallel if row.kind == "loss"]
         for one, other in zip(found, others):
-            numbers = (one.expected, one.found, other.found)
-            shown = "".join(f"{'none' if n is None else f'{n:.8g}':>14}" for n in numbers)
+            plain, *others_shown = (
+                "none" if n is None else f"{n:.8g}" for n in (one.expected, one.found, other.found)
+            )
+            shown = self._in_first_column(plain) + "".join(f"{n:>14}" for n in others_shown)
             what = "loss" if self.has_loss else "weighted sum"
             yield f"  {f'{what} of step {one.name}':<24}{shown}"
 
@@ -127,7 +138,7 @@ class Verification:
             if columns[0]:
                 count = f"{len(columns[0])} tensors"
                 shown = "".join(f"{_worst(rows):>14}" for rows in columns)
-                yield f"  {f'{kind}, error':<24}{count:>14}{shown}"
+                yield f"  {f'{kind}, error':<24}{self._in_first_column(count)}{shown}"
 
 
 def _worst(rows: Sequence[Comparison]) -> str:
