@@ -7,7 +7,7 @@ forward makes from a seed gives the same in every step, and may; one without a s
 
 from __future__ import annotations
 
-import linecache
+import dis
 import os
 import pickle
 import random
@@ -142,11 +142,12 @@ def _names(code: CodeType) -> frozenset[str]:
 def _line_with(name: str, functions: list[FunctionType]) -> str | None:
     """The first line of code that says a name."""
     for code in (one.__code__ for one in functions if one.__name__ != "__init__"):
-        if name in (*_names(code), *code.co_freevars):
-            lines = sorted({line for _, _, line in code.co_lines() if line is not None})
-            for line in lines[1:]:
-                if name in linecache.getline(code.co_filename, line):
-                    return describe(code.co_filename, line)
+        for step in (
+            dis.get_instructions(code) if name in _names(code) | {*code.co_freevars} else ()
+        ):
+            line = step.positions.lineno if step.positions is not None else None
+            if step.argval == name and line is not None:
+                return describe(code.co_filename, line)
     return None
 
 
