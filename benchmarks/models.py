@@ -17,21 +17,13 @@ beside real models.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import logging
-import multiprocessing
-import os
 import re
 import sys
 import time
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +37,7 @@ from autopar.capture import capture
 from autopar.cluster.cluster import Cluster
 from autopar.cluster.machines import Device, Link, Node
 from benchmarks import families, nets
+from benchmarks.processes import Line, lines_of
 
 WEAK = Device("weak", {"f32": 1e9}, memory=8e9, bandwidth=1e9, overhead=1e-7)
 MACHINES = Cluster((Node(WEAK, 4, Link(alpha=1e-7, bandwidth=1e9)),), Link(1e-7, 1e9), "weak")
@@ -52,7 +45,6 @@ MESHES = {"dp2tp2": ap.Mesh(dp=2, tp=2), "pp2dp2": ap.Mesh(pp=2, dp=2)}
 TARGET = 0.05  # of the predicted time, in operators without a rule
 STEPS = 2
 
-Line = dict[str, Any]
 Model = tuple[nn.Module, dict[str, Any]]
 
 
@@ -129,61 +121,14 @@ def _verified(model: nn.Module, inputs: Line, plan: ap.Plan) -> Line:
     return told
 
 
-def _run(name: str, arguments: argparse.Namespace, to: Connection) -> None:
-    """In a process of its own: what is printed there is of others."""
-    logging.disable(logging.WARNING)
-    with contextlib.redirect_stdout(open(os.devnull, "w")), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for line in measure(cases()[name], arguments.capture, not arguments.skip_parity):
-            to.send(line)
-
-
-@dataclass
-class Running:
-    """A family in its process; `line` is what it told last."""
-
-    name: str
-    process: BaseProcess
-    pipe: Connection
-    until: float
-    line: Line
-
-    def read(self) -> bool:
-        """Take what it tells; whether it has ended."""
-        try:
-            while self.pipe.poll():
-                self.line = self.pipe.recv()
-        except EOFError:
-            return True
-        if time.monotonic() > self.until:
-            self.process.kill()
-            self.line["error"] = "took longer than its time limit"
-            return True
-        return False
-
-
-def lines_of(names: list[str], arguments: argparse.Namespace) -> Iterator[Line]:
-    """A line for each family, as they end."""
-    context = multiprocessing.get_context("fork")
-    waiting, running = names[::-1], list[Running]()
-    while waiting or running:
-        while waiting and len(running) < arguments.workers:
-            name = waiting.pop()
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_run, args=(name, arguments, theirs))
-            process.start()
-            theirs.close()
-            until = time.monotonic() + arguments.seconds
-            running.append(Running(name, process, ours, until, {"stage": "start"}))
-        wait([one.pipe for one in running], timeout=1.0)
-        for one in [one for one in running if one.read()]:
-            one.process.join()
-            running.remove(one)
-            one.pipe.close()
-            head = families.head_of(one.name)
-            if one.line["stage"] != "done":
-                one.line.setdefault("error", "its process ended")
-            yield {"family": one.name, "head": head[0] if head else "net", **one.line}
+def _lines(names: list[str], arguments: argparse.Namespace) -> Iterator[Line]:
+    """Yield a line for each family, as they end."""
+    built = cases()
+    about = arguments.capture, not arguments.skip_parity
+    work = {name: partial(measure, built[name], *about) for name in names}
+    for name, line in lines_of(work, arguments.workers, arguments.seconds):
+        head = families.head_of(name)
+        yield {"family": name, "head": head[0] if head else "net", **line}
 
 
 def summary(lines: list[Line], parity: bool) -> Line:
@@ -282,7 +227,7 @@ def main() -> None:
     ]
     part, parts = map(int, arguments.part.split("/"))
     lines = []
-    for line in lines_of(names[part - 1 :: parts], arguments):
+    for line in _lines(names[part - 1 :: parts], arguments):
         print(json.dumps(line), flush=True)
         lines.append(line)
     print(json.dumps({"summary": summary(lines, not arguments.skip_parity)}))
