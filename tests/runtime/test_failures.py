@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,49 @@ def test_what_others_did_with_a_refused_call() -> None:
     assert third.not_refused(5.0).startswith("rank 1 went on with that call, and is at ")
     for roll in (first, second, third):
         roll.leave()
+
+
+def test_all_ranks_hear_of_the_same_first_failure() -> None:
+    """Also those that fail later, and those whose collective broke because of it."""
+    store = dist.HashStore()
+    rolls = [RollCall(store, rank, 3) for rank in range(3)]
+    assert rolls[1].report("rank 1: ValueError: one", 5.0) == "rank 1: ValueError: one"
+    assert rolls[2].report("rank 2: KeyError: two", 5.0) == "rank 1: ValueError: one"
+    rolls[0].ask(5.0)
+    assert [roll.first for roll in rolls] == ["rank 1: ValueError: one"] * 3
+    for roll in rolls:
+        roll.leave()
+
+
+@pytest.mark.parametrize("first", ["rank 0: ValueError: one", None])
+def test_a_broken_collective_is_put_down_to_the_first_failure(
+    first: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody says that it failed, a rank was lost."""
+    roll = SimpleNamespace(waits=0, open=None, first=first, ask=lambda patience: {})
+    here: Any = SimpleNamespace(roll=roll, rank=1, size=2, ended_by=None, is_beside=False)
+    for name, value in (("joined", lambda: here), ("_settle", bool), ("abort_groups", int)):
+        monkeypatch.setattr(failures, name, value)
+    rule = "another rank failed first" if first else "a rank was lost"
+    with pytest.raises(ap.ExecutionError, match=rule), failures.one_fails_all_stop(here):
+        raise dist.DistNetworkError("lost")
+    assert (first or "no word from rank 0") in here.ended_by
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_one_rank_refuses_alone_is_put_down_to_the_first_failure(
+    is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def report(mine: str, patience: float) -> str:
+        return mine if is_first else "rank 0: ValueError: one"
+
+    said = SimpleNamespace(open="rank 1: no", report=report, not_refused=lambda patience: "others")
+    here: Any = SimpleNamespace(roll=said, rank=1, ended_by=None, is_beside=True)
+    monkeypatch.setattr(failures, "require_living", lambda world: None)
+    monkeypatch.setattr(failures, "world_timeout", lambda: timedelta(seconds=1))
+    rule = "all ranks refuse a call, or none" if is_first else "another rank failed first"
+    with pytest.raises(ap.ExecutionError, match=rule), failures.local_checks(here):
+        pytest.fail("the call goes on")
 
 
 in_torch = partial(torch.reshape, torch.zeros(2), (3,))  # raises a RuntimeError, as gloo does

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -20,6 +21,73 @@ SIGMAS = 5.0
 
 def bits(key: Tensor = KEY, number: int = 0, shape: tuple[int, ...] = SHAPE) -> Tensor:
     return draws._drawn(key, Place(number, shape), shape, lambda found: found, torch.int32)
+
+
+MASK = 2**64 - 1
+
+
+def reference(key: int, number: int, stream: int, row: int, column: int) -> int:
+    """The 32 bits of one element by whole numbers alone: the generator as its page describes it."""
+
+    def mixed(x: int) -> int:
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+        return x ^ (x >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    own = mixed(((2 * number + 1) * golden + stream) & MASK)
+    hashed = mixed(((key + row * golden) & MASK) ^ own)
+    x = (column * 0x9E3779B1 ^ hashed) & 0xFFFFFFFF
+    x = (x * 0x85EBCA6B) & 0xFFFFFFFF
+    x ^= x >> 15
+    x ^= hashed >> 32
+    x = (x * 0xC2B2AE35) & 0xFFFFFFFF
+    x ^= x >> 13
+    x = (x * 0x27D4EB2F) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+# By key, number of the operator, stream, row and column; `reference` gave them once.
+GOLDEN: dict[tuple[int, int, int, int, int], int] = {
+    (0, 0, 0, 0, 0): 0x81DFF2A0,
+    (0, 0, 0, 0, 1): 0xABA4F69A,
+    (0, 0, 0, 1, 0): 0x117D0A29,
+    (1, 0, 0, 0, 0): 0x95B01810,
+    (-1, 3, 0, 2, 7): 0x719E1864,
+    (123456789123, 0, 1, 5, 1000): 0x63FD6FAD,
+    (9223372036854775807, 100, 2, 300, 3): 0xB1751757,
+    (-9223372036854775808, 1, 4, 17, 29): 0x3AD0BF47,
+}
+
+
+@pytest.mark.parametrize(("place", "expected"), GOLDEN.items())
+def test_bits_are_those_that_are_written_down(
+    place: tuple[int, int, int, int, int], expected: int
+) -> None:
+    """So that a run that is taken up with another version draws what it would have drawn."""
+    key, number, stream, row, column = place
+    assert reference(*place) == expected
+    shape = (row + 1, column + 1)
+    found = draws._drawn(
+        torch.tensor([key, 0]), Place(number, shape), shape, lambda one: one, torch.int32, stream
+    )
+    assert int(found[row, column]) & 0xFFFFFFFF == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "digits"),
+    [(torch.bfloat16, 8), (torch.float16, 11), (torch.float32, 24), (torch.float64, 53)],
+)
+def test_numbers_are_the_first_bits_that_are_drawn(dtype: torch.dtype, digits: int) -> None:
+    key, shape = -(2**40) - 7, (3, 5)
+    found = uniform(torch.tensor([key, 0]), Place(4, shape), shape, dtype).double()
+    mask = kept(torch.tensor([key, 0]), Place(4, shape), shape, 0.25)
+    for row, column in itertools.product(*map(range, shape)):
+        first, second = (reference(key, 4, stream, row, column) for stream in (0, 1))
+        whole = (first << 32 | second) >> (64 - digits)
+        assert float(found[row, column]) == whole / 2**digits
+        signed = first - 2**32 if first >= 2**31 else first
+        assert bool(mask[row, column]) == (signed >= 2**30 - 2**31)
 
 
 def deviation(one: Tensor, other: Tensor) -> float:
