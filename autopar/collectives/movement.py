@@ -2,11 +2,13 @@
 
 On each axis a value is replicated, cut or a partial sum. A consumer that works on cut data gives
 its replicated inputs a gradient that is a partial sum; such a replica is *pending*: it reads like
-any other, and its gradient has still to be summed. Every row says how a value moves forward and
-how its gradient moves back:
+any other, and its gradient has still to be summed. A reader whose gradient is whole reads it by an
+`identity` that is not pending: one rank's term of the sum is that gradient, the others are zero.
+Every row says how a value moves forward and how its gradient moves back:
 
     forward                 becomes pending   not pending
-    identity       R -> R   all_reduce        (nothing to do)
+    identity       R -> R   all_reduce        first_term
+    first_term     R -> P                     identity
     all_reduce     P -> R   all_reduce        identity
     all_gather     S -> R   reduce_scatter    slice
     reduce_scatter P -> S                     all_gather
@@ -22,10 +24,10 @@ from torch import Tensor
 
 from autopar.layout import Layout, Placement, axes_of, parts_of
 
-KINDS = ("identity", "all_reduce", "all_gather", "reduce_scatter", "slice", "all_to_all")
-
 _BACKWARD = {
     ("identity", True): "all_reduce",
+    ("identity", False): "first_term",
+    ("first_term", False): "identity",
     ("all_reduce", True): "all_reduce",
     ("all_reduce", False): "identity",
     ("all_gather", True): "reduce_scatter",
@@ -51,6 +53,16 @@ class Movement:
     def backward(self) -> str:
         """The kind of collective that carries the gradient back."""
         return _BACKWARD[self.kind, self.pending]
+
+    @property
+    def is_sum_back(self) -> bool:
+        """Whether it moves nothing, and sums the gradient."""
+        return self.kind == "identity" and self.pending
+
+    @property
+    def hands_back(self) -> bool:
+        """Whether the gradient lies where that of its result was."""
+        return self.is_sum_back or self.kind == "all_reduce"
 
     @property
     def reversed(self) -> Movement:
@@ -84,6 +96,8 @@ class Movement:
         """The layout of the value after this movement."""
         if self.kind in ("all_reduce", "reduce_scatter"):
             layout = layout.with_partial(a for a in layout.partial if a not in self.axes)
+        if self.kind == "first_term":
+            layout = layout.with_partial((*layout.partial, *self.axes))
         if self.kind in ("all_gather", "all_to_all"):
             assert self.dim is not None
             assert self.axes
@@ -104,5 +118,5 @@ class Movement:
 
     def place(self, placement: Placement) -> Placement:
         """Where the value is after this movement."""
-        pending = self.axes if self.pending else ()
-        return Placement(self.apply(placement.layout), (*placement.pending, *pending))
+        pending = {*placement.pending} - {*self.axes} | {*(self.axes if self.pending else ())}
+        return Placement(self.apply(placement.layout), pending)

@@ -77,7 +77,9 @@ def operator_call(
     place = (group, mesh.degree(movement.axes), mesh.position(rank, movement.axes))
     match movement.kind:
         case "identity":
-            return _ops.identity.default, (group,)
+            if movement.pending:
+                return _ops.identity.default, (group,)
+            return _ops.whole_gradient.default, (place[2],)
         case "all_reduce":
             return _ops.all_reduce.default, (group, movement.pending)
         case "reduce_scatter":
@@ -257,6 +259,10 @@ def _summable(x: Tensor) -> Tensor:
     return x if wider is None else x.to(wider)
 
 
+def _whole_gradient(x: Tensor, index: int) -> Tensor:
+    return x.clone()  # as an identity does
+
+
 # Fake: shapes only.
 
 
@@ -284,6 +290,10 @@ def _fake_all_to_all(
 
 def _identity_backward(shape: Sequence[int], grad: Tensor, group: str) -> Tensor:
     return EAGER[_ops.all_reduce.default](grad, group, False)
+
+
+def _whole_gradient_backward(shape: Sequence[int], grad: Tensor, index: int) -> Tensor:
+    return torch.zeros_like(grad) if index else grad
 
 
 def _all_reduce_backward(shape: Sequence[int], grad: Tensor, group: str, pending: bool) -> Tensor:
@@ -325,7 +335,7 @@ def _differentiable(
 
     def run_and_record(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
         ctx.shape, ctx.arguments = x.shape, arguments
-        if name == "identity" and _is_plain(x):
+        if name in ("identity", "whole_gradient") and _is_plain(x):
             return x.view_as(x)
         return run(x, *arguments)
 
@@ -355,6 +365,7 @@ def _is_plain(x: Tensor) -> bool:
 _library = torch.library.Library("autopar", "FRAGMENT")
 for _name, _arguments, _forward, _fake, _backward in (
     ("identity", "str group", _identity, _fake_same, _identity_backward),
+    ("whole_gradient", "int index", _whole_gradient, _fake_same, _whole_gradient_backward),
     ("all_reduce", "str group, bool pending", _all_reduce, _fake_same, _all_reduce_backward),
     (
         "all_gather",

@@ -35,7 +35,7 @@ from autopar.mesh import Mesh
 
 # A movement more costs at least this: of two equal ways, the one with fewer movements is taken.
 TIE = 1e-15  # seconds
-FREE = ("identity", "slice")  # kinds that move no data
+FREE = ("identity", "first_term", "slice")  # kinds that move no data
 
 
 class Price(Protocol):

@@ -158,6 +158,11 @@ def _carry_out(
 # What one group does: a tensor that all members receive, or one for each.
 
 
+def _first_term(members: list[Tensor], dim: None, to_dim: None) -> list[Tensor]:
+    first, *others = members
+    return [first.view_as(first), *(torch.zeros_like(other) for other in others)]
+
+
 def _all_reduce(members: list[Tensor], dim: None, to_dim: None) -> Tensor:
     total = members[0].clone(memory_format=torch.contiguous_format)
     for member in members[1:]:
@@ -186,6 +191,7 @@ def _all_to_all(members: list[Tensor], dim: int, to_dim: int) -> list[Tensor]:
 
 
 _COLLECTIVES: dict[str, Callable[..., Tensor | list[Tensor]]] = {
+    "first_term": _first_term,
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

@@ -276,7 +276,7 @@ class NodePrices:
                 return []
             again = self._beside(parameter).learns
             return self.states.moved_for_use(*self._use(parameter, movement), again)
-        if movement.kind == "identity" and is_made_of_parameters(value) and learns:
+        if movement.is_sum_back and is_made_of_parameters(value) and learns:
             size = float(before.local_bytes(self.mesh))
             return [Collective("all_reduce", axes, size, "step", SUMS)]
         about = movement, before.layout, before.shape, before.dtype.itemsize, self.mesh

@@ -26,8 +26,7 @@ def linears_behind(movement: fx.Node) -> list[fx.Node]:
     """The linears whose weights' gradients are made beside the backward of a movement, a reduction;
     none where there is nothing of the kind, or other readers."""
     moved, readers = info(movement).movement, list(movement.users)
-    is_reduction = moved is not None and (moved.kind == "identity" or moved.pending)
-    if not is_reduction or not info(movement).differentiable:
+    if moved is None or not moved.pending or not info(movement).differentiable:
         return []
     if not all(_is_linear_of(reader, movement) for reader in readers):
         return []

@@ -15,6 +15,7 @@ from autopar.capture.gradients import mark_learning
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import is_made_of_parameters, moved_dtype
 from autopar.collectives import Movement, Price, redistribute, redistribution_cost
+from autopar.collectives.redistribution import FREE
 from autopar.cost.joint_kernels import traffic_of
 from autopar.layout import Placement, TensorType
 from autopar.mesh import Mesh
@@ -154,8 +155,9 @@ def measure_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
     for node in graph.nodes:
         if info(node).movement is not None:
             dtype, types = moved_dtype(node), (info(node.args[0]).type, info(node).type)
-            moved = [replace(type_, dtype=dtype) for type_ in types]
-            info(node).bytes = max(type_.local_bytes(setting.mesh) for type_ in moved)
+            sizes = [replace(type_, dtype=dtype).local_bytes(setting.mesh) for type_ in types]
+            kinds = {info(node).movement.kind, info(node).movement.backward}  # type: ignore[union-attr]
+            info(node).bytes = 0 if kinds <= {*FREE} else max(sizes)
         elif info(node).joint is not None:
             inside = (traffic_of(*call, setting.mesh) for call in info(node).calls)
             info(node).bytes = int(

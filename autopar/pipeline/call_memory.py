@@ -29,8 +29,6 @@ from autopar.strategies.node_info import flat, info
 
 MOST_KNOWN = 4096  # calls, before they are forgotten
 HANDED_ON = -1  # instead of bytes: the gradient of the output, which is no new memory
-# Movements whose gradient lies where that of their result was.
-IN_PLACE_BACK = ("identity", "all_reduce")
 
 
 @dataclass(frozen=True)

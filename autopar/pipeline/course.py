@@ -26,7 +26,7 @@ from autopar.cost.buckets import Travel
 from autopar.cost.reductions import linears_together
 from autopar.cost.saved_tensors import Kept, KeptOnce, Storage, source, storage
 from autopar.mesh import Mesh
-from autopar.pipeline.call_memory import HANDED_ON, IN_PLACE_BACK, CallMemories
+from autopar.pipeline.call_memory import HANDED_ON, CallMemories
 from autopar.pipeline.held import Held
 from autopar.pipeline.moments import Arrival, Begin, Beside, Edge, Event, Moment, stretched, summed
 from autopar.pipeline.passing import Passing
@@ -254,7 +254,7 @@ class ProgramCourse:
         if arrived and info(moved).differentiable:
             made.append((moved, self._new(self._size(moved))))
             movement = info(moved).movement
-            if movement is not None and movement.kind not in IN_PLACE_BACK:
+            if movement is not None and not movement.hands_back:
                 more = self._size(moved.all_input_nodes[0])
         for node in arrived:
             call = self._calls(node)
@@ -340,8 +340,8 @@ class ProgramCourse:
         movement, more = info(node).movement, 0
         if movement is not None:
             (value,) = inputs = node.all_input_nodes
-            in_place = movement.kind in IN_PLACE_BACK
-            sizes: tuple[int | None, ...] = (HANDED_ON if in_place else int(self._size(value)),)
+            one = HANDED_ON if movement.hands_back else int(self._size(value))
+            sizes: tuple[int | None, ...] = (one,)
         else:
             call = self._calls(node)
             inputs, sizes = list(call.inputs), call.gradients

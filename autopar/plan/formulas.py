@@ -52,6 +52,9 @@ def edge(
     val, back = info(value).val, (info(value).differentiable, learns)
     shape, itemsize, mesh = tuple(val.shape), val.dtype.itemsize, price.mesh
     parts = {info(value).parts, first.layout.parts, second.layout.parts}
+    if of_parameters and first.pending and {*second.pending} <= {*first.pending}:
+        # A whole gradient becomes one rank's term of the sum.
+        first, second = Placement(first.layout), Placement(second.layout)
     table = reshard_table(mesh, val.ndim, tuple(sorted(one for one in parts if one is not None)))
     seconds = math.inf
     if first is second or (first in table.index and second in table.index and not first.pending):

@@ -344,9 +344,9 @@ class Builder:
         groups = self.built.groups.get(value.name, [])
         grouped = {reading for group in groups for reading in group.readings}
         alone = [reading for reading in readings if reading not in grouped]
-        asks_once = len(groups) + len(alone) == 1
-        # Where readers ask for the sum.
-        last = Late(summed_parameter(value)) if late and asks_once else late
+        # Those that may ask for the sum of the gradient stand together: there its states count.
+        last = late and Late(summed_parameter(value))
+        asking = [reading for reading in readings if self._sums(reading)] or readings
         if shared is None:
             self._join(value, producer, readings[0], last, "always")
             return
@@ -357,12 +357,14 @@ class Builder:
         self._link(value, producer, shared, late, "always" if early and kept_at_all else "")
         for group in groups:
             kept = "" if group not in storing else "moved" if early else "always"
-            self._link(value, shared, group, last, kept)
+            sums = last if asking[0] in group.readings else late
+            self._link(value, shared, group, sums, kept)
         for group in groups:
             for reading in group.readings:
                 self._join(value, group, reading, late, "moved")
         for reading in alone:
-            self._join(value, shared, reading, late, "moved")
+            sums = last if reading in asking else late
+            self._join(value, shared, reading, sums, "moved")
 
     def _keeps(self, readings: Sequence[Reading]) -> bool:
         return self.counts_activations and any(

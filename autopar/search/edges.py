@@ -81,6 +81,12 @@ class Edges:
             table, seconds = self.seconds(value, beside.learns)
             rows, columns = table.rows(first), table.rows(second)
             cost = seconds[np.ix_(rows, columns)]
+            # From a pending copy nothing but that copy can be had.
+            stuck = table.pending[rows][:, None] & (rows[:, None] != columns[None, :])
+            if late and np.any(stuck):
+                joins, stuck = _summed_together(first, second)
+                whole = [table.rows(Placement(s.layout) for s in some) for some in (first, second)]
+                cost = np.where(joins, seconds[np.ix_(*whole)], cost)
             same = table.data[rows][:, None] == table.data[columns][None, :]
             learns = beside.learns and info(value).learns
             if late and learns:
@@ -89,8 +95,6 @@ class Edges:
                 cost = cost - self._hidden(value, first, second, cost, beside)
             if again:
                 cost = cost + self.seconds(value, learns=False)[1][np.ix_(rows, columns)]
-            # From a pending copy nothing but that copy can be had.
-            stuck = table.pending[rows][:, None] & (rows[:, None] != columns[None, :])
             size = np.broadcast_to(self.bytes(value, second), cost.shape)
             memory = np.where(same & (kept != "always"), 0.0, size) if kept else None
             if late and late.parameter is not None and not self.states.is_whole:
@@ -279,6 +283,22 @@ class Edges:
     def same(self, array: Array, kind: str) -> Array:
         """One object for equal arrays, so that the cost graph knows them again at once."""
         return self._arrays.setdefault((kind, array.shape, array.tobytes()), array)
+
+
+def _summed_together(first: Placements, second: Placements) -> tuple[NDArray, NDArray]:
+    """From the states that readers of a parameter share to those of each: where its gradient joins
+    the sum of all, if it is whole as one rank's term, and where it cannot be had.
+
+    A sum that can be asked for together is not asked for apart."""
+    states, shape = {*first}, (len(first), len(second))
+    joins, stuck = np.zeros(shape, bool), np.zeros(shape, bool)
+    for i, at in enumerate(first):
+        for j, end in enumerate(second):
+            summed = {*at.pending, *end.pending} - {*at.layout.axes}
+            is_more = summed > {*at.pending}
+            joins[i, j] = bool(at.pending) and not is_more
+            stuck[i, j] = is_more and (bool(at.pending) or Placement(at.layout, summed) in states)
+    return joins, stuck
 
 
 def _made_of(parameter: fx.Node, value: fx.Node, state: Placement) -> Layout | None:

@@ -31,6 +31,7 @@ from tests.distributed.checks import assert_close, tensor_parallel_gpt
 from tests.held import copies_of, held_by, local_bytes, pieces_of
 from tests.models import Case
 from tests.parity import assert_equal, parallel_outcome, single_outcome
+from tests.penalties import penalised
 from tests.runtime.acts import DONE, assert_done, shared_tree
 from tests.training import assert_broken_steps_leave_no_trace, assert_trains_alike
 from tests.unlearned import NAMES as UNLEARNED
@@ -41,6 +42,7 @@ def cases() -> list[tuple[Case, None]]:
     """What is captured before the ranks are there."""
     gpts = [models.shared("gpt", layers=layers) for layers in (1, 2, 4)]
     others = [models.shared("mlp", hidden=10, layers=4), shared_tree(), tensor_parallel_gpt()]
+    others.append(penalised())
     unlearned = [pair(name)[0] for name in UNLEARNED]
     return [(case, None) for case in (*gpts, *others, *unlearned)]
 
@@ -63,6 +65,7 @@ def trains_like_one_device(ranks: int) -> None:
     for states in (*NAMED, STEP):
         parity(models.shared("mlp", hidden=10, layers=4), states, mesh=mesh)
         parity(models.shared("gpt", layers=2), states, mesh=mesh, microbatches=2)
+    parity(penalised(), "zero2", mesh=mesh, microbatches=2)
 
 
 def trains_in_parts(ranks: int) -> None:

@@ -8,7 +8,7 @@ from torch import fx
 
 from autopar.cost.saved_tensors import Kept, KeptOnce, Storage, local_bytes, most_remade
 from autopar.passes.flow import Flow
-from autopar.pipeline.call_memory import HANDED_ON, IN_PLACE_BACK, CallMemories
+from autopar.pipeline.call_memory import HANDED_ON, CallMemories
 from autopar.pipeline.stages.spans import Spans
 from autopar.pipeline.stages.stretch import Stretch
 from autopar.strategies.node_info import Region, info
@@ -88,7 +88,7 @@ class Halves:
         if reader.op != "call_function" or is_result(reader) or values_of(reader) != [reader]:
             return False
         if (movement := info(reader).movement) is not None:
-            return movement.kind in IN_PLACE_BACK
+            return movement.hands_back
         inputs = reader.all_input_nodes
         names = {one: f"%{place}" for place, one in enumerate(inputs)}
         call = str(fx.map_arg((reader.args, reader.kwargs), names.__getitem__))
