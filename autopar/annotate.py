@@ -188,6 +188,8 @@ def _shard_module(
 
 
 def _shard_function(function: Callable, marks: _Marks) -> Callable:
+    regions: dict[Any, Any] = {}  # compiled for DTensors, by kind of call
+
     @functools.wraps(function, updated=())
     def annotated(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_exporting():
@@ -195,7 +197,7 @@ def _shard_function(function: Callable, marks: _Marks) -> Callable:
         if _any_dtensor(args, kwargs):
             from autopar.region import run_region
 
-            return run_region(annotated, marked, args, kwargs)
+            return run_region(regions, marked, args, kwargs)
         return function(*args, **kwargs)
 
     def marked(args: tuple, kwargs: dict) -> Any:

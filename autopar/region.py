@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -38,11 +37,11 @@ from autopar.search.constraints import Constraints, LayoutConstraint, read_const
 from autopar.search.propagate import propagate
 from autopar.strategies.node_info import info
 
-_compiled: WeakKeyDictionary[Callable, dict[Any, _Region]] = WeakKeyDictionary()
 
-
-def run_region(owner: Callable, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Run `function(args, kwargs)` as a parallel graph; `owner` keeps what is compiled."""
+def run_region(
+    regions: dict[Any, Any], function: Callable, args: tuple, kwargs: Mapping[str, Any]
+) -> Any:
+    """Run `function(args, kwargs)` as a parallel graph, kept in `regions` for the next call."""
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     distributed = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
     device_mesh = distributed[0].device_mesh
@@ -53,7 +52,6 @@ def run_region(owner: Callable, function: Callable, args: tuple, kwargs: Mapping
             remedy="redistribute them to one mesh first",
         )
     key = (spec, device_mesh, tuple(map(_kind, leaves)))
-    regions = _compiled.setdefault(owner, {})
     if key not in regions:
         regions[key] = _compile(function, leaves, spec, device_mesh)
     return regions[key](leaves)

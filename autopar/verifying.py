@@ -182,11 +182,11 @@ def _side_by_side(
     differences: list[Difference | None] = []
     if any(row.differs for row in from_captured):
         differences.append(first_module(own_copy(original), captured, _again(call), tolerances))
-    module = parallelize(own_copy(original), *example, **asked)
-    programs = module.programs
-    plan = programs.of(*call, is_step=module.program.has_loss).plan
-    outputs, difference = _forward(plan, original, _again(call), tolerances)
-    trained = replace(_train_parallel(module, _again(call), steps, rate), outputs=outputs)
+    with parallelize(own_copy(original), *example, **asked) as module:
+        programs = module.programs
+        plan = programs.of(*call, is_step=module.program.has_loss).plan
+        outputs, difference = _forward(plan, original, _again(call), tolerances)
+        trained = replace(_train_parallel(module, _again(call), steps, rate), outputs=outputs)
     if any(row.differs for row in compare(trained, exported, tolerances)):
         differences.append(difference or _of_statistics(plan) or _AFTER_FORWARD)
     found = Verification(

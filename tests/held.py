@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import autopar as ap
 from autopar.pipeline.activation_counts import live_microbatches
@@ -221,3 +222,36 @@ def held_in_a_step(module: ap.ParallelModule, case: Case) -> list[int]:
     with held.watching(look):
         module.step(*case.args, **case.kwargs)
     return seen
+
+
+class Allocated:
+    """Follows torch's allocator in a `with`: the bytes that live at each `mark`, beyond those that
+    lived before; of this thread alone, so that on processes it does not see all."""
+
+    def __init__(self) -> None:
+        self.at: dict[str, int] = {}
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def mark(self, name: str) -> None:
+        with record_function(f"mark {name}"):
+            pass
+
+    def __enter__(self) -> Allocated:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        events, now = self._profile.profiler.kineto_results.events(), 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                now += event.nbytes()
+            elif event.name().startswith("mark "):
+                self.at[event.name().removeprefix("mark ")] = now
+
+
+def alive() -> dict[int, int]:
+    """Bytes of all memory that tensors of this process hold, garbage included."""
+    tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
+    held = [t.untyped_storage() for t in tensors if t.device.type != "meta"]
+    return {storage._cdata: storage.nbytes() for storage in held if storage.nbytes()}

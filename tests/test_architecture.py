@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -209,3 +210,35 @@ def test_what_tensors_hide_is_read_in_one_place():
         named = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
         named |= {node.value for node in nodes if isinstance(node, ast.Constant)} & HIDDEN
         assert not named & HIDDEN or path in HOUSE.glob("_torch*.py"), path
+
+
+def test_no_local_function_refers_to_itself():
+    """It would keep all that it closes over till the garbage collector comes."""
+    for path in FILES:
+        for outer in ast.walk(parsed(path)):
+            if isinstance(outer, ast.FunctionDef):
+                reads = {
+                    local.name: {one.id for one in ast.walk(local) if isinstance(one, ast.Name)}
+                    for local in local_functions(outer)
+                }
+                circles = [name for name in reads if name in reached_from(name, reads)]
+                assert not circles, f"{path}:{outer.lineno}"
+
+
+def local_functions(outer: ast.FunctionDef) -> Iterator[ast.FunctionDef]:
+    left: list[ast.AST] = [*outer.body]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.FunctionDef):
+            yield node
+        elif not isinstance(node, ast.ClassDef):
+            left.extend(ast.iter_child_nodes(node))
+
+
+def reached_from(name: str, reads: dict[str, set[str]]) -> set[str]:
+    reached, left = set[str](), [name]
+    while left:
+        others = (reads[left.pop()] & reads.keys()) - reached
+        reached |= others
+        left.extend(others)
+    return reached

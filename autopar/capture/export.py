@@ -220,8 +220,7 @@ def _export(
         if hiding.is_any:
             raise Needed(None) from error
         with _quiet():
-            explained = explain(error, model, mode, args, kwargs, given)
-        raise explained from error
+            raise explain(error, model, mode, args, kwargs, given) from error
 
 
 def _canonical(model: nn.Module) -> dict[str, str]:

@@ -123,13 +123,13 @@ def explain(
             remedy="hand over x.detach(), or have forward change a copy: x = x.clone()",
             source=of_traceback(error.__traceback__),
         )
-    if type(own) is type(error) and not isinstance(error, NotImplementedError):
+    if own is not None and own.kind is type(error) and not isinstance(error, NotImplementedError):
         return InvalidInput(
             f"the model runs on {given}",
-            got=_said(own, model),
+            got=own.text,
             remedy="mend the inputs or the model: without torch.export, too, model(*args, "
             "**kwargs) fails on their shapes and dtypes",
-            source=of_traceback(own.__traceback__),
+            source=own.source,
         )
     return InvalidInput(
         f"torch.export can follow forward on {given}",
@@ -250,16 +250,25 @@ def _of_types(error: Exception, model: nn.Module, verb: str, values: object) -> 
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Describes an error without keeping it: an error holds all that its frames do."""
+
+    kind: type[Exception]
+    text: str
+    source: str | None
+
+
 def _called(
     model: nn.Module, mode: FakeTensorMode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[object, Exception | None]:
-    """What the model itself gives on these fakes, outside of export; or its error."""
+) -> tuple[object, Failure | None]:
+    """What the model itself gives on these fakes, outside of export; or how it fails."""
     try:
         with mode:  # the user's may be no leaves, which forward may change
             args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, (args, dict(kwargs)))
             return model(*args, **kwargs), None
     except Exception as error:
-        return None, error
+        return None, Failure(type(error), _said(error, model), of_traceback(error.__traceback__))
 
 
 def _said(error: Exception, model: nn.Module) -> str:
@@ -267,7 +276,9 @@ def _said(error: Exception, model: nn.Module) -> str:
     paths = {id(module): path for path, module in model.named_modules()}
     where, trace = "", error.__traceback__
     while trace is not None:
-        where = paths.get(id(trace.tb_frame.f_locals.get("self")), where)
+        frame = trace.tb_frame
+        if "self" in frame.f_code.co_varnames:  # a frame keeps all its locals once it is asked
+            where = paths.get(id(frame.f_locals.get("self")), where)
         trace = trace.tb_next
     kind = type(model.get_submodule(where)).__name__
     text = _first_lines(str(error)).replace("FakeTensor", "Tensor")

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
@@ -51,7 +51,7 @@ def _goes_first(path: Path, other: Path) -> bool:
 
 def _leaves(tree: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     """Every leaf with its path, in the order of `pytree.tree_leaves`."""
-    children, spec = pytree.tree_flatten(tree, is_leaf=lambda part: part is not tree)
+    children, spec = pytree.tree_flatten(tree, is_leaf=_is_below(tree))
     if spec.is_leaf():
         return [(path, tree)]
     return [
@@ -61,14 +61,19 @@ def _leaves(tree: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     ]
 
 
+def _is_below(container: Any) -> Callable[[Any], bool]:
+    """Return a test that tells parts of a container from itself: by number, since torch keeps the
+    test until the garbage collector comes."""
+    number = id(container)
+    return lambda part: id(part) != number
+
+
 def _keys(container: Any, count: int) -> Sequence[int | str]:
     """The place of each child, or its key or field."""
     if isinstance(container, Mapping):
         return [str(key) for key in container]
     try:
-        pairs, _ = pytree.tree_flatten_with_path(
-            container, is_leaf=lambda part: part is not container
-        )
+        pairs, _ = pytree.tree_flatten_with_path(container, is_leaf=_is_below(container))
     except ValueError:  # registered without a function that tells them
         return ["?"] * count
     keys = (path[0] for path, _ in pairs)

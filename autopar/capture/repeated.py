@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -405,33 +405,38 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module, Hashable]]:
     if any(count > 1 for count in modules.values()):
         return []  # export calls by stand-ins then, of which each path has its own
 
-    def kind_of(block: nn.Module, start: str) -> Hashable:
-        found: list[Any] = []
-        for path, module in block.named_modules():
-            found.append((path, type(module)))
-            for held in (module._parameters, module._buffers):
-                for name, tensor in held.items():
-                    every = names[id(tensor)] if tensor is not None else []
-                    is_own = all(one.startswith(start) for one in every)
-                    whose = [one.removeprefix(start) for one in every] if is_own else every[:1]
-                    form = None if tensor is None else (type(tensor), *_form(tensor))
-                    found.append((name, form, is_own, *whose))
-        return tuple(found)
+    return list(_blocks_in(model, "", names))
 
-    found: list[tuple[str, nn.Module, Hashable]] = []
 
-    def search(parent: nn.Module, prefix: str) -> None:
-        is_list = isinstance(parent, nn.ModuleList | nn.Sequential)
-        kinds: dict[str, Hashable] = {}
-        for name, child in parent.named_children():
-            if is_list and any(child.children()) and "forward" not in vars(child):
-                kinds[name] = kind_of(child, f"{prefix}{name}.")
-        counts = Counter(kinds.values())
-        for name, child in parent.named_children():
-            if counts[kinds.get(name)] >= FEWEST:
-                found.append((prefix + name, child, kinds[name]))
-            else:
-                search(child, f"{prefix}{name}.")
+def _blocks_in(
+    parent: nn.Module, prefix: str, names: Mapping[int, list[str]]
+) -> Iterator[tuple[str, nn.Module, Hashable]]:
+    """The repeated blocks below the module at a path; `names` are those of tensors by identity."""
+    is_list = isinstance(parent, nn.ModuleList | nn.Sequential)
+    kinds: dict[str, Hashable] = {}
+    for name, child in parent.named_children():
+        if is_list and any(child.children()) and "forward" not in vars(child):
+            kinds[name] = _kind_of(child, f"{prefix}{name}.", names)
+    counts = Counter(kinds.values())
+    for name, child in parent.named_children():
+        if counts[kinds.get(name)] >= FEWEST:
+            yield prefix + name, child, kinds[name]
+        else:
+            yield from _blocks_in(child, f"{prefix}{name}.", names)
 
-    search(model, "")
-    return found
+
+def _kind_of(block: nn.Module, start: str, names: Mapping[int, list[str]]) -> Hashable:
+    """Return what tells a block from others: modules, and the forms and `names` of tensors.
+
+    Names of its own tensors begin with `start`."""
+    kind: list[Any] = []
+    for path, module in block.named_modules():
+        kind.append((path, type(module)))
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                every = names[id(tensor)] if tensor is not None else []
+                is_own = all(one.startswith(start) for one in every)
+                whose = [one.removeprefix(start) for one in every] if is_own else every[:1]
+                form = None if tensor is None else (type(tensor), *_form(tensor))
+                kind.append((name, form, is_own, *whose))
+    return tuple(kind)

@@ -6,7 +6,7 @@ sortable columns, and `/` to search from anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 
@@ -173,13 +173,13 @@ def _search(search: Search | None) -> tuple[str, str]:
 
 def _costs(root: ModuleNode, times: int) -> list[CallCost]:
     """List all calls, the most expensive first."""
-    costs: list[CallCost] = []
+    return sorted(_costs_of(root, "", times), key=lambda cost: -cost.seconds)
 
-    def visit(part: ModuleNode, path: str, count: int) -> None:
-        taking = [call for call in part.calls if call.seconds]
-        costs.extend(CallCost(path or "the model", call, count) for call in taking)
-        for child in part.parts.values():
-            visit(child, joined(path, child.name), count * child.count)
 
-    visit(root, "", times)
-    return sorted(costs, key=lambda cost: -cost.seconds)
+def _costs_of(part: ModuleNode, path: str, times: int) -> Iterator[CallCost]:
+    """List the calls of a part of the model that take time, in the order of the program."""
+    for call in part.calls:
+        if call.seconds:
+            yield CallCost(path or "the model", call, times)
+    for child in part.parts.values():
+        yield from _costs_of(child, joined(path, child.name), times * child.count)

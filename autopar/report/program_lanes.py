@@ -68,20 +68,20 @@ def _repeated(root: ModuleNode) -> tuple[dict[str, _RepeatedBlock], set[str]]:
     """Return how each repeated block is shown, and the paths of the blocks that are shown."""
     repeated: dict[str, _RepeatedBlock] = {}
     shown: set[str] = set()
-
-    def visit(part: ModuleNode, path: str) -> None:
-        for child in part.parts.values():
-            if child.count == 1:
-                visit(child, joined(path, child.name))
-                continue
-            paths = [joined(path, name) for name in child.members]
-            repeated.update(
-                dict.fromkeys(paths, _RepeatedBlock(joined(path, child.name), child.count))
-            )
-            shown.add(paths[0])
-
-    visit(root, "")
+    for path, part in _repeated_parts(root, ""):
+        paths = [joined(path, name) for name in part.members]
+        repeated |= dict.fromkeys(paths, _RepeatedBlock(joined(path, part.name), part.count))
+        shown.add(paths[0])
     return repeated, shown
+
+
+def _repeated_parts(part: ModuleNode, path: str) -> Iterator[tuple[str, ModuleNode]]:
+    """List the outermost repeated blocks, each with the path of the module that it stands in."""
+    for child in part.parts.values():
+        if child.count == 1:
+            yield from _repeated_parts(child, joined(path, child.name))
+        else:
+            yield path, child
 
 
 def _prefix(path: str, repeated: Mapping[str, _RepeatedBlock]) -> str | None:

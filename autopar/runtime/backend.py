@@ -135,6 +135,13 @@ class Backend(ABC):
         """Sum gradients that were not."""
         return
 
+    def close(self) -> None:
+        """Let go of what runs here, and of the tensors that it reads: they refer to this backend,
+        so that only the garbage collector would find them."""
+        self.workers.clear()
+        self.stages.clear()
+        self.runners.clear()
+
     @abstractmethod
     def of(self, program: Program) -> Backend:
         """Where another program runs on the same parameters, and on the same copies of them."""

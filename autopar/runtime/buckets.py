@@ -18,11 +18,12 @@ gradient that is large enough to be worth its own collective is summed where it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -293,8 +294,8 @@ class GradientSync:
                 self._begin.setdefault(position, []).append(key)
         # The last bucket is full when backward ends: it is summed then, and nobody needs to count.
         self._hooks = [
-            slot.leaf.register_post_accumulate_grad_hook(self._arrival(bucket))
-            for bucket in self.buckets[:-1]
+            slot.leaf.register_post_accumulate_grad_hook(partial(_arrive, ref(self), number))
+            for number, bucket in enumerate(self.buckets[:-1])
             if any(sums[bucket.key].drains.values())
             for slot in bucket.slots
         ]
@@ -387,18 +388,14 @@ class GradientSync:
                 return True
         return False
 
-    def _arrival(self, bucket: Bucket) -> Callable[[Tensor], None]:
-        drains = self._sums[bucket.key].drains
-
-        def arrive(leaf: Tensor) -> None:
-            if drains.get(self._now):
-                bucket.waiting -= 1
-                due = self._due.get(bucket.key)
-                # In one order on all ranks, whatever fills first on each.
-                while due and due[0].waiting == 0:
-                    self._start(due.pop(0), self._now)
-
-        return arrive
+    def count(self, bucket: Bucket) -> None:
+        """A gradient of a bucket has arrived: start the sums of those that are full now."""
+        if self._sums[bucket.key].drains.get(self._now):
+            bucket.waiting -= 1
+            due = self._due.get(bucket.key)
+            # In one order on all ranks, whatever fills first on each.
+            while due and due[0].waiting == 0:
+                self._start(due.pop(0), self._now)
 
     def _start(self, bucket: Bucket, position: int) -> None:
         summed = self._sums[bucket.key]
@@ -429,3 +426,13 @@ class GradientSync:
         if bucket.work is None:
             bucket.sums = None
             self._under_way.remove(bucket)
+
+
+def _arrive(sync: ReferenceType[GradientSync], number: int, leaf: Tensor) -> None:
+    """Tell a sync that a gradient of one of its buckets has arrived.
+
+    A hook of a leaf lives as long as the leaf, where the garbage collector does not look: if it
+    held the sync, the leaf would keep itself alive.
+    """
+    if (counting := sync()) is not None:
+        counting.count(counting.buckets[number])

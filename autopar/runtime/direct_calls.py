@@ -46,6 +46,10 @@ class DirectCalls:
         # Of passes that are restricted to some inputs, none reaches it.
         self._anchor = torch.empty(0, requires_grad=True)
 
+    def close(self) -> None:
+        """Let go of parameters; a backward pass that comes later is refused."""
+        self._sync = None
+
     def watch(self, outputs: list[Tensor], sync: GradientSync, last: int) -> list[Tensor]:
         """Have `sync` sum what any backward pass through these outputs of a call makes; it comes
         after the action `last` of a step."""
@@ -72,7 +76,6 @@ class DirectCalls:
 
         Which it is is the same on all ranks, whatever each of them finds there.
         """
-        assert self._sync is not None
         require_one(grad)
         if torch.is_grad_enabled():
             raise InvalidInput(
@@ -82,6 +85,7 @@ class DirectCalls:
             )
         if age != self._leaves.age:
             raise changed_in_between()
+        assert self._sync is not None
         refuse_gradient_hooks({slot.name: slot.parameter for slot in slots})
         self._leaves.passing = backward_under_way()
         window = self._leaves.window

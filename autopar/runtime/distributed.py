@@ -45,7 +45,7 @@ from autopar.runtime.no_sync import Passes
 from autopar.runtime.norm import norm_over_world
 from autopar.runtime.outputs import Outputs, OutputsLike
 from autopar.runtime.placing import Placing, Read
-from autopar.runtime.routes import Route, routes_of
+from autopar.runtime.routes import routes_of
 from autopar.runtime.slices import Slices
 from autopar.runtime.stage_ranks import StageRanks, Users, gradient_sums, slot_of
 from autopar.runtime.surroundings import refused_in_backward
@@ -202,6 +202,14 @@ class TorchBackend(Backend):
         with self.guard():
             self.passes.sum_waiting(self._sync_of)
 
+    def close(self) -> None:
+        super().close()
+        self.leaves.close()
+        self.constants.clear()
+        self._calls.close()
+        self._syncs.clear()
+        self._sync = None
+
     def of(self, program: Program) -> TorchBackend:
         how = self._leave.form, self.compiler, self.leaves
         return TorchBackend(program, self.local_inputs, self.device, *how)
@@ -325,15 +333,11 @@ class TorchBackend(Backend):
             slots = [
                 (slot_of(route, key, self.leaves, self.mesh, self.ranks.inner), key)
                 for route, key in keys.items()
-                if self._learns(route)
+                if self.leaves.learns(route.name)
             ]
             cut = {k: self.leaves.cut_bytes(k.stages) for k, s in self._sums.items() if s.is_cut}
             self._syncs[names] = GradientSync(slots, self._sums, cut, self.program.buffer_bytes)
         return self._syncs[names]
-
-    def _learns(self, route: Route) -> bool:
-        leaf = self.leaves.by_name.get(route.name)
-        return leaf is not None and leaf.requires_grad
 
     def _shapes(self, key: MessageKey) -> list[Shape]:
         """What a message to one of this rank's stages holds."""
@@ -398,10 +402,8 @@ class TorchBackend(Backend):
         self._works += [late.start() for late in self._late]
         self._late.clear()
         self._wait_for_sums()
-        return [
-            self._leave(value, info(node).type)
-            for value, node in zip(outputs, self.program.outputs)
-        ]
+        pairs = zip(outputs, self.program.outputs)
+        return [self._leave(value, info(node).type) for value, node in pairs]
 
 
 class TorchGraph:

@@ -191,32 +191,33 @@ def _in_order(
     model: nn.Module, init: Initialise | None
 ) -> Iterator[tuple[nn.Module, Initialise, str]]:
     """Every initialiser as building the model calls it, and at the end `init`."""
-    done: set[nn.Module] = set()
-
-    def build(module: nn.Module) -> Iterator[tuple[nn.Module, Initialise, str]]:
-        layers = list(module.layers) if isinstance(module, CLONES) else []
-        seen.update(layers[1:])
-        for child in module.children():
-            if child not in seen:
-                seen.add(child)
-                yield from build(child)
-        for number in range(1, len(layers)):
-            yield module, partial(_copy_first, number), "copying its first layer"
-        for name in RESETS:
-            if _takes(getattr(module, name, None), 0):
-                yield module, methodcaller(name), f"{name}()"
-                break
-        of_all: Any = getattr(module, OF_ALL, None)
-        if _takes(of_all, 1):
-            for below in _children_first(module):
-                if below not in done:
-                    done.add(below)
-                    yield below, of_all, f"{OF_ALL}()"
-
-    seen: set[nn.Module] = set()
-    yield from build(model)
+    yield from _in_building(model, set(), set())
     if init is not None:
-        yield from ((module, init, "init()") for module in _children_first(model))
+        yield from ((module, init, "init()") for module in _children_first(model, set()))
+
+
+def _in_building(
+    module: nn.Module, seen: set[nn.Module], done: set[nn.Module]
+) -> Iterator[tuple[nn.Module, Initialise, str]]:
+    """Every initialiser of a module that is not `seen` yet; `done` are those that had `OF_ALL`."""
+    layers = list(module.layers) if isinstance(module, CLONES) else []
+    seen.update(layers[1:])
+    for child in module.children():
+        if child not in seen:
+            seen.add(child)
+            yield from _in_building(child, seen, done)
+    for number in range(1, len(layers)):
+        yield module, partial(_copy_first, number), "copying its first layer"
+    for name in RESETS:
+        if _takes(getattr(module, name, None), 0):
+            yield module, methodcaller(name), f"{name}()"
+            break
+    of_all: Any = getattr(module, OF_ALL, None)
+    if _takes(of_all, 1):
+        for below in _children_first(module, set()):
+            if below not in done:
+                done.add(below)
+                yield below, of_all, f"{OF_ALL}()"
 
 
 def _takes(method: Any, count: int) -> bool:
@@ -236,18 +237,13 @@ def _copy_first(number: int, stack: Any) -> None:
         copied.copy_(value)
 
 
-def _children_first(root: nn.Module) -> Iterator[nn.Module]:
-    """The order of `root.apply`, each module once."""
-    seen: set[nn.Module] = set()
-
-    def walk(module: nn.Module) -> Iterator[nn.Module]:
-        seen.add(module)
-        for child in module.children():
-            if child not in seen:
-                yield from walk(child)
-        yield module
-
-    return walk(root)
+def _children_first(root: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """The order of `root.apply`, each module once; those that are `seen` are left out."""
+    seen.add(root)
+    for child in root.children():
+        if child not in seen:
+            yield from _children_first(child, seen)
+    yield root
 
 
 def _own(module: nn.Module) -> list[Tensor]:
@@ -261,23 +257,18 @@ def _held(root: nn.Module) -> list[Tensor]:
 
 
 def _copy(root: nn.Module, values: Mapping[int, Tensor]) -> nn.Module:
-    """The same module with other tensors, where `values` has some, and all that is not one."""
+    """A module with other tensors, where `values` has some, and all that is not one."""
     copies: dict[nn.Module, nn.Module] = {}
-
-    def exchanged(held: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        return {name: values.get(id(one), one) for name, one in held.items()}
-
-    def copied(module: nn.Module) -> nn.Module:
-        if module not in copies:
-            copies[module] = new = object.__new__(type(module))
-            vars(new).update(vars(module))
-            vars(new)["_parameters"] = exchanged(module._parameters)
-            vars(new)["_buffers"] = exchanged(module._buffers)
-            children = module._modules.items()
-            vars(new)["_modules"] = {k: m if m is None else copied(m) for k, m in children}
-        return copies[module]
-
-    return copied(root)
+    for module in root.modules():
+        copies[module] = new = object.__new__(type(module))
+        vars(new).update(vars(module))
+        for kind in ("_parameters", "_buffers"):
+            held = vars(module)[kind].items()
+            vars(new)[kind] = {name: values.get(id(one), one) for name, one in held}
+    for new in copies.values():
+        children = vars(new)["_modules"].items()
+        vars(new)["_modules"] = {k: m if m is None else copies[m] for k, m in children}
+    return copies[root]
 
 
 def _real(tensor: Tensor) -> Tensor:

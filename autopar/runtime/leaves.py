@@ -7,7 +7,7 @@ memory comes and goes with its group (copies.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from autopar.runtime.copies import Group, Window
 from autopar.runtime.exchange import Exchange
 from autopar.runtime.host import HOST, HostLink
 from autopar.runtime.packing import Pieces
+from autopar.runtime.part import Closed
 from autopar.runtime.routes import Route
 
 
@@ -98,6 +99,18 @@ class Leaves:
         for name, leaf in self.by_name.items():
             leaf.requires_grad_(self.parameters[name].requires_grad)
         own_gradients(self.by_name.values())
+
+    def learns(self, name: str) -> bool:
+        """Whether a parameter lies here and takes a gradient now."""
+        leaf = self.by_name.get(name)
+        return leaf is not None and leaf.requires_grad
+
+    def close(self) -> None:
+        """Let go of all parameters and copies; a backward that comes later is refused."""
+        self.parameters = cast(dict, Closed())
+        self.by_name.clear()
+        self._between.clear()
+        self.window.take(())
 
     def copies(self, routes: Mapping[str, Route]) -> Copies:
         """What a program with these routes is told of them."""

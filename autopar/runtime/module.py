@@ -153,8 +153,10 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
         for module in self.modules():
             module._parameters.clear()
             module._buffers.clear()
-        for name in ("_tensors", "_programs"):
-            self.__dict__.pop(name, None)
+        if "_programs" in vars(self):
+            self._programs.close()
+            del self._programs, self._tensors
+        self._check = None
         self.backend = cast(Backend, Closed())
 
     def __enter__(self) -> ParallelModule:

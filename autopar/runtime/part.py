@@ -13,9 +13,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Container, Iterator, Mapping, Set
 from contextlib import suppress
-from functools import cache, wraps
+from functools import wraps
 from types import FunctionType, MethodType
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -236,9 +237,18 @@ def part_at(root: nn.Module, path: str) -> nn.Module:
     return root
 
 
-@cache
+_kinds = WeakValueDictionary[tuple[Any, Any], Any]()  # each lives as long as it has objects
+
+
 def kind_of(base: Any, model: Any) -> Any:
     """The class of what is a `base`, in the place of modules of a class, which it belongs to."""
+    kind = _kinds.get((base, model))
+    if kind is None:
+        kind = _kinds[base, model] = _make_kind(base, model)
+    return kind
+
+
+def _make_kind(base: Any, model: Any) -> Any:
     is_list = issubclass(model, nn.Sequential | nn.ModuleList)
     is_dict = issubclass(model, nn.ModuleDict)
     bases = (*[Listed] * is_list, *[Keyed] * is_dict, base)

@@ -94,6 +94,11 @@ class Programs(Sequence[Running]):
         for one in self._every:
             one.backend.bind(values)
 
+    def close(self) -> None:
+        """Let go of all programs."""
+        for running in self._every:
+            running.close()
+
     def of(self, args: tuple, kwargs: Mapping[str, Any], is_step: bool) -> Running:
         """The program of a call, made if it is not known."""
         call = self.call(args, kwargs, is_step)

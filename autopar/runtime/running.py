@@ -69,6 +69,13 @@ class Running:
                 put_between(bounds, one)
                 self._bounded[name] = one, age_of(one)
 
+    def close(self) -> None:
+        """Let go of where it runs, in all its forms."""
+        forms = (vars(self).get(form) for form in ("called", "telling", "inside"))
+        for backend in (self.backend, *(form[1] for form in forms if form is not None)):
+            backend.close()
+        self._bounded.clear()
+
     def takes(self, call: Call) -> bool:
         """Whether it is made for steps, or for calls, as this one is."""
         return self.steps if call.is_step else self.calls

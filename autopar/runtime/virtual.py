@@ -137,6 +137,8 @@ class VirtualGraph:
             for node in part.nodes
         ]
 
+        finished, watch = self._finished, self._watch
+
         def run(values: Environment, enter: Enter | None) -> None:
             for node, call, axes in steps:
                 if node.op == "placeholder" and enter is not None:
@@ -145,10 +147,10 @@ class VirtualGraph:
                     values[node] = call(values)
                 if axes is not None and noting is not None:
                     noting.put(values[node], axes)
-                if self._watch is not None and node in values:
-                    self._watch(node, values[node])
-                for finished in self._finished.get(node, ()) if node.op != "output" else ():
-                    del values[finished]
+                if watch is not None and node in values:
+                    watch(node, values[node])
+                for value in finished.get(node, ()) if node.op != "output" else ():
+                    del values[value]
 
         return run
 
@@ -172,7 +174,8 @@ class VirtualGraph:
         if (movement := info(node).movement) is not None:
             (value,) = node.all_input_nodes
             sums = None if gathered_parameter(node) is None else self._sums
-            return lambda values: move(movement, values[value], self.mesh, sums=sums)
+            mesh = self.mesh
+            return lambda values: move(movement, values[value], mesh, sums=sums)
         if info(node).joint is not None:
             return self._together(node)
         calls, weights = [], info(node).weight_inputs

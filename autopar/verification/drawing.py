@@ -7,7 +7,8 @@ it is known again: that of the device where it draws.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,12 +47,26 @@ class DrawsByPlace(TorchDispatchMode):
         result = function(*args, **kwargs)
         # Another state than this stands before the next call, unless it is one that runs again.
         self._state = before if _state(device) == before else b""
-        node, values = _as_node(function, args, kwargs, result)
+        with _as_node(function, args, kwargs, result) as (node, values):
+            self._place(node, values, given, (before, self._same))
+        return result
+
+    def _place(
+        self,
+        node: fx.Node,
+        values: dict[fx.Node, Any],
+        given: Tensor | None,
+        draw: tuple[bytes, int],
+    ) -> None:
+        """Put the numbers of the captured program into the result of a call that draws.
+
+        `given`: what its first argument was, where it is changed in place; `draw` numbers it."""
         if not is_random(node):
-            return result
-        info(node).draw = self._numbers.setdefault((before, self._same), len(self._numbers))
+            return
+        info(node).draw = self._numbers.setdefault(draw, len(self._numbers))
         if by_place(node) is None:
-            return result
+            return
+        result = info(node).val
         key, like = node.graph.placeholder("key"), node.graph.placeholder("like")
         info(like).val = result
         target, arguments = placed(node, key, lambda: like)
@@ -61,10 +76,9 @@ class DrawsByPlace(TorchDispatchMode):
             values[next(iter(values))] = given  # its first argument
         made = target(*fx.map_arg(arguments, values.__getitem__))
         if operator(node) == "rrelu_with_noise":  # whose backward reads the slopes
-            read, slopes = given if given is not None else args[0], args[1]
+            read, slopes = (values[argument] for argument in node.args[:2])  # type: ignore[index]
             slopes.copy_(torch.where(read > 0, 1.0, made / read))
         pytree.tree_map_(lambda into, new: into.copy_(new), result, made)
-        return result
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device:
@@ -82,10 +96,12 @@ def _state(device: torch.device) -> bytes:
     return str(device).encode() + own.numpy().tobytes()
 
 
+@contextmanager
 def _as_node(
     function: Callable[..., Any], args: Any, kwargs: Any, result: Any
-) -> tuple[fx.Node, dict[fx.Node, Any]]:
-    """A call as one of a graph, and its tensors."""
+) -> Iterator[tuple[fx.Node, dict[fx.Node, Any]]]:
+    """A call as one of a graph, and its tensors, of which the graph keeps none: its nodes refer to
+    each other, so that only the garbage collector takes it away."""
     graph, values = fx.Graph(), dict[fx.Node, Any]()
 
     def enter(tensor: Tensor) -> fx.Node:
@@ -96,4 +112,8 @@ def _as_node(
     args, kwargs = pytree.tree_map_only(Tensor, enter, (args, kwargs))
     node = graph.call_function(function, args, kwargs)
     info(node).val = result
-    return node, values
+    try:
+        yield node, values
+    finally:
+        for each in graph.nodes:
+            each.meta.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autopar as ap
-from autopar._torch import local_of
+from autopar._torch import local_of, memory_of
 from autopar.cost.groups import LIVE_GROUPS
 from autopar.cost.state_price import GATHERS, SUMS
 from autopar.pipeline.passing import Passing
@@ -28,7 +29,7 @@ from autopar.runtime.exchange import Exchange
 from autopar.strategies.node_info import info
 from tests import models
 from tests.distributed.checks import assert_close, tensor_parallel_gpt
-from tests.held import copies_of, held_by, local_bytes, pieces_of
+from tests.held import alive, copies_of, held_by, local_bytes, pieces_of
 from tests.models import Case
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 from tests.penalties import penalised
@@ -484,8 +485,34 @@ def recomputes_what_reads_many_groups(ranks: int) -> None:
             assert_counted(asked_in_backward(module, case), module.program)
 
 
+def leaves_nothing(ranks: int) -> None:
+    """Closing a module frees what it held, with the garbage collector off; one that is not closed
+    goes with it. Buckets are small: hooks of leaves count them."""
+    case = models.shared("mlp", hidden=10, layers=4)
+    for states in (ap.States(buffer_bytes=512), ap.States("all", "all", "all", buffer_bytes=512)):
+        for is_closed in (True, False):
+            gc.collect()
+            gc.disable()
+            before = {*alive()}
+            module = ap.parallelize(
+                case.model, case.args, mesh=ap.Mesh(dp=ranks), mode="data", states=states
+            )
+            for _ in range(2):
+                module.step(*case.args)
+            module(*case.args).backward()
+            owned = {memory_of(local_of(one)) for one in module.parameters()}
+            if is_closed:
+                module.close()
+            gc.enable()
+            del module
+            if not is_closed:
+                gc.collect()
+            assert not alive().keys() & owned - before
+
+
 CHECKS = {
     2: (
+        leaves_nothing,
         recomputes_what_reads_many_groups,
         trains_like_one_device,
         trains_as_users_do,

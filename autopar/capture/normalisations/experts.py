@@ -187,24 +187,27 @@ class _Found:
 
 def _product_before(last: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """The product whose rows a value has, after operators that treat each row alike."""
-    count, after, product = shape_of(last)[0], dict[fx.Node, None](), set[fx.Node]()
+    after, products = dict[fx.Node, None](), set[fx.Node]()
+    _visit_rows(last, shape_of(last)[0], after, products)
+    _require(len(products) == 1)
+    return products.pop(), list(after)
 
-    def visit(node: fx.Node) -> None:
-        with suppress(_Other):
-            _Layer.at(node)
-            product.add(node)
-            return
-        _require(_is_of_rows(node))
-        for one in node.all_input_nodes:
-            shape = shape_of(one)
-            if len(shape) == 2 and shape[0] == count and one not in after:
-                visit(one)
-            _require(len(shape) < 2 or shape[0] in (1, count))
-        after[node] = None
 
-    visit(last)
-    _require(len(product) == 1)
-    return product.pop(), list(after)
+def _visit_rows(
+    node: fx.Node, count: int, after: dict[fx.Node, None], products: set[fx.Node]
+) -> None:
+    """Add the products that `count` rows come from, and the operators `after` them in order."""
+    with suppress(_Other):
+        _Layer.at(node)
+        products.add(node)
+        return
+    _require(_is_of_rows(node))
+    for value in node.all_input_nodes:
+        shape = shape_of(value)
+        if len(shape) == 2 and shape[0] == count and value not in after:
+            _visit_rows(value, count, after, products)
+        _require(len(shape) < 2 or shape[0] in (1, count))
+    after[node] = None
 
 
 def _is_of_rows(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import fx
@@ -68,6 +68,10 @@ def chains_of_products(call: Site) -> fx.Node:
         matrices[0] = call.make(aten.reshape.default, matrices[0], [1, *call.shapes[0]])
     if len(call.shapes[-1]) == 1:
         matrices[-1] = call.make(aten.reshape.default, matrices[-1], [*call.shapes[-1], 1])
+    sizes = _sizes(matrices)
+    if len(matrices) == 3 and _parted(sizes, 2) == _cheapest(sizes)[0]:
+        # As torch, which takes the left product first if both orders are even.
+        matrices[:2] = [call.make(aten.matmul.default, *matrices[:2])]
     product = _chain(call, matrices)
     if shape_of(product) == call.shape:
         return product
@@ -75,35 +79,28 @@ def chains_of_products(call: Site) -> fx.Node:
 
 
 def _chain(call: Site, matrices: Sequence[fx.Node]) -> fx.Node:
-    sizes = [shape_of(matrix)[0] for matrix in matrices] + [shape_of(matrices[-1])[1]]
-
-    @cache
-    def best(first: int, last: int) -> tuple[int, int]:
-        """The FLOPs of a part of the chain, and after which matrix it is parted."""
-        if first == last:
-            return 0, first
-        return min(
-            (
-                best(first, at)[0]
-                + best(at + 1, last)[0]
-                + sizes[first] * sizes[at + 1] * sizes[last + 1],
-                at,
-            )
-            for at in range(first, last)
-        )
-
-    def made(first: int, last: int) -> fx.Node:
-        if first == last:
-            return matrices[first]
-        _, at = best(first, last)
-        if len(matrices) == 3 and best(0, 2)[0] == _from_left(sizes):
-            at = last - 1  # as torch, which takes the left product first if both orders are even
-        return call.make(aten.matmul.default, made(first, at), made(at + 1, last))
-
-    return made(0, len(matrices) - 1)
+    """The product of a chain, and of each part of it: parted where that takes the fewest FLOPs."""
+    if len(matrices) == 1:
+        return matrices[0]
+    at = _cheapest(_sizes(matrices))[1]
+    left, right = _chain(call, matrices[:at]), _chain(call, matrices[at:])
+    return call.make(aten.matmul.default, left, right)
 
 
-def _from_left(sizes: Sequence[int]) -> int:
-    """The FLOPs of (A B) C."""
-    a, b, c, d = sizes
-    return a * b * c + a * c * d
+def _sizes(matrices: Sequence[fx.Node]) -> tuple[int, ...]:
+    return *(shape_of(matrix)[0] for matrix in matrices), shape_of(matrices[-1])[1]
+
+
+@lru_cache(maxsize=1024)
+def _cheapest(sizes: tuple[int, ...]) -> tuple[int, int]:
+    """The FLOPs of a chain of matrices with these sizes, and before which matrix it is parted."""
+    if len(sizes) == 2:
+        return 0, 0
+    ways = ((_parted(sizes, at), at) for at in range(1, len(sizes) - 1))
+    return min(ways)
+
+
+def _parted(sizes: tuple[int, ...], at: int) -> int:
+    """The FLOPs of a chain that is parted before a matrix."""
+    product = sizes[0] * sizes[at] * sizes[-1]
+    return _cheapest(sizes[: at + 1])[0] + _cheapest(sizes[at:])[0] + product

@@ -21,22 +21,22 @@ from autopar.errors import InvalidInput
 
 def evaluate(text: str, **values: Tensor) -> Tensor:
     """The value of an expression of `values`."""
-    tree, made = _parsed(text), dict[str, Any](values)
+    return _value_of(_parsed(text), dict[str, Any](values))
 
-    def value(node: ast.expr) -> Any:
-        if isinstance(node, ast.Constant):
-            return node.value
-        if isinstance(node, ast.UnaryOp):
-            return -value(node.operand)
-        key = ast.unparse(node)
-        if key not in made:
-            assert isinstance(node, ast.Call)
-            named = {word.arg or "": value(word.value) for word in node.keywords}
-            operator = getattr(torch.ops.aten, ast.unparse(node.func))
-            made[key] = operator(*map(value, node.args), **named)
-        return made[key]
 
-    return value(tree)
+def _value_of(node: ast.expr, values: dict[str, Any]) -> Any:
+    """The value of a part of an expression; `values` are those that are computed, by their text."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.UnaryOp):
+        return -_value_of(node.operand, values)
+    key = ast.unparse(node)
+    if key not in values:
+        assert isinstance(node, ast.Call)
+        named = {word.arg or "": _value_of(word.value, values) for word in node.keywords}
+        operator = getattr(torch.ops.aten, ast.unparse(node.func))
+        values[key] = operator(*(_value_of(part, values) for part in node.args), **named)
+    return values[key]
 
 
 def require(text: str, values: tuple[str, ...]) -> None:
