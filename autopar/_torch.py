@@ -65,6 +65,8 @@ __all__ = [  # of what is imported here for others
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+CALL = "_call_impl"  # the method of a module that runs its forward, and hooks around that
+
 # What `torch.export` loads when it is first called: most of the seconds of a first capture.
 LOADED_BY_EXPORT = ("torch._dynamo", "torch.export._trace", "torch.export._unlift")
 

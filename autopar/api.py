@@ -25,6 +25,7 @@ from autopar.admission import (
     validate_pieces,
 )
 from autopar.capture.failure import check_call
+from autopar.capture.python_state import state_put_back
 from autopar.capture.regions import repeated
 from autopar.cluster import Cluster
 from autopar.errors import InvalidInput
@@ -267,7 +268,8 @@ class _Call:
         speaks = here is None or here.rank == 0
         with reporter(self.options.progress if speaks else False) as report:
             about = self.args, self.kwargs, report, here, device
-            trials = run_trials(runnable, build, *about)
+            with state_put_back(self.model):
+                trials = run_trials(runnable, build, *about)
         number, ordered = chosen_by(trials), sorted(trials, key=lambda one: one.order)
         for one in ordered:
             if one.why and speaks:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.capture import capture
+from autopar.capture.effects import carry_out_all
 from autopar.collectives import LinkPrice
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
@@ -65,6 +66,7 @@ class _Region:
     run: Callable[..., tuple[Tensor, ...]]
     constants: tuple[Tensor, ...]
     device_mesh: DeviceMesh
+    function: _Function
 
     def __call__(self, leaves: list[Any]) -> Any:
         program = self.program
@@ -78,6 +80,7 @@ class _Region:
             wrapper(info(node).type.layout, info(node).type.shape, self.device_mesh)(value)
             for value, node in zip(results, program.outputs)
         ]
+        carry_out_all(program.captured.effects, self.function, outputs)
         return program.structure(outputs)
 
     def _key(self) -> list[Tensor]:
@@ -111,7 +114,8 @@ def _compile(
 ) -> _Region:
     mesh = Mesh.from_device_mesh(device_mesh)
     examples = tuple(_example(leaf) for leaf in leaves)
-    captured = capture(_Function(function, spec), examples)
+    module = _Function(function, spec)
+    captured = capture(module, examples)
     constraints = read_constraints(captured, mesh, {})
     inputs = {
         name: LayoutConstraint(_layout(leaf, mesh), "the placements of an argument")
@@ -130,7 +134,7 @@ def _compile(
     local: fx.Graph = localize(graph, mesh, rank, device, groups.name)
     program = Program(captured, decisions, graph)
     constants = tuple(value.to(device) for value in captured.constants.values())
-    return _Region(program, compile_graph(local), constants, device_mesh)
+    return _Region(program, compile_graph(local), constants, device_mesh, module)
 
 
 @lru_cache(maxsize=4096)

@@ -18,6 +18,7 @@ from autopar.capture.containers import in_own_containers
 from autopar.capture.execute import evaluate
 from autopar.capture.failure import check_call
 from autopar.capture.fake import own_copy
+from autopar.capture.python_state import state_put_back
 from autopar.capture.source import of_traceback
 from autopar.capture.writes import put_between
 from autopar.cluster import Cluster
@@ -133,7 +134,8 @@ def verify(
     )
     asked = {"plan": plan, "backend": backend, "check": check, **vars(options)}
     original, call, dtype = in_double(model, (args, kwargs or {}), plan is not None)
-    found, made = _side_by_side(original, call, call, dtype, steps, asked)
+    with state_put_back(original):
+        found, made = _side_by_side(original, call, call, dtype, steps, asked)
     if made.dynamic is None:
         return found
     asked |= {"plan": made, **vars(PlanOptions())}
@@ -145,7 +147,8 @@ def verify(
         done.append(wanted)
         at, name = made.dynamic.repeated(wanted, original, *call), _named(wanted)
         try:
-            of_these, _ = _side_by_side(original, call, at, dtype, steps, asked)
+            with state_put_back(original):
+                of_these, _ = _side_by_side(original, call, at, dtype, steps, asked)
         except PlainFails as error:
             sizes.append(f"{name} not, where the plain model fails: {error.got}")
             continue

@@ -11,6 +11,10 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar import Mesh
 from autopar.strategies.node_info import info
+from tests.kept_tensors import (
+    kept_tensors_are_those_of_the_model,
+    stages_keep_what_one_device_keeps,
+)
 from tests.outputs import (
     LAWS,
     PIPELINES,
@@ -25,7 +29,9 @@ from tests.pipeline.models import share_captures  # noqa: F401
 
 
 @pytest.mark.parametrize("mesh", [Mesh(dp=2, tp=2), Mesh(dp=4, tp=1)], ids=str)
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize(
+    "law", [*LAWS, kept_tensors_are_those_of_the_model], ids=lambda law: law.__name__
+)
 def test_a_call_gives_what_the_model_gives(law, mesh: Mesh) -> None:
     law(mesh=mesh, backend="virtual")
 
@@ -88,6 +94,7 @@ def test_a_step_that_gives_outputs_is_the_one_that_was_searched() -> None:
 @pytest.mark.parametrize("options", PIPELINES, ids=lambda options: options["schedule"])
 def test_stages_give_what_one_device_gives(options: dict[str, Any]) -> None:
     stages_give_what_one_device_gives(backend="virtual", **options)
+    stages_keep_what_one_device_keeps(backend="virtual", **options)
 
 
 def test_batch_norm_in_stages_sees_the_whole_batch_in_a_call() -> None:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.autocasts import Autocast
 from autopar.capture.containers import Content
 from autopar.capture.decisions import Decision
+from autopar.capture.effects import Effect
 from autopar.capture.loss import index_of_loss
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.randomness import is_random
@@ -49,7 +50,8 @@ class Captured:
 
     Placeholders come in the order parameters, buffers, constants, inputs, and that which random
     numbers follow from, if some are drawn. The output node holds
-    one flat tuple: the user's outputs (tensors only), then the new values of mutated buffers.
+    one flat tuple: the user's outputs (tensors only), the tensors that `effects` keep, then the new
+    values of mutated buffers.
     What is known of every node is in `info(node)` (`strategies/node_info.py`). A call is of a
     functional operator, or of one of autopar's kernels; if it has several results, each is a node
     of its own that reads it (`strategies/results.py`).
@@ -74,6 +76,8 @@ class Captured:
     writes: tuple[Write, ...] = ()  # to inputs
     contents: tuple[Content, ...] = ()  # of the containers that forward changes
     bounds: Mapping[str, Bounds] = field(default_factory=dict)  # of parameters, by name
+    effects: tuple[Effect, ...] = ()  # what forward leaves behind in Python
+    kept_bytes: int = 0  # of the tensors in these, on each rank and from step to step
     times: int = 1  # if it stands for a longer one: of how many blocks it has one
 
     def draw(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
@@ -104,6 +108,13 @@ class Captured:
             return (self.loss_index,)
         results: Any = self.graph.output_node().args[0]
         return tuple(range(len(results) - len(self.mutations)))
+
+    @property
+    def kept(self) -> tuple[fx.Node, ...]:
+        """The results that `effects` keep: they stand behind the tensors that the model returns."""
+        results: Any = self.graph.output_node().args[0]
+        own = sum(isinstance(leaf, fx.Node) for leaf in self.output_leaves)
+        return tuple(results[own : len(results) - len(self.mutations)])
 
     @cached_property
     def operators(self) -> tuple[fx.Node, ...]:

@@ -41,11 +41,11 @@ from autopar.capture.captured import Captured, Example
 from autopar.capture.checkpoints import checkpoints_marked, warn_of_buffers
 from autopar.capture.containers import Content, contents_seen
 from autopar.capture.containers import by_placeholder as contents_of
-from autopar.capture.counters import changes_seen, compared, put_back, varies, warn_of_counters
 from autopar.capture.data_attribute import data_is_detached
 from autopar.capture.decisions import by_placeholder, decisions_made
 from autopar.capture.drawn_elsewhere import draws_elsewhere_refused
 from autopar.capture.each import loops_over_experts
+from autopar.capture.effects import keep
 from autopar.capture.failure import (
     EXAMPLE,
     check_call,
@@ -73,7 +73,7 @@ from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.grouped import groups_followed
 from autopar.capture.guards import refusals_kept
 from autopar.capture.hidden import Hiding, Needed
-from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory, while_it_runs
+from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
 from autopar.capture.listing import operator_name
 from autopar.capture.lookups import require_rows
@@ -84,6 +84,13 @@ from autopar.capture.node_classes import number_calls
 from autopar.capture.normalise import normalise
 from autopar.capture.overlaps import require_no_overlaps
 from autopar.capture.plainly import answered_plainly
+from autopar.capture.python_changes import (
+    Noted,
+    changes_noted,
+    settled,
+    tensors_put_back,
+    varies,
+)
 from autopar.capture.repeated import FEWEST, blocks_followed_once
 from autopar.capture.scripted import scripts_run_plainly
 from autopar.capture.source import whole_stacks
@@ -156,21 +163,23 @@ def _captured(
             (copy, fakes) if precision is None else computing(copy, fakes, mode, precision)
         )
         is_kept, values = varies(len(leaves)), leaves if values is None else values
-        seen, asked = changes_seen(run), decisions_made(run, values)
-        with seen as changes, hooks_refused() as lines, inside(run, autocasts), asked as decided:
+        noted, asked = Noted(), decisions_made(run, values)
+        with hooks_refused() as lines, inside(run, autocasts), asked as decided:
             own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
-            around = partial(compared, run, changes, is_kept)
             with (
-                put_back(run),
+                tensors_put_back(run),
                 emptied_afterwards(run, spaces, own),
-                buffers_written(run, is_kept, changes.lines),
-                while_it_runs(run, around),
+                buffers_written(run, is_kept, noted.lines),
+                changes_noted(run, noted, is_kept),
             ):
                 program, contents = _export(run, mode, own_args, own_kwargs, given, spaces, shown)
+        with tensors_put_back(run), emptied_afterwards(run, spaces, own):
+            effects = settled(noted, run, mode, pytree.tree_unflatten(inputs, input_spec))
         require_casting(program)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
         read = dict(by_every_name(run))
         builder = flatten(program, mode, _canonical(copy), held, read, input_spec, fakes)
+        keep(builder, effects)
         require_products_of_one_dtype(builder, precision)
         normalise(builder)
         require_rows(builder)
@@ -184,9 +193,6 @@ def _captured(
         for write in writes:
             named = zip(captured.inputs, leaves, strict=True)
             require_apart(write, {name: leaf for name, leaf in named if name is not None})
-        if changes.paths:
-            with emptied_afterwards(run, spaces, own):
-                warn_of_counters(run, mode, pytree.tree_unflatten(inputs, input_spec), changes)
     warn_of_memory(lines)
     warn_of_buffers(captured)
     verify(captured.graph, "captured")
@@ -279,10 +285,12 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
         static_inputs=builder.static_inputs,
         key=builder.key,
         bounds=builder.bounds,
+        effects=tuple(builder.effects),
     )
     mark_learning(graph, captured.differentiated)
     mark_parts(graph, captured.parameters)
-    return replace(captured, classes=number_calls(graph))
+    size = sum(info(node).val.nbytes for node in captured.kept)
+    return replace(captured, classes=number_calls(graph), kept_bytes=size)
 
 
 @contextmanager

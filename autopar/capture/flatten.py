@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from autopar._torch import mapping_begins
 from autopar.capture.casts import cast_dtype, cast_parts
 from autopar.capture.checkpoints import BORDER
+from autopar.capture.effects import KEPT
 from autopar.capture.failure import VALUES_REMEDY
 from autopar.capture.graph_builder import GraphBuilder, fake_like, is_mutable
 from autopar.capture.guards import VALUES
@@ -80,14 +81,12 @@ def flatten(
     builder = GraphBuilder(mode, tied, input_spec, program.call_spec.out_spec)
     builder.shares_values = not _changes_values(program.graph_module)
     values, held = _placeholders(builder, program, names, fakes, read, flat_inputs)
-    results = _Inliner(builder, held).inline(program.graph_module, values, Region())
-    tensors = []
-    for index, result in enumerate(results):
-        if isinstance(result, fx.Node):
-            tensors.append(result)
-        else:
-            builder.output_constants[index] = result
-    builder.graph.output(tuple(tensors))
+    inliner = _Inliner(builder, held)
+    results = inliner.inline(program.graph_module, values, Region())
+    constants = {at: one for at, one in enumerate(results) if not isinstance(one, fx.Node)}
+    builder.output_constants.update(constants)
+    tensors = [result for result in results if isinstance(result, fx.Node)]
+    builder.graph.output((*tensors, *inliner.kept))
     return builder
 
 
@@ -178,6 +177,7 @@ class _Inliner:
     held: dict[str, Any]  # parameters and buffers by name
     checkpoint: int | None = None  # that what follows stands in
     checkpoints: int = 0  # until here
+    kept: Sequence[fx.Node] = ()  # what forward leaves behind in Python
     blocks: dict[int, Template] = field(default_factory=dict)
     copied: tuple[Template, str, str | None] | None = None  # and for which block, called where
 
@@ -215,6 +215,9 @@ class _Inliner:
             args: Any = fx.map_arg(node.args, values.__getitem__)
             if node.op == "output":
                 return list(args[0])
+            if node.target is KEPT:
+                self.kept = args[0]
+                continue
             if node.target is AGAIN:
                 values[node] = self._again(node, args, region)
                 continue

@@ -29,7 +29,8 @@ INHERITED = ("source", "module", "no_grad", "checkpoint", "draw")
 @dataclass
 class GraphBuilder:
     """What `Captured` will freeze. The output node holds one flat tuple of tensors: the user's
-    outputs, then the new values of the buffers named in `mutated`, in that order."""
+    outputs, those that `effects` keep, then the new values of the buffers named in `mutated`, in
+    that order."""
 
     mode: FakeTensorMode
     tied: dict[str, str]
@@ -47,6 +48,7 @@ class GraphBuilder:
     mutated: list[str] = field(default_factory=list)
     writes: list[Any] = field(default_factory=list)  # to inputs (writes.py), of flat arguments
     bounds: dict[str, Any] = field(default_factory=dict)  # of parameters, by name (writes.py)
+    effects: list[Any] = field(default_factory=list)  # in Python (effects.py)
     looked_at: fx.Node | None = None  # for errors that nobody foresaw
     # Whether calls that are alike have one value: where nothing is changed in place, it does not
     # matter that others than views share memory. Else what is made in memory of its own is alike.

@@ -137,6 +137,12 @@ class Memory:
         copies = made.get("gathered", 0.0) + self.gathered - used
         return replace(self, at_peak=AtPeak(**{**stays, **made, "gathered": copies}))
 
+    def keeping(self, size: int) -> Memory:
+        """Return the memory of a program whose forward keeps so many bytes in Python besides, which
+        count as buffers do."""
+        peak = replace(self.at_peak, buffers=self.at_peak.buffers + size)
+        return replace(self, buffers=self.buffers + size, at_peak=peak) if size else self
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"peak": self.peak, "host": self.host}
 

@@ -48,8 +48,11 @@ class InseparableBatch(InvalidInput):
 class Cutter:
     """The working state: what each value is across micro-batches, and the new graph."""
 
-    def __init__(self, captured: Captured, count: int, tells: bool = False) -> None:
-        """`tells`: the new program gives all outputs, not the loss alone."""
+    def __init__(
+        self, captured: Captured, count: int, *, tells: bool = False, keeps: bool = True
+    ) -> None:
+        """`tells`: the new program gives all outputs, not the loss alone; `keeps`: and what forward
+        leaves behind in Python."""
         self.captured, self.count, self.tells = captured, count, tells
         self.mesh = Mesh(**{AXIS: count})
         results: Any = captured.graph.output_node().args[0]
@@ -57,7 +60,9 @@ class Cutter:
         self.loss: fx.Node | None = None
         with suppress(InvalidInput) if tells else nullcontext():  # calls have no loss to give
             self.loss = results[captured.loss_index]
-        self.outputs: tuple[fx.Node, ...] = results[:others] if tells else (self.loss,)
+        self.outputs: tuple[fx.Node, ...] = results[:others]
+        if not tells:
+            self.outputs = (self.loss, *(captured.kept if keeps else ()))
         self.live = ancestors([*self.outputs, *_mutated(captured)])
         self.status: dict[str, Status] = {}
         self.given: dict[fx.Node, tuple[Status, ...]] = {}  # of each result of an operator
@@ -147,7 +152,7 @@ class Cutter:
         """Of each output, what it is to micro-batches: how theirs make that of the batch."""
         found = tuple(self.status[node.name] for node in self.outputs)
         for node, status in zip(self.outputs, found):
-            if status == OWN:
+            if status == OWN and node is not self.loss:
                 _refuse(node, "an output is made of a micro-batch's own statistics alone")
         return found
 

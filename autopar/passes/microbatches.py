@@ -39,7 +39,7 @@ class Microbatches:
     """The program of one micro-batch, and what it takes from the inputs of a whole batch."""
 
     count: int
-    captured: Captured  # its one output is the share of the loss, if not all are asked for
+    captured: Captured  # it gives the share of the loss, and what is kept, if not all outputs
     cut: frozenset[str]  # the inputs that have the batch as first dim
     counts: fx.Graph | None  # from the inputs of a whole batch to the totals
     whole: Captured  # the program of a whole batch
@@ -80,9 +80,11 @@ class Microbatches:
         shares = value.unflatten(0, (parts, self.count, -1)).unbind(1)
         return [share.flatten(0, 1) for share in shares]
 
-    def join(self, outputs: Sequence[Sequence[Tensor]], parts: int = 1) -> list[Tensor]:
-        """The outputs of the batch, from those of all micro-batches in order, each of which took
-        its share of `parts` of the batch."""
+    def join(
+        self, outputs: Sequence[Sequence[Tensor]], wanted: Sequence[int], parts: int = 1
+    ) -> list[Tensor]:
+        """The outputs of the batch that are `wanted`, from those of all micro-batches in order,
+        each of which took its share of `parts` of the batch."""
 
         def joined(values: Sequence[Tensor], status: Status) -> Tensor:
             if isinstance(status, int):
@@ -90,7 +92,8 @@ class Microbatches:
                 return torch.cat([one for part in zip(*pieces) for one in part], status)
             return reduce(torch.add, values) if status == SUM else values[0]
 
-        return [joined(values, status) for values, status in zip(zip(*outputs), self.joins)]
+        joins = (self.joins[number] for number in wanted)
+        return [joined(values, status) for values, status in zip(zip(*outputs), joins)]
 
     def _key(self, inputs: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
         """What random numbers of a micro-batch follow from."""
@@ -101,10 +104,27 @@ class Microbatches:
 
 
 def cut_batch(captured: Captured, count: int, tells: bool = False) -> Microbatches:
-    """The program of one of `count` equal micro-batches, which returns its share of the loss; if it
-    `tells`, its share or part of every output."""
+    """The program of one of `count` equal micro-batches, which returns its share of the loss, and
+    its share or part of what forward keeps; if it `tells`, of every output."""
+    try:
+        return _cut_batch(captured, count, tells=tells)
+    except InvalidInput as error:
+        if not captured.effects or tells:
+            raise
+        _cut_batch(captured, count, keeps=False)
+        raise InvalidInput(
+            "what forward keeps of a step in micro-batches is joined from those of each, or summed",
+            got=f"{', '.join(one.name for one in captured.effects if one.tensors)}: {error.got}",
+            remedy="microbatches=1, or keep what each sample gives, or a sum or mean over samples",
+            source=error.source,
+        ) from error
+
+
+def _cut_batch(
+    captured: Captured, count: int, *, tells: bool = False, keeps: bool = True
+) -> Microbatches:
     batch = _require_parts(captured, count)
-    cutter = Cutter(captured, count, tells)
+    cutter = Cutter(captured, count, tells=tells, keeps=keeps)
     for node in captured.graph.nodes:
         if node in cutter.live:
             cutter.visit(node)
@@ -119,7 +139,7 @@ def cut_batch(captured: Captured, count: int, tells: bool = False) -> Microbatch
             got=f"no input of the loss has the batch of {batch} as its first dim",
             remedy="put the batch first, or microbatches=1",
         )
-    about = cutter.counts(), captured, cutter.once(), cutter.joins() if tells else ()
+    about = cutter.counts(), captured, cutter.once(), cutter.joins()
     return Microbatches(count, small, cut, *about)
 
 

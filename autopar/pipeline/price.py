@@ -153,15 +153,17 @@ def memory_by_place(
     taken: Mapping[int, StageMemory],
     buffer_bytes: int,
     readers: Mapping[fx.Node, Readers],
+    kept_in_python: int = 0,
 ) -> list[Memory]:
     """The bytes on each rank along the pipeline's axis: each parameter and buffer that it has,
-    `held` with how many of each, and what its stages take in a step."""
+    `held` with how many of each, what its stages take in a step, and what forward keeps in Python.
+    """
     made, mesh = pipelining.schedule, pipelining.mesh.without(pipelining.axis)
     found = []
     for rank, own in enumerate(held):
         kept = kept_in_step(made, rank, taken)
         used = used_bytes(groups_in(own, mesh, buffer_bytes, readers), mesh)
-        memory = Memory.of(own, mesh, kept, used=used)
+        memory = Memory.of(own, mesh, kept, used=used).keeping(kept_in_python)
         on_host = memory.host_activations + host_in_step(made, rank, taken)
         memory = replace(memory, host_activations=on_host)
         found.append(memory.at_once(most_in_step(made, rank, taken), used))

@@ -37,8 +37,8 @@ class StageFunction(Protocol):
         ...
 
     @property
-    def tells(self) -> bool:
-        """Whether all outputs are kept, not the loss alone."""
+    def wanted(self) -> range:
+        """The outputs that are kept, beside the loss."""
         ...
 
     def weight_halves(self) -> list[WeightHalf]:
@@ -90,7 +90,7 @@ class Worker:
         self.outputs[microbatch] = {
             output: detached(value)
             for place, (output, value) in enumerate(zip(stage.outputs, results[sent:first]))
-            if self.run.tells or place == stage.loss
+            if output in self.run.wanted or place == stage.loss
         }
         statistics = results[first : first + len(stage.statistics)]
         if statistics:

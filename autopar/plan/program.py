@@ -63,7 +63,7 @@ class Program:
 
     @cached_property
     def results(self) -> tuple[fx.Node, ...]:
-        """The user's outputs, then the new values of mutated buffers."""
+        """The user's outputs, what forward keeps, then the new values of mutated buffers."""
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @cached_property
@@ -75,6 +75,12 @@ class Program:
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
         return self.results[: len(self.results) - len(self.captured.mutations)]
+
+    @cached_property
+    def kept(self) -> range:
+        """Which of the outputs are tensors that forward leaves behind in Python, and does not
+        return."""
+        return range(len(self.outputs) - len(self.captured.kept), len(self.outputs))
 
     def type_of(self, placeholder: str) -> TensorType:
         return info(self.placeholders[placeholder]).type

@@ -291,12 +291,13 @@ class Candidate:
         """The predicted bytes of a rank at each place of the pipeline; without one there is one."""
         if (cut := self.pipelining) is not None:
             taken, size = self.taken_by_stages(cut), self.states.buffer_bytes
+            kept = self.captured.kept_bytes
             if self.captured.times > 1:
                 own = [self.holding.by(one) for one in bounds_by_place(self.stage_line, cut)]
-                return memory_by_place(cut, own, taken, size, in_three(self.flow).readers)
+                return memory_by_place(cut, own, taken, size, in_three(self.flow).readers, kept)
             there = self.cut(cut)
             own = [dict.fromkeys(held_at(cut, there, n), 1) for n in range(cut.schedule.ranks)]
-            return memory_by_place(cut, own, taken, size, there.readers)
+            return memory_by_place(cut, own, taken, size, there.readers, kept)
         if (program := self.program_memory) is None:
             return [self.held]
         made = most_in_step(one_stage(self.microbatches), 0, {0: program})
@@ -305,8 +306,8 @@ class Candidate:
     @cached_property
     def held(self) -> Memory:
         """What its program holds as it is, in no stages: the most of each kind."""
-        about = self.mesh, self.states.buffer_bytes
-        return program_memory(self.rewritten, *about, known=self._known_kept)
+        about = self.rewritten, self.mesh, self.states.buffer_bytes
+        return program_memory(*about, known=self._known_kept).keeping(self.captured.kept_bytes)
 
     @cached_property
     def program_memory(self) -> StageMemory | None:
@@ -332,9 +333,8 @@ class Candidate:
 
     def place_of(self, rank: int) -> int:
         """Of a rank along the axis of the pipeline."""
-        if self.pipelining is None:
-            return 0
-        return self.whole_mesh.coordinate(rank)[self.pipelining.axis]
+        at = self.pipelining
+        return 0 if at is None else self.whole_mesh.coordinate(rank)[at.axis]
 
     def cut(self, pipelining: Pipelining) -> Cut:
         """Its stages."""

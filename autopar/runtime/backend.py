@@ -190,13 +190,14 @@ class Backend(ABC):
         seed: float = 1.0,
         is_first: bool = True,
     ) -> tuple[Tensor, list[Tensor]]:
-        """All micro-batches forward and backward: the loss of the batch. If it `tells`, all outputs
-        as well, whole and without history. `seed`: the gradient of the loss; `is_first`: gradients
-        add to none that are summed already."""
+        """All micro-batches forward and backward: the loss of the batch, and what forward keeps,
+        whole and without history; if it `tells`, all outputs. `seed`: the gradient of the loss;
+        `is_first`: gradients add to none that are summed already."""
         try:
-            self._begin(kept, batches, tells, seed)
+            wanted = range(len(self.program.outputs)) if tells else self.program.kept
+            self._begin(kept, batches, wanted, seed)
             loss = self._run(is_first)
-            outputs = self._told() if tells else []
+            outputs = self._told(wanted)
             for runner in self.runners:
                 runner.finish()
             return loss, outputs
@@ -206,10 +207,11 @@ class Backend(ABC):
     def _through(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
         """Forward through the stages of a pipeline: all outputs, whole and without history."""
         try:
-            self._begin(kept, self.split(inputs), tells=True)
+            wanted = range(len(self.program.outputs))
+            self._begin(kept, self.split(inputs), wanted)
             self._carry_out()
             self._update_buffers()
-            return self._told()
+            return self._told(wanted)
         finally:
             self._begin({}, ())
 
@@ -225,11 +227,11 @@ class Backend(ABC):
         self,
         kept: Mapping[str, Tensor],
         batches: Sequence[Batch],
-        tells: bool = False,
+        wanted: range = range(0),
         seed: float = 1.0,
     ) -> None:
         for stage in self.stages.values():
-            stage.kept, stage.batches, stage.tells, stage.seed = kept, batches, tells, seed
+            stage.kept, stage.batches, stage.wanted, stage.seed = kept, batches, wanted, seed
         for worker in self.workers.values():
             worker.clear()
 
@@ -239,22 +241,24 @@ class Backend(ABC):
         made = [pair for worker in self.workers.values() for pair in worker.outputs.items()]
         return {number: outputs[loss][0] for number, outputs in made if loss in outputs}
 
-    def _told(self) -> list[Tensor]:
-        """The outputs of the batch, from those of its micro-batches."""
+    def _told(self, wanted: range) -> list[Tensor]:
+        """Some outputs of the batch, from those of its micro-batches."""
         own: dict[tuple[int, int], Tensor] = {}
         types = [info(node).type for node in self.program.outputs]
         for (_, number), worker in self.workers.items():
             for microbatch, outputs in worker.outputs.items():
-                for output, value in outputs.items():
-                    own[microbatch, output] = self.stages[number].told(value, types[output])
+                for output in outputs.keys() & {*wanted}:
+                    told = self.stages[number].told(outputs[output], types[output])
+                    own[microbatch, output] = told
         joined = self.program.batches
-        found = self._wholes(own, 1 if joined is None else joined.count)
-        return found[0] if joined is None else joined.join(found, self.parts)
+        found = self._wholes(own, wanted, 1 if joined is None else joined.count)
+        return found[0] if joined is None else joined.join(found, wanted, self.parts)
 
-    def _wholes(self, own: Mapping[tuple[int, int], Tensor], count: int) -> list[list[Tensor]]:
+    def _wholes(
+        self, own: Mapping[tuple[int, int], Tensor], wanted: range, count: int
+    ) -> list[list[Tensor]]:
         """Whole outputs of each of `count` micro-batches, from those that were made here."""
-        outputs = range(len(self.program.outputs))
-        return [[own[microbatch, output] for output in outputs] for microbatch in range(count)]
+        return [[own[microbatch, output] for output in wanted] for microbatch in range(count)]
 
     def _update_buffers(self) -> None:
         """The changes that stages leave to the end of a step."""
@@ -281,7 +285,7 @@ class StageRun:
         self._update = backend.prepare_graph(stage.update) if stage.update is not None else None
         self.kept: Mapping[str, Tensor] = {}  # of a step, and its micro-batches
         self.batches: Sequence[Batch] = ()
-        self.tells = False  # whether all outputs are kept
+        self.wanted = range(0)  # the outputs that a step gives beside its loss
         self.seed = 1.0  # the gradient of a step's loss
 
     def __call__(self, microbatch: int, received: Sequence[Value]) -> list[Value]:

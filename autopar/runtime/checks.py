@@ -23,6 +23,7 @@ from autopar.capture import capture
 from autopar.capture.autocasts import switched
 from autopar.capture.captured import Captured
 from autopar.capture.fake import own_copy
+from autopar.capture.python_state import state_put_back
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.lines import frames_to_caller
 from autopar.runtime import programs
@@ -59,7 +60,7 @@ class Checks:
             modules[path].training = is_training
         for name, parameter in self._model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad or name in call.unfrozen)
-        with switched(self._captured.example.autocasts):
+        with switched(self._captured.example.autocasts), state_put_back(self._model):
             _require_plain(self._model, captured, (call.args, call.kwargs))
         self._model = None
 

@@ -280,18 +280,20 @@ class TorchBackend(Backend):
                 shares[number] = loss
             self._loss = shares, dist.all_reduce(shares, group=self._line, async_op=True)
 
-    def _wholes(self, own: Mapping[tuple[int, int], Tensor], count: int) -> list[list[Tensor]]:
+    def _wholes(
+        self, own: Mapping[tuple[int, int], Tensor], wanted: range, count: int
+    ) -> list[list[Tensor]]:
         """Each rank of the stage that gives an output sends its pieces to all of its line."""
         types, found = [info(node).type for node in self.program.outputs], list[list[Tensor]]()
         givers = {output: s.index for s in self.program.stages for output in s.outputs}
         for microbatch in range(count):
-            pieces = [own.get((microbatch, output)) for output in range(len(types))]
+            pieces = {output: own.get((microbatch, output)) for output in wanted}
             if self._line is not None:
                 pipe = self.schedule.pipe_of[microbatch]
-                for output, type_ in enumerate(types):
+                for output, piece in pieces.items():
                     place = self.schedule.rank_of(pipe, givers[output])
-                    pieces[output] = self._from_line(pieces[output], type_, place)
-            wholes = zip(pieces, types)
+                    pieces[output] = self._from_line(piece, types[output], place)
+            wholes = ((piece, types[output]) for output, piece in pieces.items())
             found.append([self._leave.whole(p, type_) for p, type_ in wholes if p is not None])
         return found
 

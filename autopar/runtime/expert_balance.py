@@ -132,6 +132,8 @@ def routing_of(captured: Captured) -> Captured:
         graph=part,
         classes={name: number for name, number in captured.classes.items() if name in copies},
         mutations={},
+        effects=(),
+        kept_bytes=0,
         output_spec=pytree.tree_structure([0] * len(results)),
         output_leaves=results,
     )

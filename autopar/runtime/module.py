@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar import _torch
 from autopar.capture.autocasts import require_same, switched
+from autopar.capture.effects import carry_out_all
 from autopar.capture.failure import Parallel
 from autopar.capture.listing import Listing
 from autopar.errors import InvalidInput
@@ -35,13 +36,15 @@ from autopar.runtime.part import (
     Closed,
     Described,
     add_parts,
+    keep_state,
     kind_of,
     part_at,
     refuse_late_hooks,
+    require_own_attributes,
     tell_of_state_hooks,
 )
 from autopar.runtime.programs import Programs
-from autopar.runtime.running import Call
+from autopar.runtime.running import Call, Running
 from autopar.runtime.step_figures import Listeners
 from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.step_words import told_apart
@@ -140,6 +143,9 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
         backend.bind(self._tensors.values)
         self._programs = Programs(plan, backend, modes, self._tensors)
         self.describe(model, {*OWN_NAMES, *vars(self)})
+        if captured.effects:
+            require_own_attributes(captured.effects, OWN_NAMES)
+            keep_state(self, model)
         tell_of_state_hooks(model)
         note_old_parameters(model, self)
         if isinstance(backend, TorchBackend):
@@ -203,12 +209,14 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
         self._programs.meet(call)
         with self.backend.local_checks():
             self._find(call)
-        running = self._programs.make(call)
+        running = self._make(call)
         self._check_together(call)
         with self.backend.guard(), switched(()):
             program, backend = running.called
             inputs = call.taken(running, self._tensors.values) | self.backend.draw(program)
-            return program.structure(backend.call(self._tensors.values, inputs))
+            outputs = backend.call(self._tensors.values, inputs)
+            carry_out_all(program.captured.effects, self, outputs)
+            return program.structure(outputs)
 
     def _accept(self, args: tuple, kwargs: Mapping[str, Any], step: bool) -> Call:
         """A call as it comes to this rank; or refuse it."""
@@ -221,6 +229,12 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
         self._programs.find(call)
         if self._check is not None:
             self._check.alone(call, self._programs[0])
+
+    def _make(self, call: Call) -> Running:
+        """Its program, made if it is a new one."""
+        running = self._programs.make(call)
+        require_own_attributes(running.plan.original.effects, OWN_NAMES)
+        return running
 
     def _check_together(self, call: Call) -> None:
         if self._check is not None:
@@ -269,13 +283,14 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
             with self.backend.local_checks():
                 self._find(call)
                 by = require_scale(said["scale"], call.require_step(tells))
-            running = self._programs.make(call)
+            running = self._make(call)
             self._check_together(call)
             with self.backend.guard(), switched(()):
                 program, backend = running.stepped(tells)
                 kept = self._tensors.values
                 inputs = call.taken(running, kept) | backend.draw(program)
                 loss, found = self._scaled(backend, kept, backend.split(inputs), tells, by)
+                carry_out_all(program.captured.effects, self, found)
         self._listeners.tell(begun, loss, running.plan)
         told = StepLoss.of(loss)
         return (told, program.structure(found)) if tells else told

@@ -11,7 +11,8 @@ captured.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterator, Mapping, Set
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from functools import wraps
 from types import FunctionType, MethodType
@@ -24,11 +25,14 @@ from torch.utils import _pytree as pytree
 
 from autopar import _torch
 from autopar._torch_gradients import gradient_hooks, have_gradient_hooks
+from autopar.capture.effects import Effect
+from autopar.capture.holders import HOOKS, MODEL_STATE
 from autopar.errors import InvalidInput
 from autopar.layout import TensorType
 from autopar.lines import frames_to_caller
 from autopar.runtime.tensors import AGAIN, HOLDERS, require_place
 
+_OF_TORCH = vars(nn.Module()).keys() | {"forward"}
 _REMEDY = "change the model itself and parallelize it again"
 
 
@@ -91,6 +95,19 @@ def require_names(model: nn.Module, own: Container[str]) -> None:
             got=", ".join(names),
             remedy="another name, or a module that holds the model as one of its own",
         )
+
+
+def require_own_attributes(effects: Iterable[Effect], own: Container[str]) -> None:
+    """Refuse effects that set an attribute of the model that a ParallelModule has itself."""
+    for effect in effects:
+        if effect.attribute is not None and effect.attribute in own:
+            raise InvalidInput(
+                "what forward keeps in an attribute of the model has another name than what a "
+                "ParallelModule has itself",
+                got=effect.attribute,
+                remedy="another name",
+                source=effect.source,
+            )
 
 
 class Part(Plain):
@@ -212,13 +229,25 @@ def add_parts(root: nn.Module, model: nn.Module) -> None:
                 part.register_parameter(name, None)
 
 
+def keep_state(root: nn.Module, model: nn.Module) -> None:
+    """Let a parallel module and its parts know what else of the model forward may change: what
+    forward hooks are bound to, and containers of tensors."""
+    for path, module in model.named_modules():
+        held: dict[str, Any] = {kind: dict(getattr(module, kind)) for kind in HOOKS}
+        for name, value in vars(module).items():
+            leaves = pytree.tree_leaves(value)
+            is_own = any(isinstance(leaf, nn.Module | nn.Parameter) for leaf in leaves)
+            if isinstance(value, dict | list | deque) and name not in _OF_TORCH and not is_own:
+                held[name] = value
+        vars(part_at(root, path))[MODEL_STATE] = held
+
+
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """What a module has beside tensors and modules, by name: those would be other ones here."""
-    own = vars(nn.Module()).keys() | {"forward"}
     return {
         name: value
         for name, value in vars(module).items()
-        if not (name in own or hasattr(nn.Module, name))
+        if not (name in _OF_TORCH or hasattr(nn.Module, name))
         and not any(map(_is_of_model, pytree.tree_leaves(value)))
     }
 

@@ -326,11 +326,11 @@ class VirtualBackend(Backend):
         self,
         kept: Mapping[str, Tensor],
         batches: Sequence[Batch],
-        tells: bool = False,
+        wanted: range = range(0),
         seed: float = 1.0,
     ) -> None:
         """Gradients of micro-batches add up in the dtype that is asked for."""
-        super()._begin(kept, batches, tells, seed)
+        super()._begin(kept, batches, wanted, seed)
         for hook in self._rounding:
             hook.remove()
         self._rounding = [

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.capture.module_state import ModuleState
 from autopar.capture.object_contents import (
     attributes_of,
     is_a,
@@ -24,6 +23,7 @@ from autopar.capture.object_contents import (
     space_of,
     values_in,
 )
+from autopar.capture.python_state import PythonState
 
 
 def _asked(self: Any, *args: Any) -> Any:
@@ -154,9 +154,9 @@ def test_models_beside_modules_and_objects_that_answer_nothing(
 
 def test_what_a_module_keeps_is_told_apart() -> None:
     model = Model()
-    before = ModuleState(model)
-    assert not before.changed(ModuleState(model))
+    before = PythonState(model)
+    assert not before.changes()
     model.held.append(Copied())
-    assert before.changed(ModuleState(model)) == ["held[4]"]
+    assert [(one.name, one.kind) for one in before.changes()] == [("held", "grown")]
     before.put_back()
     assert len(model.held) == 4

@@ -46,6 +46,10 @@ from tests.distributed.saving import (
     what_is_cut_in_parts_goes_on,
 )
 from tests.held import held_by, kept_for_backward, local_bytes, pieces_of, storages
+from tests.kept_tensors import (
+    kept_tensors_are_those_of_the_model,
+    stages_keep_what_one_device_keeps,
+)
 from tests.models import Case
 from tests.outputs import (
     LAWS,
@@ -389,11 +393,13 @@ def gives_what_the_model_gives() -> None:
         law(mesh=DP2_TP2)
     for law in OF_PIECES:
         law(mesh=Mesh(dp=4, tp=1), states="zero3")
+    kept_tensors_are_those_of_the_model(mesh=DP2_TP2)
 
 
 def gives_outputs_of_stages() -> None:
     for options in PIPELINES:
         stages_give_what_one_device_gives(**options)
+    stages_keep_what_one_device_keeps(**PIPELINES[0])
     batch_norm_in_stages_sees_the_whole_batch_in_a_call(**PIPELINES[0])
     with pytest.raises(ap.InvalidInput, match="outputs of a pipeline are whole"):
         parallel(made(Deep), random(12, 6), torch.arange(12) % 5, outputs="local", **PIPELINES[0])

@@ -1,0 +1,245 @@
+"""Python state: what a model, its hooks and the functions that its forward can call keep in Python.
+
+    state = PythonState(model)
+    model(x)
+    [change.name for change in state.changes()]    # ["blocks.0.aux", "metrics['x']", "STEP"]
+    state.put_back()
+
+Followed are what stands in modules, the forward hooks, and, of the user's functions, the closures,
+globals and classes that their code names. What is reached by a name that is made up while the code
+runs, as in `globals()[name]`, is not seen.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property, partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch.nn.modules.module as modules
+from torch import Tensor, nn
+
+from autopar.capture.holders import (
+    TENSORS,
+    Cell,
+    Change,
+    ClassSpace,
+    Globals,
+    Holder,
+    Module,
+    Opaque,
+    Parts,
+    Path,
+    has_tensors,
+    holder_of,
+)
+from autopar.capture.object_contents import (
+    ABSENT,
+    LEAVES,
+    PLAIN,
+    attributes_of,
+    bases_of,
+    class_space_of,
+    is_a,
+    items_of,
+    space_of,
+)
+from autopar.user_code import is_users_class, is_users_function, is_users_module
+
+_SKIPPED = (*PLAIN, *LEAVES)
+_OF_MODULES = "_global_forward_pre_hooks", "_global_forward_hooks"
+
+
+class PythonState:
+    """The state at one time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._holders: dict[int, Holder] = {}
+        self._names = set[str]()  # in the code that is followed
+        self._methods: dict[str, list[FunctionType]] = defaultdict(list)  # not named so far
+        self._seen = set[int]()
+        self._waiting = deque[tuple[Any, str, Path | None]]([(model, "", ())])
+        self._waiting += ((getattr(modules, name), "", None) for name in _OF_MODULES)
+        while self._waiting:
+            self._follow(*self._waiting.popleft())
+
+    def place_of(self, tensor: Tensor) -> tuple[Holder, str] | None:
+        """Return where a tensor stands among the parameters and buffers of modules."""
+        return self._places.get(id(tensor))
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[Holder, str]]:
+        parts = (one for one in self._holders.values() if isinstance(one, Parts))
+        return {
+            id(tensor): (holder, name)
+            for holder in parts
+            for name, tensor in holder.held.items()
+            if holder.kind in TENSORS and tensor is not None
+        }
+
+    def changes(self) -> list[Change]:
+        """What has changed since."""
+        return [change for holder in self._holders.values() for change in holder.changes()]
+
+    def put_back(self) -> None:
+        """Let everything hold again what it held, but for parameters, buffers and switches."""
+        for holder in self._holders.values():
+            is_of_tensors = isinstance(holder, Parts) and holder.kind in TENSORS
+            if not is_of_tensors and (changes := [c for c in holder.changes() if not is_switch(c)]):
+                holder.put_back(changes)
+
+    def holder(self, value: Any) -> Holder | None:
+        """Return the holder of what stood in an object."""
+        found = self._holders.get(id(value))
+        return None if found is None or isinstance(found, Globals) else found
+
+    def holder_of(self, other: Holder) -> Holder | None:
+        """Return the holder here of what another state had a holder of."""
+        found = (one for one in self._holders.values() if one.place == other.place)
+        return next(found, None)
+
+    def _follow(self, value: Any, name: str, path: Path | None) -> None:
+        """Note what stands in a value, and what code it may run."""
+        if is_a(value, *_SKIPPED) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if is_a(value, FunctionType):
+            self._follow_function(value)
+        elif is_a(value, MethodType, partial):
+            for key in ("__self__", "__func__") if is_a(value, MethodType) else _OF_PARTIAL:
+                self._wait(getattr(value, key), name, None if path is None else (*path, key))
+        elif is_a(value, type):
+            self._follow_class(value)
+        elif is_a(value, ModuleType):
+            pass  # of a file what functions name alone
+        elif (holder := holder_of(value, name, path)) and self._is_followed(value, holder):
+            self._add(holder)
+            self._wait(type(value))
+
+    def _is_followed(self, value: Any, holder: Holder) -> bool:
+        if items_of(value) is not None or isinstance(holder, Module | Opaque):
+            return True
+        is_known = not is_users_class(type(value)) and type(value).__module__ not in _OF_PYTHON
+        return not is_known and bool(attributes_of(value))
+
+    def _add(self, holder: Holder) -> None:
+        self._holders[id(holder.value)] = holder
+        for key, value in holder.held.items():
+            self._wait(value, holder.label(key), holder.path_of(key))
+        if isinstance(holder, Module):
+            for part in holder.parts():
+                self._seen.add(id(part.value))
+                self._add(part)
+
+    def _wait(self, value: Any, name: str = "", path: Path | None = None) -> None:
+        self._waiting.append((value, name, path))
+
+    def _follow_function(self, function: FunctionType) -> None:
+        code = function.__code__
+        if id(code) in self._seen:
+            return
+        if not is_users_function(function):  # but that may be made around one that is
+            cells = (
+                cell.cell_contents for cell in function.__closure__ or () if cell != CellType()
+            )
+            for inner in cells:
+                if is_a(inner, FunctionType, MethodType, partial):
+                    self._wait(inner)
+            return
+        self._seen.add(id(code))
+        names = _names_in(code)
+        self._follow_globals(function.__globals__, names)
+        for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+            if id(cell) not in self._holders:
+                self._add(Cell(cell, f"{name} of {function.__qualname__}", None))
+        if space_of(function):
+            self._add(Holder(function, function.__qualname__, None))
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._wait(value, f"a default of {function.__qualname__}")
+        for name in names - self._names:
+            self._names.add(name)
+            for method in self._methods.pop(name, ()):
+                self._wait(method)
+
+    def _follow_globals(self, space: dict[str, Any], names: Iterable[str], owner: str = "") -> None:
+        holder = self._holders.get(id(space))
+        if not isinstance(holder, Globals):
+            holder = self._holders[id(space)] = Globals(space, owner)
+        for name in {*names} - holder.names:
+            holder.names.add(name)
+            if name not in space:
+                continue
+            value = holder.held[name] = space[name]
+            if not is_a(value, ModuleType):
+                self._wait(value, holder.label(name))
+        for name in names:
+            value = space.get(name)
+            if is_a(value, ModuleType) and is_users_module(value):  # type: ignore[arg-type]
+                inner: Any = space_of(value)
+                if not {*names} <= getattr(self._holders.get(id(inner)), "names", set()):
+                    self._follow_globals(inner, names, name)
+
+    def _follow_class(self, kind: type) -> None:
+        for base in bases_of(kind):
+            self._wait(base)
+        if not is_users_class(kind):
+            return
+        self._add(ClassSpace(kind, kind.__name__, None))
+        for name, member in class_space_of(kind).items():
+            for function in _functions_of(member):
+                is_called = name.startswith("__") and name not in _NEVER_CALLED
+                if is_called or name == "forward" or name in self._names:
+                    self._wait(function)
+                else:
+                    self._methods[name].append(function)
+
+
+@contextmanager
+def state_put_back(model: nn.Module) -> Iterator[None]:
+    """Afterwards everything holds what it held, whatever runs of the model have changed within."""
+    state = PythonState(model)
+    try:
+        yield
+    finally:
+        state.put_back()
+
+
+def is_switch(change: Change) -> bool:
+    """Return whether code outside of the model has made something once and for all: what it does
+    then, as to register an operator, it may not do twice."""
+    is_new = change.before is None or change.before is ABSENT or change.before is False
+    is_made = change.value is not ABSENT and type(change.value) not in (int, float)
+    is_shared = change.holder.path is None and change.kind == "set"
+    return is_shared and is_new and is_made and not has_tensors(change.value)
+
+
+_OF_PYTHON = (
+    "types",
+    "collections",
+)  # whose SimpleNamespace, UserDict, ... hold what users put there
+_OF_PARTIAL = "func", "args", "keywords"
+_NEVER_CALLED = {"__init__", "__repr__", "__del__", "__reduce__", "__getstate__", "__setstate__"}
+
+
+def _functions_of(member: Any) -> Iterator[FunctionType]:
+    """Yield the functions of what stands in a class."""
+    if is_a(member, property):
+        found = [member.fget, member.fset, member.fdel]
+    elif is_a(member, cached_property):
+        found = [member.func]
+    else:
+        found = [getattr(member, "__func__", member) if is_a(member, *_METHODS) else member]
+    yield from (one for one in found if is_a(one, FunctionType))
+
+
+_METHODS = staticmethod, classmethod
+
+
+@cache
+def _names_in(code: CodeType) -> frozenset[str]:
+    """Return the names of globals and attributes in code, with that of functions in it."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return frozenset(code.co_names).union(*map(_names_in, inner))
