@@ -286,13 +286,11 @@ class TorchBackend(Backend):
         """Each rank of the stage that gives an output sends its pieces to all of its line."""
         types, found = [info(node).type for node in self.program.outputs], list[list[Tensor]]()
         givers = {output: s.index for s in self.program.stages for output in s.outputs}
-        for microbatch in range(count):
-            pieces = {output: own.get((microbatch, output)) for output in wanted}
-            if self._line is not None:
-                pipe = self.schedule.pipe_of[microbatch]
-                for output, piece in pieces.items():
-                    place = self.schedule.rank_of(pipe, givers[output])
-                    pieces[output] = self._from_line(piece, types[output], place)
+        for number in range(count):
+            pieces = {output: own.get((number, output)) for output in wanted}
+            for output, piece in pieces.items() if self._line is not None else ():
+                place = self.schedule.rank_of(self.schedule.pipe_of[number], givers[output])
+                pieces[output] = self._from_line(piece, types[output], place)
             wholes = ((piece, types[output]) for output, piece in pieces.items())
             found.append([self._leave.whole(p, type_) for p, type_ in wholes if p is not None])
         return found
