@@ -22,6 +22,7 @@ _MODELS = {"autopar.examples", "autopar.commands.demo"}  # models to try things 
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 module_name = type.__dict__["__module__"].__get__  # what no metaclass answers
+class_name = type.__dict__["__name__"].__get__
 _flags_of = type.__dict__["__flags__"].__get__
 _module_space = vars(ModuleType)["__dict__"].__get__  # what no lazy module answers
 _standard: dict[str, tuple[Any, bool]] = {}  # top-level name -> its module, and whether Python's

@@ -6,8 +6,9 @@
     state.put_back()
 
 Followed are what stands in modules, the forward hooks, and, of the user's functions, the closures,
-globals and classes that their code names. What is reached by a name that is made up while the code
-runs, as in `globals()[name]`, is not seen.
+globals and classes that their code names; of an object that stands outside of the model, the
+attributes that this code names. What is reached by a name that is made up while the code runs, as
+in `globals()[name]`, is not seen.
 """
 
 from __future__ import annotations
@@ -47,10 +48,19 @@ from autopar.capture.object_contents import (
     items_of,
     space_of,
 )
-from autopar.user_code import is_users_class, is_users_function, is_users_module
+from autopar.user_code import (
+    class_name,
+    is_users_class,
+    is_users_function,
+    is_users_module,
+    module_name,
+)
 
 _SKIPPED = (*PLAIN, *LEAVES)
 _OF_MODULES = "_global_forward_pre_hooks", "_global_forward_hooks"
+
+
+_Found = tuple[Any, str, Path | None]  # a value, what messages call it, and its path
 
 
 class PythonState:
@@ -59,9 +69,9 @@ class PythonState:
     def __init__(self, model: nn.Module) -> None:
         self._holders: dict[int, Holder] = {}
         self._names = set[str]()  # in the code that is followed
-        self._methods: dict[str, list[FunctionType]] = defaultdict(list)  # not named so far
+        self._unnamed: dict[str, list[_Found]] = defaultdict(list)  # by a name that none has so far
         self._seen = set[int]()
-        self._waiting = deque[tuple[Any, str, Path | None]]([(model, "", ())])
+        self._waiting = deque[_Found]([(model, "", ())])
         self._waiting += ((getattr(modules, name), "", None) for name in _OF_MODULES)
         while self._waiting:
             self._follow(*self._waiting.popleft())
@@ -122,13 +132,15 @@ class PythonState:
     def _is_followed(self, value: Any, holder: Holder) -> bool:
         if items_of(value) is not None or isinstance(holder, Module | Opaque):
             return True
-        is_known = not is_users_class(type(value)) and type(value).__module__ not in _OF_PYTHON
+        is_known = not is_users_class(type(value)) and module_name(type(value)) not in _OF_PYTHON
         return not is_known and bool(attributes_of(value))
 
     def _add(self, holder: Holder) -> None:
         self._holders[id(holder.value)] = holder
+        is_by_name = holder.path is None and type(holder) is Holder
         for key, value in holder.held.items():
-            self._wait(value, holder.label(key), holder.path_of(key))
+            found = value, holder.label(key), holder.path_of(key)
+            self._wait_for(key, found) if is_by_name else self._waiting.append(found)
         if isinstance(holder, Module):
             for part in holder.parts():
                 self._seen.add(id(part.value))
@@ -136,6 +148,10 @@ class PythonState:
 
     def _wait(self, value: Any, name: str = "", path: Path | None = None) -> None:
         self._waiting.append((value, name, path))
+
+    def _wait_for(self, name: str, found: _Found) -> None:
+        """Let something be followed once code that is followed has the name by which it is read."""
+        (self._waiting if name in self._names else self._unnamed[name]).append(found)
 
     def _follow_function(self, function: FunctionType) -> None:
         code = function.__code__
@@ -161,8 +177,7 @@ class PythonState:
             self._wait(value, f"a default of {function.__qualname__}")
         for name in names - self._names:
             self._names.add(name)
-            for method in self._methods.pop(name, ()):
-                self._wait(method)
+            self._waiting += self._unnamed.pop(name, ())
 
     def _follow_globals(self, space: dict[str, Any], names: Iterable[str], owner: str = "") -> None:
         holder = self._holders.get(id(space))
@@ -187,14 +202,14 @@ class PythonState:
             self._wait(base)
         if not is_users_class(kind):
             return
-        self._add(ClassSpace(kind, kind.__name__, None))
+        self._add(ClassSpace(kind, class_name(kind), None))
         for name, member in class_space_of(kind).items():
             for function in _functions_of(member):
                 is_called = name.startswith("__") and name not in _NEVER_CALLED
-                if is_called or name == "forward" or name in self._names:
+                if is_called or name == "forward":
                     self._wait(function)
                 else:
-                    self._methods[name].append(function)
+                    self._wait_for(name, (function, "", None))
 
 
 @contextmanager
@@ -240,6 +255,8 @@ _METHODS = staticmethod, classmethod
 
 @cache
 def _names_in(code: CodeType) -> frozenset[str]:
-    """Return the names of globals and attributes in code, with that of functions in it."""
+    """Return the names of globals and attributes in code, with that of functions in it; words that
+    it may give to `getattr` are names, too."""
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return frozenset(code.co_names).union(*map(_names_in, inner))
+    words = (one for one in code.co_consts if isinstance(one, str) and one.isidentifier())
+    return frozenset(code.co_names).union(words, *map(_names_in, inner))

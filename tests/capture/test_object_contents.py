@@ -160,3 +160,25 @@ def test_what_a_module_keeps_is_told_apart() -> None:
     assert [(one.name, one.kind) for one in before.changes()] == [("held", "grown")]
     before.put_back()
     assert len(model.held) == 4
+
+
+class Registry:
+    def __init__(self) -> None:
+        self.named, self.other = [1], [1]
+
+
+REGISTRY = Registry()
+
+
+class Naming(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len(REGISTRY.named) if Shy is not None else x
+
+
+def test_outside_the_model_what_code_names_is_seen_alone() -> None:
+    before = PythonState(Naming())
+    REGISTRY.named.append(2)
+    REGISTRY.other.append(2)
+    assert [one.name for one in before.changes()] == ["REGISTRY.named"]
+    before.put_back()
+    assert (REGISTRY.named, REGISTRY.other) == ([1], [1, 2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -81,33 +82,36 @@ def started(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 
 
 def test_another_thread_trains_while_one_captures() -> None:
-    found: list[Any] = []
+    results = SimpleQueue[list[Any]]()  # a list would hold again what it held before capture
 
     def beside() -> None:
         thread, seen = started(trained)
         thread.join()
-        found[:] = seen
+        results.put(seen)
 
     plain = {name: vars(Tensor).get(name) for name in ("backward", "grad_fn", "data", "split")}
     capture(Meanwhile(beside), (X,))
-    assert found == [trained()]
+    seen = [results.get() for _ in range(results.qsize())]
+    assert seen
+    assert all(one == [trained()] for one in seen)
     assert plain == {name: vars(Tensor).get(name) for name in plain}
 
 
 def test_one_thread_captures_after_the_other() -> None:
-    others: list[tuple[threading.Thread, list[Any]]] = []
+    others = SimpleQueue[tuple[threading.Thread, list[Any]]]()
 
     def model() -> nn.Module:
         return nn.Sequential(*[Block() for _ in range(5)])
 
     def beside() -> None:
-        if not others:
-            others.append(started(lambda: listing(capture(model(), (X,)).graph)))
-            others[0][0].join(timeout=0.3)  # it would be in the middle of it now
+        if others.empty():
+            thread, found = started(lambda: listing(capture(model(), (X,)).graph))
+            others.put((thread, found))
+            thread.join(timeout=0.3)  # it would be in the middle of it now
 
     before = nn.Module.__setattr__, nn.Module.__getattribute__
     capture(Meanwhile(beside), (X,))
-    ((thread, found),) = others
+    thread, found = others.get()
     thread.join()
     assert found == [listing(capture(model(), (X,)).graph)]
     assert before == (nn.Module.__setattr__, nn.Module.__getattribute__)

@@ -328,5 +328,6 @@ def test_a_share_of_several_parts_comes_back_where_it_was():
     taken = batches.split({name: x}, parts={name: 2})
     rows = [(one[name][:, 0] / 4).tolist() for one in taken]
     assert rows == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
-    _, back = batches.join([[torch.zeros(()), one[name]] for one in taken], parts=2)
+    shares = [[torch.zeros(()), one[name]] for one in taken]
+    _, back = batches.join(shares, wanted=[0, 1], parts=2)
     assert torch.equal(back, x)
