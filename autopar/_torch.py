@@ -216,8 +216,9 @@ def keeps_statistics(module: nn.Module) -> bool:
 
 
 def state_hooks(module: nn.Module) -> bool:
-    """Whether a module changes what `state_dict` gives."""
-    return bool(module._state_dict_hooks or module._state_dict_pre_hooks)
+    """Whether a module changes what `state_dict` gives; autopar's own hooks do not."""
+    hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
+    return any(not getattr(hook, "__module__", "").startswith("autopar.") for hook in hooks)
 
 
 def load_hooks(module: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from autopar.capture.python_state import state_put_back
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.lines import frames_to_caller
 from autopar.runtime import programs
-from autopar.runtime.first_batches import require_same_batch
+from autopar.runtime.batch_checks import require_same_batch
 from autopar.verification.references import (
     Call,
     CapturedModule,

@@ -23,9 +23,9 @@ from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.localize import Axes
+from autopar.runtime.batch_checks import BatchCheck
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.failures import one_fails_all_stop
-from autopar.runtime.first_batches import FirstBatches
 from autopar.runtime.from_first import FromFirst
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.slices import batch_axes
@@ -109,12 +109,12 @@ class ShardedLoader:
     ) -> None:
         self.loader, self._world = loader, world
         self._share = None if share is None or share.is_whole else share
-        self._look = None if world is None else FirstBatches(world, _SAME_ORDER)
+        self._batch_check = None if world is None else BatchCheck(world, _SAME_ORDER)
 
     def __iter__(self) -> Iterator[Any]:
         plain = self._ordered
         if plain is None:
-            return self._cuts(self.loader, self._look)
+            return self._cuts(self.loader, self._batch_check)
         return iter(plain) if plain.batch_sampler is not None else self._cuts(plain, None)
 
     def __len__(self) -> int:
@@ -152,12 +152,12 @@ class ShardedLoader:
         """This rank's slice of the indices of a batch."""
         return batch if self._share is None else batch[self._share.of(len(batch))]
 
-    def _cuts(self, batches: Iterable[Any], look: FirstBatches | None) -> Iterator[Any]:
-        """This rank's slices of batches that are there, the first of which may be `look`ed at."""
+    def _cuts(self, batches: Iterable[Any], check: BatchCheck | None) -> Iterator[Any]:
+        """This rank's slices of batches that are there, some of which a `check` may compare."""
         for batch in batches:
-            if look is not None and look.left:
+            if check is not None and check.is_due():
                 with one_fails_all_stop(self._world, agreed=True):
-                    look.together("the next batch of a split loader", batch)
+                    check.compare("the next batch of a split loader", batch)
             yield self._cut(batch)
 
     def _cut(self, batch: Any) -> Any:

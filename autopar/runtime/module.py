@@ -23,10 +23,10 @@ from autopar.layout import Layout, TensorType
 from autopar.plan.plan import Plan
 from autopar.plan.program import Program
 from autopar.runtime.backend import Backend
+from autopar.runtime.batch_checks import BatchCheck, SliceCheck
 from autopar.runtime.checks import Checks
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.expert_balance import expert_balance
-from autopar.runtime.first_batches import FirstBatches, FirstSlices
 from autopar.runtime.loss_scale import LossScale, give_back, require_scale, taken
 from autopar.runtime.modes import Modes
 from autopar.runtime.old_parameters import note_old_parameters
@@ -79,7 +79,7 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
     backend: Backend
     loss_scale: LossScale | None  # what the loss of a step is scaled by; None: it is not
     _check: Checks | None
-    _first: FirstBatches | None = None
+    _batch_check: BatchCheck | None = None
     _layouts: dict[str, Layout]
     _names: tuple[str, ...]
     _programs: Programs
@@ -103,7 +103,7 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
         self.program, self.plan, self.backend, self._check = program, plan, backend, check
         if isinstance(backend, TorchBackend):
             world, is_local = backend.world, backend.local_inputs
-            self._first = FirstSlices(world, plan) if is_local else FirstBatches(world)
+            self._batch_check = SliceCheck(world, plan) if is_local else BatchCheck(world)
         captured = program.captured
         types = {
             name: replace(program.type_of(placeholder), layout=program.kept_layout(placeholder))
@@ -240,9 +240,9 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
         if self._check is not None:
             with self.backend.guard(agreed=True):
                 self._check.together(call.args, call.kwargs, dict(self.named_parameters()))
-        elif self._first is not None and self._first.left:
+        elif self._batch_check is not None and self._batch_check.is_due():
             with self.backend.guard(agreed=True):
-                self._first.together(str(call.signature), call.args, call.kwargs)
+                self._batch_check.compare(str(call.signature), call.args, call.kwargs)
 
     @overload
     def step(

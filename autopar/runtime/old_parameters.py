@@ -4,7 +4,9 @@
     pm = ap.parallelize(model, inputs)
     pm.step(x); optimizer.step()               # refused
 
-A model may go on to be trained plainly: then its parameters have gradients, and nothing is said.
+The model keeps the values that it had. Once its parallel module has learned, one warning says so
+when the model is called or its state is taken. A model may go on to be trained plainly: then its
+parameters have gradients or other values, and nothing is said.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -28,6 +31,7 @@ from autopar.lines import frames_to_caller
 _old: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 _Parameters = WeakValueDictionary[int, Tensor]  # by number, which another may get after this one
 _sources: WeakKeyDictionary[nn.Module, tuple[int, _Parameters]] = WeakKeyDictionary()
+_unlearned: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # and its model
 
 
 def note_old_parameters(model: nn.Module, module: nn.Module) -> None:
@@ -39,6 +43,7 @@ def note_old_parameters(model: nn.Module, module: nn.Module) -> None:
         _tell_of_copies(shared, len(named), count)
     own = {number: parameter for number, (_, parameter) in named.items()}
     _sources[module] = len(own), WeakValueDictionary(own)
+    _unlearned[module] = ref(model)
     _old.update(own)
 
 
@@ -67,6 +72,46 @@ def _before(optimizer: Optimizer, args: tuple, kwargs: Mapping[str, Any]) -> Non
 def _after(optimizer: Optimizer, args: tuple, kwargs: Mapping[str, Any]) -> None:
     if _has_closure(args, kwargs):  # which makes the gradients
         _refuse_old(optimizer)
+    if not _unlearned:
+        return
+    learned = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    for module, model in [*_unlearned.items()]:
+        if not learned.isdisjoint(map(id, module.parameters())):
+            del _unlearned[module]
+            if (plain := model()) is not None:
+                _OldValues(plain)
+
+
+class _OldValues:
+    """A hook of a model that has other values than the parallel module made of it, which says so
+    once. Copies of the model have one that is silent."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._is_silent, self._versions = model is None, 0
+        if model is not None:
+            self._versions = _versions(model)
+            model.register_forward_pre_hook(self)
+            model.register_state_dict_pre_hook(self)
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if self._is_silent or torch.compiler.is_compiling():
+            return
+        self._is_silent = True
+        has_gradients = any(one.grad is not None for one in module.parameters())
+        if not has_gradients and self._versions == _versions(module):
+            warnings.warn(
+                f"this {type(module).__name__} has the values from before parallelize(): what its "
+                "parallel module has learned since is in that alone. Call the parallel module, or "
+                "model.load_state_dict(pm.full_state_dict()) first",
+                stacklevel=frames_to_caller(),
+            )
+
+    def __reduce__(self) -> tuple[type[_OldValues], tuple[()]]:
+        return _OldValues, ()
+
+
+def _versions(model: nn.Module) -> int:
+    return sum(one._version for one in model.parameters() if not one.is_inference())
 
 
 def _has_closure(args: tuple, kwargs: Mapping[str, Any]) -> bool:

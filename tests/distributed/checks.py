@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
@@ -178,16 +179,24 @@ def compiles_what_a_rank_runs() -> None:
     assert_close(module.full_grads(), {name: p.grad for name, p in model.named_parameters()})
 
 
-def compares_first_batches() -> None:
-    """Of steps and of calls; later ones when that is asked for."""
+def compares_batches_now_and_then() -> None:
+    """Of steps and of calls: the first ones, and later one in ten; all when that is asked for."""
     case = models.shared("mlp")
     other = (case.args[0] + (dist.get_rank() == 2), case.args[1])
     module = ap.parallelize(case.model, case.args, mode="propagate", mesh=Mesh(dp=4))
-    for call in (module, module.step, module.step):
+
+    def refused(call: Callable[..., Any]) -> None:
         with pytest.raises(ap.InvalidInput, match="same global batch") as error:
             call(*other)
         assert "on rank 2" in str(error.value)
-    module.step(*other)
+
+    for call in (module, module.step, module.step):
+        refused(call)
+    with torch.no_grad():
+        module(*other)
+    for _ in range(9):
+        module.step(*case.args)
+    refused(module.step)
 
 
 def compares_batches_when_asked() -> None:
@@ -953,7 +962,7 @@ CHECKS = [
     sends_tokens_to_their_experts,
     recomputes_regions,
     compiles_what_a_rank_runs,
-    compares_first_batches,
+    compares_batches_now_and_then,
     compares_batches_when_asked,
     goes_on_after_what_all_ranks_refuse,
     names_both_calls_where_ranks_make_others,

@@ -1,6 +1,8 @@
-"""First batches: whether ranks were given what belongs together, in the first calls of a module.
+"""Batch checks: whether ranks were given what belongs together.
 
-Later ones are not looked at: a loop in which each rank loads another batch does so from the start.
+The first calls of a module are compared, with the calls that other ranks make. Of those that train
+each tenth is compared after that, by one number of each rank: a loop may lose its order later, as
+where the ranks' samplers have drawn a different number of times.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from autopar.runtime.local_inputs import flat_call, planned_inputs
 from autopar.runtime.plan_broadcast import require_same_call
 from autopar.runtime.world import World
 
-LOOKS = 3  # calls whose batches are compared
+FIRST = 3  # calls that are compared
+EVERY = 10  # of later calls with gradients one in so many is
 _ALIKE = (
     "load the same batch on every rank, or parallelize with local_inputs=True, where each brings "
     "its own slice"
@@ -27,33 +30,42 @@ _ALIKE = (
 SAMPLED = 1 << 20  # elements of a tensor that are looked at, about
 
 
-class FirstBatches:
-    """Looks at global batches, which are the same on every rank."""
+class BatchCheck:
+    """Compares global batches, which are the same on every rank."""
 
     def __init__(self, world: World, remedy: str = _ALIKE) -> None:
-        self._world, self._remedy, self.left = world, remedy, LOOKS
+        self._world, self._remedy = world, remedy
+        self._first, self._later = 0, 0  # calls so far
 
-    def together(self, call: str, *given: Any) -> None:
-        """Refuse, on all ranks, a global batch that is not the same on all of them, and a `call`
-        that others do not make."""
-        require_same_call(lambda: None, call=call)
-        self.left -= 1
-        require_same_batch(self._world.numbers(_sampled(given)), self._remedy)
+    def is_due(self) -> bool:
+        """Count a call, on all ranks alike, and return whether it is compared."""
+        if self._first < FIRST:
+            self._first += 1
+            return True
+        self._later += torch.is_grad_enabled()
+        return torch.is_grad_enabled() and self._later % EVERY == 0
+
+    def compare(self, call: str, *given: Any) -> None:
+        """Refuse, on all ranks, a global batch that is not the same on all of them, and at first
+        a `call` that others do not make."""
+        if not self._later:
+            require_same_call(lambda: None, call=call)
+        require_same_batch(self._world.numbers(_digest(given)), self._remedy)
 
 
-def _sampled(given: Any) -> int:
-    """A number that some of the elements of these tensors make."""
-    found = 0
+def _digest(given: Any) -> int:
+    """Return a number that some of the elements of these tensors make."""
+    digest = 0
     for leaf in pytree.tree_leaves(given):
         if isinstance(leaf, Tensor) and leaf.numel():
             data = leaf.detach().reshape(-1)
             data = data[:: -(-data.numel() // SAMPLED)].cpu().contiguous()
-            found = zlib.crc32(data.view(torch.uint8).numpy().tobytes(), found)
-    return found
+            digest = zlib.crc32(data.view(torch.uint8).numpy().tobytes(), digest)
+    return digest
 
 
-class FirstSlices(FirstBatches):
-    """Looks at slices: ranks to which a plan gives the same piece bring the same."""
+class SliceCheck(BatchCheck):
+    """Compares slices: ranks to which a plan gives the same piece bring the same."""
 
     def __init__(self, world: World, plan: Plan) -> None:
         super().__init__(world)
@@ -63,12 +75,11 @@ class FirstSlices(FirstBatches):
             axes = plan.decisions.placeholders[name].axes
             self._cuts.setdefault(axes, []).append(name)
 
-    def together(self, call: str, *given: Any) -> None:
-        self.left -= 1
+    def compare(self, call: str, *given: Any) -> None:
         mesh = self._plan.whole_mesh
         leaves = {self._planned.get(path): leaf for path, leaf in flat_call(*given)[0]}
         for axes, names in self._cuts.items():
-            digests = self._world.numbers(_sampled([leaves.get(name) for name in names]))
+            digests = self._world.numbers(_digest([leaves.get(name) for name in names]))
             first: dict[int, int] = {}
             for rank, digest in enumerate(digests):
                 one = first.setdefault(mesh.position(rank, axes), rank)
