@@ -84,9 +84,15 @@ def _text(value: object) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
+BACKENDS = {
+    "virtual": "all ranks in this process",
+    "torch": "torch.distributed, over NCCL on GPUs and gloo on CPUs",
+}
+
+
 def validate_running(place: str, plan: object, local_inputs: bool, check: bool) -> None:
     """Refuse a way to run a program that contradicts itself."""
-    require_one_of("backend", place, ("virtual", "torch"))
+    require_one_of("backend", place, BACKENDS)
     PLAN("plan", plan)
     if place == "virtual" and local_inputs:
         raise InvalidInput(

@@ -6,17 +6,17 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from torch import fx
 
 from autopar.lines import caller
+from autopar.suggestions import nearest
 
 _INDENT = "\n          "  # of what was given, and what goes on with it
 WIDTH = 88  # characters of a line behind that
@@ -88,27 +88,19 @@ def require_ending(path: str | Path, ending: str, what: str) -> None:
         )
 
 
-# By those who say it in the words of torch.
-_MEANT = {"cpu": "host", "cuda": "device", "gpu": "device", "fsdp": "zero3", "ddp": "whole"}
+def require_one_of(
+    what: str, value: object, known: Sequence[str] | Mapping[str, str], others: str = ""
+) -> None:
+    """Refuse a word that is none of `known`, which maps each to an explanation where it has any.
 
-
-def require_one_of(what: str, value: object, known: Sequence[str], others: str = "") -> None:
-    """Refuse a word that is none of those that are known; `others`: what may stand in its place."""
+    `others` names what may stand in the place of a word."""
     if value not in known:
-        names = ", ".join(map(repr, known))
+        means = known if isinstance(known, Mapping) else {}
+        names = ", ".join(f"{name!r} ({means[name]})" if means else repr(name) for name in known)
         also = f", or {others}" if others else ""
-        near = nearest(str(value), known)
-        remedy = repr(near or known[0]) if near or not others else others
+        none = f"choose among these; none of them is another name for {value!r}"
+        remedy = " or ".join(map(repr, nearest(str(value), [*known]))) or none
         raise InvalidInput(f"{what} is one of {names}{also}", got=repr(value), remedy=remedy)
-
-
-def nearest(word: str, known: Sequence[str]) -> str | None:
-    """The one of some words that was meant, most likely."""
-    word = word.lower()
-    same = [one for one in known if one == _MEANT.get(word.partition(":")[0])]
-    lowered = {one.lower(): one for one in known}
-    close = difflib.get_close_matches(word, lowered, 1)
-    return next(iter([*same, *map(lowered.__getitem__, close)]), None)
 
 
 def known_arguments(function: Callable[P, T]) -> Callable[P, T]:
@@ -122,7 +114,7 @@ def known_arguments(function: Callable[P, T]) -> Callable[P, T]:
             taken.bind(*args, **kwargs)
         except TypeError as error:
             unknown = {name: value for name, value in kwargs.items() if name not in names}
-            near = [known for name in unknown if (known := nearest(name, names))] or names
+            near = [known for name in unknown for known in nearest(name, names)] or names
             raise InvalidInput(
                 f"{function.__name__}() takes {', '.join(names)}",
                 got=", ".join(f"{name}={value!r}" for name, value in unknown.items()) or error,

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cluster import Cluster
 from autopar.cluster.presets import NAMES as PRESETS
-from autopar.errors import InvalidInput, nearest, require_one_of
+from autopar.errors import InvalidInput, require_one_of
 from autopar.lines import shorten
 from autopar.mesh import AXIS_NAMES, Mesh
 from autopar.pipeline.checker import check
@@ -36,6 +36,7 @@ from autopar.progress import Report
 from autopar.recompute import Again, Recompute
 from autopar.schema import FURTHEST, is_count
 from autopar.states import NAMED, States
+from autopar.suggestions import nearest
 from autopar.units import LEAST_MEMORY, bytes_text, counted, read_bytes
 
 DEFAULT = "1f1b"
@@ -90,10 +91,10 @@ def _require_recompute(name: str, given: object) -> None:
 
 def _require_cluster(name: str, given: object) -> None:
     """A name is that of a preset, which has a number of nodes, too."""
-    meant = nearest(given, PRESETS) if isinstance(given, str) else None
+    meant = nearest(given, PRESETS) if isinstance(given, str) else []
     known = f"; presets: {', '.join(PRESETS)}" if isinstance(given, str) else ""
     words = "a Cluster, or None for this machine"
-    example = f'ap.Cluster.preset("{meant or PRESETS[0]}"){known}'
+    example = f'ap.Cluster.preset("{[*meant, *PRESETS][0]}"){known}'
     Kind(words, lambda one: isinstance(one, Cluster | None), example)(name, given)
 
 

@@ -20,7 +20,6 @@ in another form has this type as `FORM`, `to_form` and `of_form`. A field may ha
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import types
@@ -31,6 +30,7 @@ from numbers import Integral
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from autopar.errors import AutoparError
+from autopar.suggestions import nearest
 
 At = tuple[str | int, ...]  # the keys that lead to a value
 LARGEST = 1 << 62  # whole numbers, in either direction
@@ -156,8 +156,8 @@ def _fields(kind: Any, data: Any, at: At) -> Any:
     known = _declared(kind)
     for key in _table(data, at):
         if key not in known:
-            close = difflib.get_close_matches(key, known, 1)
-            remedy = f"did you mean {close[0]!r}?" if close else f"use {sorted(known)}"
+            close = " or ".join(map(repr, nearest(key, [*known])))
+            remedy = f"did you mean {close}?" if close else f"use {sorted(known)}"
             raise Mismatch((*at, key), "is not a key here", data[key], remedy)
     for key, (field, _) in known.items():
         if key not in data and field.default is MISSING and field.default_factory is MISSING:

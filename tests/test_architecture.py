@@ -42,6 +42,7 @@ FLOORS = (
         "files",
         "schema",
         "states",
+        "suggestions",
         "tables",
         "progress",
         "units",

@@ -64,6 +64,7 @@ class Cutter:
         if not tells:
             self.outputs = (self.loss, *(captured.kept if keeps else ()))
         self.live = ancestors([*self.outputs, *_mutated(captured)])
+        self.tables: list[fx.Node] = []  # refused last, when it helps to hand them over as inputs
         self.status: dict[str, Status] = {}
         self.given: dict[fx.Node, tuple[Status, ...]] = {}  # of each result of an operator
         self.graph = fx.Graph()
@@ -123,6 +124,8 @@ class Cutter:
         for node in mutated if self.count > 1 else ():
             if self.status[node.name] not in (SAME, OWN):
                 _refuse(node, "a buffer is changed by more than one micro-batch's own statistics")
+        for node in self.tables:
+            self._refuse_table(node)
         results = tuple(self.copies[node] for node in (*self.outputs, *mutated))
         output = self.graph.output(results)
         info(output).end(results)
@@ -147,6 +150,11 @@ class Cutter:
                 self.copies[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves
             ),
         )
+
+    def _refuse_table(self, node: fx.Node) -> NoReturn:
+        shape, dim = tuple(info(node).val.shape), int(self.status[node.name])
+        table = f"a table {shape} over {counted(shape[dim], 'sample')}"
+        _refuse(node, f"{table} is a constant that differs from sample to sample", TABLE)
 
     def joins(self) -> tuple[Status, ...]:
         """Of each output, what it is to micro-batches: how theirs make that of the batch."""
@@ -186,9 +194,7 @@ class Cutter:
         if name in self.constants and status != SAME:
             pieces = self.constants[name].chunk(self.count, int(status))
             if not all(torch.equal(pieces[0], piece) for piece in pieces[1:]):
-                size = value.shape[int(status)]
-                table = f"a table {tuple(value.shape)} over {counted(size, 'sample')}"
-                _refuse(node, f"{table} is a constant that differs from sample to sample", TABLE)
+                self.tables.append(node)
             self.constants[name] = pieces[0].clone()
         self.status[name] = status
         copy = self.graph.node_copy(node)

@@ -187,6 +187,19 @@ def test_a_table_over_the_samples_is_told_as_one():
     assert e.value.source.endswith("# the line")
 
 
+def test_where_samples_meet_a_table_is_not_the_reason():
+    """Handed over as an input, as is advised for a table alone, it would be refused for this."""
+
+    def loss(y, x, w):
+        return F.cross_entropy(y @ y.T, torch.arange(len(x)))
+
+    captured = capture(Head(loss).double(), (torch.randn(6, 4, dtype=torch.float64),))
+    with pytest.raises(ap.InvalidInput, match="lets samples of different micro-batches meet") as e:
+        cut_batch(captured, 2)
+    assert "microbatches=1" in e.value.remedy
+    assert "as an input" not in e.value.remedy
+
+
 @pytest.mark.parametrize("count", [0, -1, 4, 1.5, True])
 def test_numbers_of_micro_batches(count):
     captured = capture(Head(LOSSES["sum"]).double(), (torch.randn(6, 4, dtype=torch.float64),))
