@@ -182,8 +182,16 @@ def require_one_dtype(captured: Captured, remedy: str = _OF_PRECISION) -> None:
 def require_products_of_one_dtype(builder: GraphBuilder, precision: Precision | None) -> None:
     """Refuse products that torch refuses when they run, whole and complex numbers among them."""
     for node in builder.calls(*_PRODUCTS):
-        if len(set(map(_dtype, tensor_inputs(node)))) > 1:
+        is_sum = node.target.overloadpacket != aten.einsum or _sums(node.args[0])  # type: ignore[union-attr,arg-type]
+        if is_sum and len(set(map(_dtype, tensor_inputs(node)))) > 1:
             raise _several_dtypes(node, _OF_INPUTS if precision is None else _OF_PRECISION)
+
+
+def _sums(equation: str) -> bool:
+    """Return whether an einsum sums over a letter; one that does not multiplies elements."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    letters = [letter for letter in inputs if letter.isalpha()]
+    return not {*letters} <= {*output} if arrow else len({*letters}) < len(letters)
 
 
 def _dtype(value: fx.Node) -> torch.dtype:

@@ -83,6 +83,11 @@ class _Context:
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
 
+    @property
+    def saved_variables(self) -> tuple[Any, ...]:
+        """An older name."""
+        return self.saved_tensors
+
     def set_materialize_grads(self, value: bool) -> None:
         self.materializes = value
 

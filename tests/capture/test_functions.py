@@ -113,7 +113,7 @@ class Power(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, y, value = ctx.saved_tensors
+        x, y, value = ctx.saved_variables  # the older name
         return grad * value * y, grad * value * x
 
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import autopar as ap
 from autopar.pipeline import load, save, schedule
@@ -143,3 +145,18 @@ def test_a_pipeline_differentiates_steps_only():
     case = shared("gpt2", 8, 2)
     with pytest.raises(ap.InvalidInput, match="a call of a pipeline has no gradients"):
         module(*case.args, **case.kwargs)
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Parameter(torch.ones(4, 1)), nn.Parameter(torch.ones(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.rows + self.columns).square().mean()
+
+
+def test_a_model_that_reads_no_input_has_no_stages() -> None:
+    with pytest.raises(ap.InvalidInput, match="what forward computes from its inputs") as caught:
+        ap.parallelize(Table(), (torch.ones(4),), mesh=ap.Mesh(pp=2), backend="virtual")
+    assert_explained(caught.value)

@@ -146,6 +146,22 @@ def test_whole_numbers_as_a_weight() -> None:
     assert "linear of torch.float32, torch.int8" in str(caught.value.got)
 
 
+class Positions(nn.Module):
+    """An outer product of whole numbers and others, which torch multiplies element by element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scales = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        angles = torch.einsum("i, j -> i j", torch.arange(len(rows)), self.scales)
+        return (self.linear(rows) * angles).square().mean()
+
+
+def test_whole_numbers_in_a_product_that_sums_nothing() -> None:
+    assert ap.verify(Positions(), (X,), mesh=ap.Mesh(dp=2)).ok
+
+
 def test_a_number_that_changes_is_named() -> None:
     module = parallel(Model(), X, 0.0)
     for step in range(1, 8):

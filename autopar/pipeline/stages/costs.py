@@ -80,6 +80,12 @@ class StageCosts:
     ) -> None:
         """`costs`: on each kind of machines. `like`: that of the same program with other places of
         its parameters; `beside`: of the same layouts, though other regions may be recomputed."""
+        if not flow.activations:
+            raise InvalidInput(
+                "a pipeline has stages of what forward computes from its inputs",
+                got="a model whose outputs follow from parameters and buffers alone",
+                remedy="no pipeline axis, or outputs that depend on the inputs",
+            )
         self.flow, self.mesh = flow, mesh
         known = like or beside
         self.stretch: Stretch = Stretch.of(flow) if known is None else known.stretch
