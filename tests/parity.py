@@ -13,8 +13,8 @@ gradient, be that 1e-17 or 1.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
-from tests.combined import assert_own_memory
+from tests.combined import accumulate, assert_own_memory
 from tests.models import Case
 
 TOLERANCE = 1e-9
 FLOOR = 1e-4
 STEPS = 2
 Tensors = Mapping[str, Tensor]
+Batches = Sequence[Sequence[tuple[Any, ...]]]  # of each step, one or several that add up
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Outcome:
 
     losses: list[Tensor]  # where gradients are clipped, each with the norm before
     grads: Tensors  # of the first step
-    state: Tensors  # parameters and buffers at the end
+    state: Tensors  # parameters, buffers and what stands in attributes `aux` at the end
 
 
 def assert_parity(case: Case, mesh: ap.Mesh, **options: Any) -> ap.ParallelModule:
@@ -51,21 +52,30 @@ def assert_parity(case: Case, mesh: ap.Mesh, **options: Any) -> ap.ParallelModul
 
 
 def single_outcome(
-    case: Case, steps: int = STEPS, clip: tuple[float, float] | None = None
+    case: Case,
+    steps: int = STEPS,
+    clip: tuple[float, float] | None = None,
+    batches: Batches | None = None,
 ) -> Outcome:
-    """The original model on one device; `clip` its gradients to a norm of an order."""
+    """The original model on one device; `clip` its gradients to a norm of an order. `batches`:
+    instead of the case's own."""
 
-    def step() -> Tensor:
-        loss = case.loss(case.run())
-        loss.backward()
+    def step(args: tuple[Any, ...]) -> Tensor:
+        one = replace(case, args=args)
+        loss = one.loss(one.run())
+        accumulate(loss, case.model.parameters())
         return loss.detach()
 
     def grads() -> dict[str, Tensor]:
         named = case.model.named_parameters()
         return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
+    def state() -> dict[str, Tensor]:
+        return case.model.state_dict() | _kept(case.model)
+
     clip_ = clip and partial(nn.utils.clip_grad_norm_, list(case.model.parameters()), *clip)
-    return _train(step, case.model.parameters(), grads, case.model.state_dict, steps, clip_)
+    each = batches or [[case.args]] * steps
+    return _train(step, case.model.parameters(), grads, state, each, clip_)
 
 
 def parallel_outcome(
@@ -73,19 +83,30 @@ def parallel_outcome(
     case: Case,
     steps: int = STEPS,
     clip: tuple[float, float] | None = None,
+    batches: Batches | None = None,
 ) -> Outcome:
     """The parallel program, on whichever backend it runs."""
 
-    def step() -> Tensor:
-        loss = module.step(*case.args, **case.kwargs)
+    def step(args: tuple[Any, ...]) -> Tensor:
+        loss = module.step(*args, **case.kwargs)
         assert_own_memory(module.parameters())
         return loss
 
     def grads() -> dict[str, Tensor]:
         return module.full_grads()
 
+    def state() -> dict[str, Tensor]:
+        return module.full_state_dict() | _kept(module)
+
     clip_ = clip and partial(module.clip_grad_norm_, *clip)
-    return _train(step, module.parameters(), grads, module.full_state_dict, steps, clip_)
+    each = batches or [[case.args]] * steps
+    return _train(step, module.parameters(), grads, state, each, clip_)
+
+
+def _kept(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that forward has left in attributes `aux`."""
+    named = ((path, vars(module).get("aux")) for path, module in model.named_modules())
+    return {f"{path}.aux": kept for path, kept in named if isinstance(kept, Tensor)}
 
 
 def assert_equal(
@@ -127,18 +148,18 @@ def _differences(
 
 
 def _train(
-    step: Callable[[], Tensor],
+    step: Callable[[tuple[Any, ...]], Tensor],
     parameters: Iterable[nn.Parameter],
     grads: Callable[[], Tensors],
     state: Callable[[], Tensors],
-    steps: int,
+    batches: Batches,
     clip: Callable[[], Tensor] | None,
 ) -> Outcome:
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
     losses, first = [], {}
-    for index in range(steps):
+    for index, parts in enumerate(batches):
         optimizer.zero_grad()
-        losses.append(step())
+        losses += [step(args) for args in parts]
         if clip is not None:
             losses.append(clip())
         if index == 0:

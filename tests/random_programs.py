@@ -5,8 +5,9 @@
 
 Every activation is (batch, sequence, hidden) in float64. A block is a residual of some operators
 that a training script might have: projections that are cut into parts, sorts, buffers, constants,
-writes in place, parts in bfloat16, weights that pass through operators, parameters that are frozen,
-tied, unused, or read where no gradient flows. Losses are means and sums, with constants,
+writes in place, parts in bfloat16, weights that pass through operators or are made of several
+parameters, parameters that are frozen, tied, unused, or read where no gradient flows, figures and
+parts of the loss that are kept in attributes. Losses are means and sums, with constants,
 regularisers and auxiliary terms.
 """
 
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.combined import COMBINATIONS, Combined
 from tests.models import IGNORED, Case
 
 HIDDEN, HEADS, SEQUENCE, VOCABULARY = 12, 3, 6, 11
@@ -286,7 +288,30 @@ class Coarse(nn.Module):
         return x + y.to(x.dtype)
 
 
-COMMON = (Feed, Attend, Gate, Several, Convolve, Experts, Shuffle, InPlace, Weights, Odd, Buffers)
+class Together(Combined):
+    """A weight that is made of two parameters, to which backward may hand one tensor."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng.choice([*COMBINATIONS]), HIDDEN)
+
+
+class Aside(nn.Module):
+    """A layer that keeps a part of the loss, or a figure, in an attribute."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self.inner, self.is_part = nn.Linear(HIDDEN, HIDDEN), rng.random() < 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        self.aux = y.square().mean() if self.is_part else y.detach().abs().mean()
+        return x + y
+
+
+COMMON = (
+    *(Feed, Attend, Gate, Several, Convolve, Experts, Shuffle, InPlace, Weights, Odd, Buffers),
+    *(Together, Aside),
+)
 RARE = (BatchStatistics, Coarse)
 
 
@@ -304,7 +329,7 @@ class Net(nn.Module):
             for _ in range(rng.choice([4, 6, 8]))
         ]
         in_turns = BatchStatistics in kinds  # what a micro-batch gives is then a mean of its own
-        kinds = [Feed if in_turns and kind is Buffers else kind for kind in kinds]
+        kinds = [Feed if in_turns and kind in (Buffers, Aside) else kind for kind in kinds]
         if Coarse in kinds:  # a kink or an order would make any rounding large
             kinds = [Gate if kind in (Several, InPlace) else kind for kind in kinds]
         self.blocks = nn.ModuleList(kind(rng) for kind in kinds)
@@ -352,7 +377,10 @@ class Net(nn.Module):
             return loss + 1e-2 * self.head.weight.square().sum()
         if self.extra == 3:
             return loss + 1e-2 * sum(p.square().mean() for p in self.parameters())
-        return loss
+        if self.extra == 4:
+            return loss + 1e-2 * sum(p.square().sum() for p in self.parameters())
+        parts = (one.aux for one in self.blocks if isinstance(one, Aside) and one.is_part)
+        return sum((0.1 * part for part in parts), loss)
 
 
 def program(seed: int) -> Case:
@@ -361,12 +389,23 @@ def program(seed: int) -> Case:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Net(rng).double().train()
-        batch = rng.choice([8, 8, 9, 12])
-        ids = torch.randint(0, VOCABULARY, (batch, SEQUENCE))
-        labels = torch.randint(0, VOCABULARY, (batch, SEQUENCE))
-        labels[torch.rand(labels.shape) < 0.2] = IGNORED
-        real = torch.randn(batch, SEQUENCE, HIDDEN, dtype=torch.float64)
-    return Case(f"random-{seed}", model, (ids if model.by_ids else real, labels))
+        args = _batch(model, rng.choice([8, 8, 9, 12]))
+    return Case(f"random-{seed}", model, args)
+
+
+def another_batch(case: Case, seed: int) -> tuple[Tensor, Tensor]:
+    """A batch like that of a random program."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return _batch(case.model, len(case.args[0]))
+
+
+def _batch(model: nn.Module, size: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, VOCABULARY, (size, SEQUENCE))
+    labels = torch.randint(0, VOCABULARY, (size, SEQUENCE))
+    labels[torch.rand(labels.shape) < 0.2] = IGNORED
+    real = torch.randn(size, SEQUENCE, HIDDEN, dtype=torch.float64)
+    return (ids if model.by_ids else real), labels
 
 
 def has(model: nn.Module, kind: Callable[..., nn.Module]) -> bool:

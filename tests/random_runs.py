@@ -3,8 +3,9 @@
 >>> run(7, 0).verdict
 'compared'
 
-Half of all configurations are in micro-batches, most of these in a pipeline. Some do to a parameter
-after `parallelize` what people do: freeze, unfreeze, replace and load it.
+Each step has another batch, and some add the gradients of two. Half of all configurations are in
+micro-batches, most of these in a pipeline; some cut states (ZeRO). Some do to a parameter after
+`parallelize` what people do: freeze, unfreeze, replace and load it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch import Tensor, nn
 
 import autopar as ap
 from tests.models import Case
-from tests.parity import STEPS, Outcome, assert_equal, parallel_outcome, single_outcome
-from tests.random_programs import BatchStatistics, Coarse, has, program
+from tests.parity import STEPS, Batches, Outcome, assert_equal, parallel_outcome, single_outcome
+from tests.random_programs import BatchStatistics, Coarse, another_batch, has, program
 from tests.toy import machines
 
 MESHES = (
@@ -47,6 +48,7 @@ SCHEDULES = (
     "dualpipe-v",
     "chimera-zb",
 )
+STATES = ("zero1", "zero2", "zero3")
 CHANGES = ("freeze", "unfreeze", "replace", "load", "assign")
 # A part in bfloat16, whose values round either way: four units in their last place.
 COARSE = {"tolerance": 2.0**-5, "floor": 1e-2}
@@ -61,10 +63,12 @@ class Configuration:
     cuts: dict[str, tuple[tuple[str, ...], ...]]  # parameter -> axes of each dim
     change: str  # what is done to a parameter after parallelize; "" nothing
     parts: int  # micro-batches
+    passes: int  # batches whose gradients add up
 
     def __str__(self) -> str:
         shown = {key: value for key, value in self.options.items() if key != "cluster"}
-        return f"{shown}, cuts {self.cuts}, change {self.change or 'none'}"
+        more = f"change {self.change or 'none'}, batches of a step {self.passes}"
+        return f"{shown}, cuts {self.cuts}, {more}"
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,9 @@ def configuration(seed: int, number: int, case: Case) -> Configuration:
             if rng.random() < density:
                 cuts[name] = _cut(rng, parameter, axes, sizes)
     change = rng.choice(CHANGES) if rng.random() < 0.2 else ""
-    return Configuration(options, cuts, change, parts)
+    if rng.random() < 0.3:
+        options["states"] = rng.choice(STATES)
+    return Configuration(options, cuts, change, parts, rng.choice([1, 1, 2]))
 
 
 def run(seed: int, number: int) -> Result:
@@ -124,9 +130,10 @@ def run(seed: int, number: int) -> Result:
             )
             changed = _changed(seed, number, other.model)
             change(module, chosen.change, *changed)
-            actual = parallel_outcome(module, case, 1 if has(case.model, Coarse) else STEPS)
+            batches = _batches(case, chosen.passes)
+            actual = parallel_outcome(module, case, batches=batches)
             change(other.model, chosen.change, *changed)
-            expected = _expected(other, chosen.parts)
+            expected = _expected(other, chosen.parts, batches)
             _compare(actual, expected, has(case.model, Coarse))
     except ap.AutoparError as error:
         return Result("refused", f"{error.rule} | {error.got}", made)
@@ -170,22 +177,27 @@ def _changed(seed: int, number: int, model: nn.Module) -> tuple[str, Tensor]:
     return name, torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
-def _expected(case: Case, parts: int) -> Outcome:
-    steps = 1 if has(case.model, Coarse) else STEPS
+def _batches(case: Case, passes: int) -> Batches:
+    """The batches of each step, the first of which is the case's own."""
+    count = passes * (1 if has(case.model, Coarse) else STEPS)
+    every = [case.args, *(another_batch(case, seed) for seed in range(1, count))]
+    return [every[start : start + passes] for start in range(0, count, passes)]
+
+
+def _expected(case: Case, parts: int, batches: Batches) -> Outcome:
     if parts > 1 and has(case.model, BatchStatistics):
-        return single_outcome(InTurns(case, parts), steps)
-    return single_outcome(case, steps)
+        case = InTurns(case.name, case.model, case.args, case.kwargs, parts)
+    return single_outcome(case, batches=batches)
 
 
+@dataclass(frozen=True)
 class InTurns(Case):
     """A case whose batch norm sees one micro-batch after another, for losses that are means."""
 
-    def __init__(self, case: Case, parts: int) -> None:
-        object.__setattr__(self, "parts", parts)
-        super().__init__(case.name, case.model, case.args, case.kwargs)
+    parts: int = 1
 
     def run(self) -> Tensor:
-        pieces = zip(*(value.chunk(self.parts) for value in self.args))  # type: ignore[attr-defined]
+        pieces = zip(*(value.chunk(self.parts) for value in self.args))
         return torch.stack([self.loss(self.model(*piece)) for piece in pieces]).mean()
 
 
