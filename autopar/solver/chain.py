@@ -131,17 +131,21 @@ class Reduced(NamedTuple):
 
     chain: Chain
     elimination: Elimination
-    power: Power
-
-    @property
-    def table(self) -> Array:
-        """A dim for each node of the chain's scope."""
-        return self.power.table.reshape(self.chain._sizes_of(self.chain.scope))
+    power: Power  # its table is over the chain's scope, in rows
 
 
 def _flat(values: list[int], sizes: list[int]) -> int:
-    return int(np.ravel_multi_index(values, sizes)) if sizes else 0
+    """Return the row of a table over so many nodes, which may be more than numpy has dims."""
+    row = 0
+    for value, size in zip(values, sizes):
+        row = row * size + value
+    return row
 
 
-def _split(value: int, sizes: list[int]) -> list[int]:
-    return [int(part) for part in np.unravel_index(value, sizes)] if sizes else []
+def _split(row: int, sizes: list[int]) -> list[int]:
+    """Return the values that `_flat` was given."""
+    values: list[int] = []
+    for size in reversed(sizes):
+        row, value = divmod(row, size)
+        values.append(value)
+    return values[::-1]

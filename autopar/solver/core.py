@@ -150,21 +150,14 @@ class Core:
     def _eliminated(self, kept: Mapping[int, Integers]) -> tuple[dict[int, int], float]:
         """The best choice with these strategies, and its cost."""
         messages = self.messages
-        sizes = {v: len(keep) for v, keep in kept.items() if len(keep) > 1}
-        elimination = Elimination(sizes, self.limit)
-
-        def add(scope: tuple[int, ...], table: Array) -> None:
-            """A node with one strategy is no dim of any table."""
-            taken = table[np.ix_(*(kept[v] for v in scope))]
-            rest = tuple(v for v in scope if v in sizes)
-            elimination.add(rest, taken.reshape([sizes[v] for v in rest]))
-
+        elimination = Elimination({v: len(keep) for v, keep in kept.items()}, self.limit)
         for v, cost in messages.nodes.items():
-            add((v,), cost)
+            elimination.add((v,), cost[kept[v]])
         for edge in messages.edges:
-            add((edge.low, edge.high), edge.table)
+            low, high = edge.low, edge.high
+            elimination.add((low, high), edge.table[np.ix_(kept[low], kept[high])])
         elimination.run()
-        found = elimination.complete({v: 0 for v in kept if v not in sizes})
+        found = elimination.complete({})
         choice = {v: int(messages.strategies[v][kept[v][s]]) for v, s in found.items()}
         return choice, elimination.constant
 

@@ -84,7 +84,13 @@ class Elimination:
         self._made: dict[tuple[object, ...], tuple[Array, tuple[Array, ...]]] = {}
 
     def add(self, scope: Scope, table: Array) -> None:
-        """Add a table with a dim for each variable of `scope`."""
+        """Add a table over the variables of `scope`, in rows.
+
+        A variable with one strategy is no dim of any table, of which numpy allows but a few."""
+        scope = self._open(scope)
+        shape = tuple(self.sizes[v] for v in scope)
+        if (whole := table).shape != shape:
+            table = self._once(lambda: whole.reshape(shape), whole, of=shape)
         if len(set(scope)) < len(scope):
             scope, table = _diagonal(scope, table)
         ordered = tuple(sorted(scope))
@@ -170,11 +176,16 @@ class Elimination:
         return found
 
     def joint(self, scope: Scope) -> Array:
-        """The sum of all that is left, as one table over `scope`."""
+        """The sum of all that is left, over `scope` in rows."""
+        scope = self._open(scope)
         total = np.full([self.sizes[v] for v in scope], self.constant)
         for own, table in self.factors.items():
             total += _aligned(own, table, scope)
-        return total
+        return total.reshape(-1)
+
+    def _open(self, scope: Scope) -> Scope:
+        """The variables of a scope that have a choice."""
+        return tuple(v for v in scope if self.sizes[v] > 1)
 
     def _eliminate(self, v: int, around: Scope) -> None:
         scopes = sorted(self._scopes.pop(v))

@@ -172,7 +172,7 @@ class Optimiser:
         for low, high, table in self.edges:
             elimination.add((low, high), edges[table])
         for entry in reduced:
-            elimination.add(entry.chain.scope, entry.table)
+            elimination.add(entry.chain.scope, entry.power.table)
         return elimination, reduced
 
 

@@ -135,7 +135,7 @@ def test_no_choice_is_below_what_messages_say_of_its_strategies() -> None:
         joint = Elimination({v: len(cost) for v, cost in nodes.items()})
         for scope, table in tables.items():
             joint.add(scope, table)
-        everything = joint.joint(tuple(nodes))
+        everything = joint.joint(tuple(nodes)).reshape([len(cost) for cost in nodes.values()])
         for v, excess in messages.excess().items():
             least = everything.min(axis=tuple(u for u in nodes if u != v))
             assert (messages.bound + excess <= least + 1e-9).all()
@@ -281,3 +281,37 @@ def test_parts_that_nothing_joins_share_only_the_limit() -> None:
 def test_the_empty_graph_costs_nothing() -> None:
     solution = solve(CostGraph())
     assert (solution.choice, solution.objective, solution.gap) == ([], 0.0, 0.0)
+
+
+@pytest.mark.parametrize("limit", [None, 75.0])
+def test_a_node_may_have_more_neighbours_without_a_choice_than_numpy_has_dims(
+    limit: float | None,
+) -> None:
+    graph, count = CostGraph(), 70
+    hubs = graph.add_node([1.0, 0.0, 3.0], [3.0, 2.0, 6.0]), graph.add_node([0.0, 1.0], [3.0, 1.0])
+    ends = [graph.add_node([2.0], [1.0]) for _ in range(count)]
+    for end, other in zip(ends, [*ends[1:], ends[0]]):
+        graph.add_edge(hubs[0], end, [[0.0], [1.0], [0.0]])
+        graph.add_edge(end, hubs[1], [[1.0, 2.0]])
+        graph.add_edge(end, other, [[1.0]])
+    solution = solve(graph, memory=limit, tolerance=0.0)
+    assert solution.choice[:2] == ([0, 0] if limit is None else [1, 0])
+    assert solution.gap < 1e-9
+    extra = 0 if limit is None else count - 1
+    assert solution.objective == 1 + 4 * count + extra
+
+
+def test_blocks_may_be_joined_by_more_nodes_without_a_choice_than_numpy_has_dims() -> None:
+    graph, width, count = CostGraph(), 70, 8
+    before: list[int] = []
+    for _ in range(count):
+        hub = graph.add_node([1.0, 0.0])
+        nodes = [graph.add_node([float(place)]) for place in range(width)]
+        for node in nodes:
+            graph.add_edge(hub, node, [[0.0], [1.0]])
+        for node in before:
+            graph.add_edge(node, hub, [[0.0, 1.0]])
+        before = nodes
+    best = Optimiser(graph.packed).minimise()
+    assert best.value == best.bound == count * (1.0 + sum(range(width)))
+    assert not best.choice.any()
