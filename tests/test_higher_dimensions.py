@@ -1,63 +1,133 @@
-"""Tensor parallelism in one to three dims, on layouts alone: local shapes as in the literature.
+"""Tensor parallelism in one to three dims by layouts alone moves what the literature says it does.
 
-Of x 16 x 256 through 256 -> 1024 -> 256; weights are read here as (out, in).
+x of 48 x 48 goes through 48 -> 96 -> 48; weights are read here as (out, in). All axes of a mesh
+differ in size, so that no layout is mistaken for one with its axes exchanged.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar import Mesh
+from autopar import Layout, Mesh
 from tests.models import Case
 from tests.parity import assert_parity
 
 Dims = tuple[Any, Any]
 
 
+class Product(NamedTuple):
+    """The layouts of one product: stored and used, of its input and of its weight."""
+
+    x: Dims
+    used_x: Dims
+    weight: Dims
+    used_weight: Dims
+
+
+class Way(NamedTuple):
+    mesh: Mesh
+    up: Product
+    down: Product
+    out: Dims
+    weights: str  # the local shapes of 1024 x 256 and 256 x 1024 where each axis has size 2
+    moved: list[str]  # with the bytes that a rank has, of what is larger
+
+
 class Perceptron(nn.Module):
-    def __init__(self, rows: Dims, inner: Dims) -> None:
+    def __init__(self, way: Way) -> None:
         super().__init__()
-        self.rows, self.inner = rows, inner
-        self.up, self.down = nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False)
+        self.way = way
+        self.up, self.down = nn.Linear(48, 96, bias=False), nn.Linear(96, 48, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = ap.shard(x, self.rows)
-        h = ap.shard(torch.tanh(self.up(x)), self.inner)
-        return ap.shard(self.down(h), self.rows).pow(2).mean()
+        h = torch.tanh(self.product(x, self.up.weight, self.way.up))
+        return ap.shard(self.product(h, self.down.weight, self.way.down), self.way.out).sum()
+
+    def product(self, x: Tensor, weight: Tensor, how: Product) -> Tensor:
+        x = ap.shard(ap.shard(x, how.x), how.used_x)
+        return F.linear(x, ap.shard(weight, how.used_weight))
 
 
-Q = Mesh(a=2, b=2)
-DEEP, CUBE = Mesh(d=2, a=2, b=2), Mesh(i=2, j=2, k=2)
 DA, IJ, IK, JI, KI = ("d", "a"), ("i", "j"), ("i", "k"), ("j", "i"), ("k", "i")
-# The mesh; the layouts of x, of the first weight, of what is between, of the second weight; and the
-# local shapes of the weights.
 WAYS = {
-    "1-D": (Mesh(a=2), (None, None), ("a", None), (None, "a"), (None, "a"), "512x256 256x512"),
-    "2-D": (Q, ("a", "b"), ("b", "a"), ("a", "b"), ("b", "a"), "512x128 128x512"),
-    "2.5-D": (DEEP, (DA, "b"), ("b", "a"), (DA, "b"), ("b", "a"), "512x128 128x512"),
-    "3-D": (CUBE, (IJ, "k"), (KI, "j"), (IK, "j"), (JI, "k"), "256x128 64x512"),
+    "1-D": Way(
+        Mesh(a=2),
+        Product((None, None), (None, None), ("a", None), ("a", None)),
+        Product((None, "a"), (None, "a"), (None, "a"), (None, "a")),
+        (None, None),
+        "512x256 256x512",
+        ["all_reduce over a: 18432, back: identity"],
+    ),
+    "2-D": Way(
+        Mesh(a=2, b=3),
+        Product(("a", "b"), ("a", None), ("b", "a"), ("b", None)),
+        Product(("a", "b"), ("a", None), ("b", "a"), ("b", None)),
+        ("a", "b"),
+        "512x128 128x512",
+        [
+            "all_gather over b: 9216, back: None",  # 48/2 x 48: x learns nothing
+            "all_gather over a: 12288, back: reduce_scatter",  # 96/3 x 48
+            "all_gather over b: 18432, back: reduce_scatter",  # 48/2 x 96
+            "all_gather over a: 12288, back: reduce_scatter",  # 48/3 x 96
+            "all_reduce over a,b: 8, back: identity",  # the loss
+        ],
+    ),
+    "2.5-D": Way(
+        Mesh(d=4, a=2, b=3),
+        Product((DA, "b"), (DA, None), ("b", "a"), ("b", None)),
+        Product((DA, "b"), (DA, None), ("b", "a"), ("b", None)),
+        (DA, "b"),
+        "512x128 128x512",
+        [
+            "all_gather over b: 2304, back: None",  # 48/8 x 48
+            "all_gather over a: 12288, back: reduce_scatter",  # 96/3 x 48
+            "all_gather over b: 4608, back: reduce_scatter",  # 48/8 x 96
+            "all_gather over a: 12288, back: reduce_scatter",  # 48/3 x 96
+            "all_reduce over d,a,b: 8, back: identity",
+        ],
+    ),
+    "3-D": Way(
+        Mesh(i=2, j=3, k=4),
+        Product((IJ, "k"), ("i", "k"), (JI, "k"), ("j", "k")),
+        Product((IK, "j"), ("i", "j"), (KI, "j"), ("k", "j")),
+        (IJ, "k"),
+        "256x128 64x512",
+        [
+            "all_gather over j: 2304, back: None",  # 48/2 x 48/4
+            "all_gather over i: 3072, back: reduce_scatter",  # 96/3 x 48/4
+            "reduce_scatter over k: 6144, back: all_gather",  # 48/2 x 96/3
+            "all_gather over k: 6144, back: reduce_scatter",  # 48/2 x 96/3
+            "all_gather over i: 3072, back: reduce_scatter",  # 48/4 x 96/3
+            "reduce_scatter over j: 2304, back: all_gather",  # 48/2 x 48/4
+            "all_reduce over i,j,k: 8, back: identity",
+        ],
+    ),
 }
 
 
-@pytest.mark.parametrize(
-    ("mesh", "rows", "up", "inner", "down", "shapes"), WAYS.values(), ids=WAYS.keys()
-)
-def test_local_shapes_and_parity(
-    mesh: Mesh, rows: Dims, up: Dims, inner: Dims, down: Dims, shapes: str
-) -> None:
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_local_shapes_movements_bytes_and_parity(way: Way) -> None:
     torch.manual_seed(0)
-    model = Perceptron(rows, inner).double()
-    ap.shard(model.up, params={"weight": up})
-    ap.shard(model.down, params={"weight": down})
-    module = assert_parity(Case("perceptron", model, (torch.randn(16, 256).double(),)), mesh)
-    layouts = module.plan.layouts
-    found = [
-        "x".join(map(str, layouts[f"{name}.weight"].local_shape(shape, mesh, 0)))
-        for name, shape in (("up", (1024, 256)), ("down", (256, 1024)))
+    model = Perceptron(way).double()
+    ap.shard(model.up, params={"weight": way.up.weight})
+    ap.shard(model.down, params={"weight": way.down.weight})
+    module = assert_parity(Case("perceptron", model, (torch.randn(48, 48).double(),)), way.mesh)
+    moved = module.plan.movements()
+    assert [f"{m.forward} over {m.axis}: {m.bytes}, back: {m.backward}" for m in moved] == way.moved
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_local_shapes_are_those_of_the_literature(way: Way) -> None:
+    mesh = Mesh(**dict.fromkeys(way.mesh.names, 2))
+    sizes = (1024, 256), (256, 1024)
+    shapes = [
+        Layout(*product.weight).local_shape(size, mesh, 0)
+        for product, size in zip((way.up, way.down), sizes)
     ]
-    assert " ".join(found) == shapes
+    assert " ".join("x".join(map(str, shape)) for shape in shapes) == way.weights
