@@ -23,6 +23,7 @@ import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -55,7 +56,9 @@ def is_a(value: Any, *kinds: type) -> bool:
 def space_of(value: Any) -> dict[str, Any] | None:
     """Return the `__dict__` of an object or a module; None where it has none."""
     get = _shape_of(type(value)).get_space
-    return None if get is None else get(value)
+    with suppress(AttributeError):  # of a compiled class
+        return None if get is None else get(value)
+    return None
 
 
 def class_space_of(kind: type) -> dict[str, Any]:

@@ -82,6 +82,7 @@ class Noted:
     lines: dict[tuple[int, str], str | None] = field(default_factory=dict)
     read: set[tuple[int, str]] = field(default_factory=set)
     by_torch: set[tuple[int, str]] = field(default_factory=set)
+    tables: set[str] = field(default_factory=set)  # buffers that forward does not write to
 
     def gather(self, state: PythonState, varies: Callable[[Tensor], bool]) -> None:
         """Note what has changed since `state`."""
@@ -135,6 +136,8 @@ def changes_noted(
             with _attributes_watched(noted):
                 result = call(*args, **kwargs)
             noted.gather(state, varies)
+            if noted.doubtful:
+                noted.tables = {k for k, value in model.named_buffers() if not varies(value)}
         finally:
             is_running = False
             state.put_back()
@@ -216,7 +219,8 @@ class _TwoCalls:
 
     def run(self, call: Call) -> None:
         switches = [one for one in self.noted.doubtful.values() if is_switch(one)]
-        own = {memory_of(one) for one in (*self.model.parameters(), *self.model.buffers())}
+        buffers = (b for k, b in self.model.named_buffers() if k not in self.noted.tables)
+        own = {memory_of(one) for one in (*self.model.parameters(), *buffers)}
         watch = _Operators({*own})
         for switch in switches:
             switch.holder.put_back([switch])
@@ -354,7 +358,7 @@ class _Operators(TorchFunctionMode):
         self.made: list[Any] = []
         self.read: list[Place] = []
         self.kept: dict[int, Place] = {}  # by memory, what is not to be read
-        self._varying, self._known = varying, dict[int, int]()
+        self._varying, self._known = varying, dict[Any, int]()
 
     def begin(self, given: Iterable[Tensor]) -> None:
         self.made = []
@@ -367,13 +371,16 @@ class _Operators(TorchFunctionMode):
         if _asks_of_form(function):
             return result
         leaves = pytree.tree_leaves((args, kwargs))
-        read = [memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        given = [memory_of(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        read, given = ([*map(memory_of, ones)] for ones in (tensors, results))
         self.read += [self.kept[memory] for memory in read if memory in self.kept]
-        others = (self._known.get(memory) for memory in read if memory not in self._varying)
+        tables = [_view(one) for one, own in zip(tensors, read) if own not in self._varying]
+        others = (self._known.get(table) for table in tables)
         call = (function, *(leaf for leaf in leaves if type(leaf) in PLAIN), *others)
         if self._varying.isdisjoint(read):
-            self._known |= dict.fromkeys(given, hash(call))
+            views = {_view(one) for one in results}.difference(tables)  # not those of all of one
+            self._known |= dict.fromkeys(views, hash(call))
             self._varying.difference_update(given)
         else:
             self.made.append(call)
@@ -381,6 +388,11 @@ class _Operators(TorchFunctionMode):
             is_in_place = name == "__setitem__" or (name.endswith("_") and name[-2:] != "__")
             self._varying.update(given, read if is_in_place else ())
         return result
+
+
+def _view(tensor: Tensor) -> tuple[int, str]:
+    """What tells a tensor from other views of its memory."""
+    return memory_of(tensor), f"{tensor.storage_offset()} {tensor.shape} {tensor.stride()}"
 
 
 def _asks_of_form(function: Any) -> bool:

@@ -1,6 +1,6 @@
 """What forward changes in Python: carried out after each call, refused, or warned of once.
 
-What is carried out on meshes is in tests/test_kept_tensors.py.
+What is carried out on meshes is in tests/test_outputs.py.
 """
 
 from __future__ import annotations
@@ -509,6 +509,39 @@ class Lengthens(nn.Linear):
         return (super().forward(x) + self.table).sum()
 
 
+NOTES = SimpleNamespace(last=[0])
+
+
+class Slopes(nn.Linear):
+    """A table of another buffer, of which each later call takes as much as it needs."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("slopes", torch.ones(4, 1))
+        self.register_buffer("offsets", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[1]
+        NOTES.last = [size]
+        if self.offsets is None:
+            self.register_buffer("offsets", self.slopes * torch.arange(size), persistent=False)
+            return (super().forward(x) + self.offsets).sum()
+        return (super().forward(x) + self.offsets[:, -size:]).sum()
+
+
+class Orders(nn.Linear):
+    """A constant that passes through an operator which gives it back as it is."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.order = torch.arange(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, self.order.long()]
+        NOTES.last = [len(x)]
+        return super().forward(x).sum()
+
+
 REGISTERED: Any = None
 IS_READY = False
 
@@ -523,7 +556,9 @@ class Registers(nn.Linear):
         return super().forward(x).sum()
 
 
-@pytest.mark.parametrize("kind", [OnlyLooksAtShapes, Tabulates, Lengthens, Registers])
+@pytest.mark.parametrize(
+    "kind", [OnlyLooksAtShapes, Tabulates, Lengthens, Slopes, Orders, Registers]
+)
 def test_others_are_kept_in_peace(kind: type[nn.Linear]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
