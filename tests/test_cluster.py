@@ -232,6 +232,15 @@ def test_a_wrong_file_names_key_and_line(
     assert str(error.value.source) == f"{path}:{line}"
 
 
+@pytest.mark.parametrize("text", ["", "nodes = []", "nodes = 3", "[nodes]\ncount = 1", "[network]"])
+def test_a_file_without_nodes_is_told_to_have_some(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    with pytest.raises(InvalidInput, match=r"nodes are one or more tables \[\[nodes\]\]") as error:
+        Cluster.load(path)
+    assert 'write [[nodes]], and below it preset = "dgx-h100"' in str(error.value.remedy)
+
+
 def test_a_file_that_is_not_toml_or_not_there(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     for text, line in (("name = \n", 1), ("name = 'a'\n[nodes", 2)):

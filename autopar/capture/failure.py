@@ -165,6 +165,8 @@ _PRODUCTS = (
     *(aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.mv, aten.dot),
     aten.einsum,
 )
+_NORMS = (aten.layer_norm, aten.group_norm, aten.batch_norm, aten.instance_norm)
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 def require_one_dtype(captured: Captured, remedy: str = _OF_PRECISION) -> None:
@@ -180,11 +182,19 @@ def require_one_dtype(captured: Captured, remedy: str = _OF_PRECISION) -> None:
 
 
 def require_products_of_one_dtype(builder: GraphBuilder, precision: Precision | None) -> None:
-    """Refuse products that torch refuses when they run, whole and complex numbers among them."""
-    for node in builder.calls(*_PRODUCTS):
-        is_sum = node.target.overloadpacket != aten.einsum or _sums(node.args[0])  # type: ignore[union-attr,arg-type]
-        if is_sum and len(set(map(_dtype, tensor_inputs(node)))) > 1:
+    """Refuse products and norms that torch refuses when they run, whole and complex numbers among
+    them."""
+    for node in builder.calls(*_PRODUCTS, *_NORMS):
+        if len(set(map(_dtype, tensor_inputs(node)))) > 1 and not _takes_several_dtypes(node):
             raise _several_dtypes(node, _OF_INPUTS if precision is None else _OF_PRECISION)
+
+
+def _takes_several_dtypes(node: fx.Node) -> bool:
+    """Return whether torch runs it so: a norm of halves by float32, an einsum that does not sum."""
+    operator: Any = node.target
+    if operator.overloadpacket in _NORMS:
+        return _dtype(tensor_inputs(node)[0]) in _HALVES
+    return operator.overloadpacket == aten.einsum and not _sums(str(node.args[0]))
 
 
 def _sums(equation: str) -> bool:

@@ -50,6 +50,7 @@ from autopar.errors import AutoparError, InvalidInput
 from autopar.schema import At, Count, Index, Mismatch, read, write
 
 Made = TypeVar("Made")
+_ADD_NODES = 'write [[nodes]], and below it preset = "dgx-h100", or device, devices and link'
 _NETWORK = Link(6e-6, 10e9)  # where nothing is said
 
 
@@ -152,6 +153,10 @@ def _toml(value: Any) -> str:
 
 
 def _cluster(data: dict[str, Any], name: str, make: Make[Made]) -> Made:
+    given = data.get("nodes")
+    if not given or not isinstance(given, list):
+        got = sorted(data) if given is None else given
+        raise Mismatch(("nodes",), "are one or more tables [[nodes]]", got, _ADD_NODES)
     file = read(_File, data)
     devices = {key: _device(key, entry) for key, entry in file.device.items()}
     nodes: list[Node] = []

@@ -138,6 +138,25 @@ def test_inputs_of_another_dtype_than_the_layers(module: Any, dtype: torch.dtype
         assert "x.float()" in str(caught.value.remedy)
 
 
+NORMS = {
+    "layer": lambda: nn.LayerNorm(4),
+    "batch": lambda: nn.BatchNorm1d(4),
+    "group": lambda: nn.GroupNorm(2, 4),
+}
+
+
+@pytest.mark.parametrize("make", NORMS.values(), ids=NORMS)
+def test_a_norm_alone_is_given_what_torch_takes(make: Callable[[], nn.Module]) -> None:
+    """In the dtype of its parameters, or in halves beside float32: nothing else runs."""
+    with pytest.raises(RuntimeError, match="mixed dtype"):
+        make()(X.double())
+    with pytest.raises(ap.InvalidInput, match="in the dtype that it computes in") as caught:
+        parallel(make(), X.double())
+    assert "norm of torch.float64, torch.float32" in str(caught.value.got)
+    norm = make()
+    torch.testing.assert_close(parallel(norm, X.bfloat16())(X.bfloat16()), norm(X.bfloat16()))
+
+
 def test_whole_numbers_as_a_weight() -> None:
     model = Model()
     model.linear.weight = nn.Parameter(torch.ones(4, 4).to(torch.int8), requires_grad=False)
