@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from autopar import schema
+from autopar.cluster.collective_counts import latency_count, volume_count
 from autopar.cluster.machines import REACHED, Device, Host, Link, Node
 from autopar.errors import ExecutionError
 from autopar.files import locked, write_file
@@ -31,23 +32,6 @@ T = TypeVar("T")
 Fitted = dict[tuple[str, int], tuple[float, float]]  # (kind, ranks) -> alpha and bandwidth
 VERSION = 4
 MOST_PROCESSES = 8  # more are not started to measure; what they share is shared further
-
-# How often alpha and V/B count in the formula of each collective over p ranks.
-_ALPHAS = {
-    "all_reduce": lambda p: 2 * (p - 1).bit_length(),
-    "all_gather": lambda p: p - 1,
-    "reduce_scatter": lambda p: p - 1,
-    "all_to_all": lambda p: p - 1,
-    "shift": lambda p: 1,
-}
-_VOLUMES = {
-    "all_reduce": lambda p: 2 * (p - 1) / p,
-    "all_gather": lambda p: (p - 1) / p,
-    "reduce_scatter": lambda p: (p - 1) / p,
-    "all_to_all": lambda p: (p - 1) / p,
-    "shift": lambda p: 1.0,
-}
-
 
 # A plain guess at such a machine, the same everywhere.
 _GUESS: dict[str, Any] = {
@@ -132,10 +116,10 @@ def fit_links(timings: list[tuple[str, int, int, float]]) -> Fitted:
         (small, fast), (large, slow) = points[0], points[-1]
         if small == large:
             continue
-        volume = _VOLUMES[kind](ranks)
+        volume = volume_count(kind, ranks)
         # Noise can make the large one as fast as the small one; it is never more than 50 times so.
         bandwidth = volume * (large - small) / max(slow - fast, slow / 50)
-        found[kind, ranks] = (fast / _ALPHAS[kind](ranks), bandwidth)
+        found[kind, ranks] = (fast / latency_count(kind, ranks), bandwidth)
     return found
 
 

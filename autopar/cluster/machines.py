@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autopar.cluster.collective_counts import PASSES
 from autopar.errors import InvalidInput
 from autopar.layout import DTYPE_NAMES
 from autopar.schema import Count, NotNegative, Part, Positive
@@ -159,7 +160,9 @@ def _dtypes(kinds: Sequence[Device]) -> list[str]:
 class Link:
     """The way between devices: `alpha` seconds a message, `bandwidth` bytes/s each direction.
 
-    `measured` holds what single collectives reach: (kind, ranks) -> (alpha, bandwidth)."""
+    `measured` holds what single collectives reach: (kind, ranks) -> (alpha, bandwidth), by the
+    formula of the kind. An all-reduce, reduce-scatter or all-gather that was not measured reaches
+    what one of the other two does."""
 
     alpha: NotNegative
     bandwidth: Positive
@@ -169,8 +172,12 @@ class Link:
 
     def of(self, kind: str, ranks: int) -> tuple[float, float]:
         """Alpha and bandwidth of collective `kind` over `ranks`: the nearest that was measured."""
-        sizes = sorted((abs(math.log(ranks / n)), n) for k, n in self.measured if k == kind)
-        return self.measured[kind, sizes[0][1]] if sizes else (self.alpha, self.bandwidth)
+        near = sorted(
+            (other != kind, abs(math.log(ranks / size)), other, size)
+            for other, size in self.measured
+            if other == kind or {other, kind} <= {*PASSES}
+        )
+        return self.measured[near[0][2:]] if near else (self.alpha, self.bandwidth)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
+from autopar.cluster.collective_counts import latency_count, volume_count
 from autopar.collectives.movement import Movement
 from autopar.errors import InvalidInput, VerifierError
 from autopar.layout import Layout, Placement, axes_of, parts_of
@@ -54,9 +55,8 @@ class Price(Protocol):
 class LinkPrice:
     """Latency and bandwidth of each mesh axis; a group over several goes at the slowest's pace.
 
-    With p ranks and V bytes: (p-1)/p V beta for a gather, a scatter and an all-to-all (where V is
-    one rank's piece), and twice that for an all-reduce; log2(p) alpha for each pass, p-1 for an
-    all-to-all.
+    Latencies and bytes count as in `cluster/collective_counts.py`; of an all-to-all they are those
+    of one rank's piece.
     """
 
     mesh: Mesh
@@ -78,9 +78,7 @@ class LinkPrice:
         parts = self.mesh.degree(axes)
         places = [self.mesh.names.index(axis) for axis in axes]
         alpha, beta = max(self.alpha[i] for i in places), max(self.beta[i] for i in places)
-        passes = 2 if kind == "all_reduce" else 1
-        hops = parts - 1 if kind == "all_to_all" else passes * math.log2(parts)
-        return passes * (parts - 1) / parts * size * beta + hops * alpha
+        return volume_count(kind, parts) * size * beta + latency_count(kind, parts) * alpha
 
 
 def redistribute(

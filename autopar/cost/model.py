@@ -19,6 +19,7 @@ from typing import Any
 from sympy import Max, Min, Symbol, log
 
 from autopar.cluster import AxisLink, Device
+from autopar.cluster.collective_counts import KINDS, latency_count, volume_count
 from autopar.collectives.redistribution import FREE
 from autopar.cost.formula import Formula
 
@@ -49,15 +50,14 @@ SYMBOLS = {
     "K": "seconds of what is computed beside it",
 }
 
-# Ring algorithms; all-reduce halves and doubles (Rabenseifner): the volume of a ring with the
-# latency of a tree.
+
+def _log2(number: Any) -> Any:
+    return log(number, 2)
+
+
 COLLECTIVES = {
-    "all_reduce": Formula("all_reduce", 2 * (p - 1) / p * V / B + 2 * log(p, 2) * a),
-    "all_gather": Formula("all_gather", (p - 1) / p * V / B + (p - 1) * a),
-    "reduce_scatter": Formula("reduce_scatter", (p - 1) / p * V / B + (p - 1) * a),
-    "all_to_all": Formula("all_to_all", (p - 1) / p * V / B + (p - 1) * a),
-    "shift": Formula("shift", V / B + a),  # to a neighbour
-    "broadcast": Formula("broadcast", log(p, 2) * (V / B + a)),
+    kind: Formula(kind, volume_count(kind, p, _log2) * V / B + latency_count(kind, p, _log2) * a)
+    for kind in KINDS
 }
 
 # Roofline: limited by arithmetic or by memory, whichever takes longer. What is read comes beside

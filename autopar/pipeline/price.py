@@ -50,7 +50,7 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
         # What runs again does so in B or I: never in W.
         backward_weight=[parts * (stage.backward - stage.again) / 2 for stage in stages],
         passages=passages(made, stages, cluster, line),
-        sync="eager-where-it-helps",
+        sync="eager",  # as the runtime begins them: `Schedule.gradient_positions`
         sync_cost=sums,
         after_sync=[stage.after for stage in stages],
         shared_sync=shared,

@@ -19,7 +19,7 @@ stage, a ``B`` or ``I`` its input gradient to the stage before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -122,6 +122,22 @@ class Schedule:
     def split_stages(self) -> frozenset[int]:
         """The stages whose backward is split into I and W."""
         return frozenset(action.stage for _, action in self.actions if action.kind == "I")
+
+    @cached_property
+    def gradient_positions(self) -> tuple[Mapping[int, tuple[int, ...]], ...]:
+        """By rank, and by stage, the positions of the actions that make gradients of its weights.
+
+        The last of them completes the gradient there, and its sum over ranks starts: in the
+        runtime, and so in what the planner prices. A rank without micro-batches has none.
+        """
+        found = []
+        for order in self.orders:
+            positions: dict[int, list[int]] = {}
+            for at, action in enumerate(order):
+                if action.kind in ("B", "W"):
+                    positions.setdefault(action.stage, []).append(at)
+            found.append({stage: tuple(every) for stage, every in positions.items()})
+        return tuple(found)
 
     @cached_property
     def messages(self) -> list[list[tuple[int, int, bool]]]:

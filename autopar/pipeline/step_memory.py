@@ -285,7 +285,8 @@ class _Counting:
             if waited >= 0
         }
         # Where the last gradients of each stage are made.
-        self._last = {a.stage: at for at, a in enumerate(schedule.orders[rank]) if a.kind in "BW"}
+        made = schedule.gradient_positions[rank]
+        self._last = {stage: positions[-1] for stage, positions in made.items()}
         self._due = {other: self._coming(other) for other in range(schedule.ranks) if other != rank}
         self._here: set[int] = set()  # those of which there is a buffer
         self._shape = -1, len(own), len(Part)

@@ -2,7 +2,7 @@
 share parameters the gradients of these.
 
 - ``after``: when a rank has done all its actions;
-- ``eager``: when a rank has done its last backward on the stage;
+- ``eager``: when a rank has done its last backward on the stage, as the runtime does it;
 - ``eager-where-it-helps``: eagerly for the stages that leave their ranks idle between that moment
   and the rank's last action, as a running all-reduce slows the work beside it; after for the rest.
 
@@ -22,25 +22,13 @@ from autopar.pipeline.timeline import Synchronization, Timeline, Update
 MODES = ("after", "eager", "eager-where-it-helps")
 
 
-def last_backwards(schedule: Schedule) -> tuple[dict[tuple[int, int], int], ...]:
-    """For each rank and each (pipe, stage) it holds, the position of its last B or W.
-
-    From there on the gradient is complete. A pipe without micro-batches has no entry.
-    """
-    return tuple(
-        {(one.pipe, one.stage): at for at, one in enumerate(order) if one.kind in ("B", "W")}
-        for order in schedule.orders
-    )
-
-
 def early_stages(timeline: Timeline) -> tuple[int, ...]:
     """The stages whose ranks all idle between their last backward on it and their last action."""
     schedule = timeline.schedule
-    last = last_backwards(schedule)
     tolerance = 1e-9 * timeline.makespan
 
-    def idles(pipe: int, stage: int, rank: int) -> bool:
-        after = last[rank].get((pipe, stage), -1) + 1
+    def idles(stage: int, rank: int) -> bool:
+        after = _completed_at(schedule, rank, stage) + 1
         ends = [0.0, *timeline.ends[rank]]
         gaps = zip(timeline.starts[rank][after:], ends[after:])
         return any(start - end > tolerance for start, end in gaps)
@@ -48,8 +36,13 @@ def early_stages(timeline: Timeline) -> tuple[int, ...]:
     return tuple(
         stage
         for stage in range(schedule.stages)
-        if all(idles(pipe, stage, rank) for pipe, rank in enumerate(schedule.replicas_of(stage)))
+        if all(idles(stage, rank) for rank in schedule.replicas_of(stage))
     )
+
+
+def _completed_at(schedule: Schedule, rank: int, stage: int) -> int:
+    """The position of the action that completes the gradient of `stage` on `rank`; -1: none."""
+    return (-1, *schedule.gradient_positions[rank].get(stage, ()))[-1]
 
 
 def synchronize(
@@ -63,7 +56,6 @@ def synchronize(
     ready first."""
     require_one_of("sync, when gradients are synchronised", mode, MODES)
     schedule = timeline.schedule
-    last = last_backwards(schedule)
     done = [ends[-1] if ends else 0.0 for ends in timeline.ends]
     stages = range(schedule.stages)
     eager = {"after": (), "eager": tuple(stages)}.get(mode) or (
@@ -72,8 +64,8 @@ def synchronize(
     completed = []
     for stage in stages:
         completed.append(0.0)
-        for pipe, rank in enumerate(schedule.replicas_of(stage)):
-            position = last[rank].get((pipe, stage), -1)
+        for rank in schedule.replicas_of(stage):
+            position = _completed_at(schedule, rank, stage)
             gradient = timeline.ends[rank][position] if position >= 0 else 0.0
             completed[stage] = max(completed[stage], gradient if stage in eager else done[rank])
     every = {(stage,): cost for stage, cost in enumerate(costs)} | dict(shared)

@@ -154,7 +154,7 @@ def _ends(schedule: Schedule, place: int, stages: Sequence[int]) -> dict[int, bo
     whether each is one backward pass, which makes each gradient once."""
     is_split = not schedule.split_stages.isdisjoint(stages)
     return {
-        at: len(one.microbatches) == 1 and not is_split
-        for at, one in enumerate(schedule.orders[place])
-        if one.kind in ("B", "W") and one.stage in stages
+        at: len(schedule.orders[place][at].microbatches) == 1 and not is_split
+        for stage in stages
+        for at in schedule.gradient_positions[place].get(stage, ())
     }

@@ -81,12 +81,29 @@ def test_a_step_over_slower_links_takes_no_less(name: str, way: str) -> None:
         seconds = [step.makespan for step in steps]
         assert all(one <= other * (1 + 1e-9) for one, other in pairwise(seconds)), slower
         seconds = [step.step_time for step in steps]
-        if plan.pipelining.schedule.stages == 4 and way not in ("chimera", "zb-h1"):
-            # Where ranks have several stages, or those that share a parameter split backward,
-            # which sums begin early depends on when these end.
+        if way != "zb-h1":
+            # The stages that share a parameter split backward: which of their sums is first depends
+            # on when these end, and the later one may be the longer.
             assert all(one <= other * (1 + 1e-9) for one, other in pairwise(seconds)), slower
         # Whatever the axes are, some of them runs between nodes, and between racks.
         assert seconds[-1] > 2 * seconds[0] or "inside" in slower[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sum_starts_when_its_ranks_have_made_its_gradients(way: str) -> None:
+    """As the runtime starts them: with the last backward of its stages, one at a time on a rank."""
+    timeline = priced(planned("apart", way), machines(1e6)).timeline
+    schedule, free = timeline.schedule, Counter[int]()
+    assert timeline.synchronizations
+    for summed in sorted(timeline.synchronizations, key=lambda one: one.end):
+        made = [
+            timeline.ends[rank][positions[-1]]
+            for rank in summed.ranks
+            for stage, positions in schedule.gradient_positions[rank].items()
+            if stage in summed.stages
+        ]
+        assert summed.start == max([*made, *(free[rank] for rank in summed.ranks)])
+        free.update({rank: summed.end - free[rank] for rank in summed.ranks})
 
 
 @pytest.mark.parametrize("name", MESHES)

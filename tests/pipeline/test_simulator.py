@@ -7,7 +7,7 @@ import pytest
 from autopar.cost.model import COLLECTIVES
 from autopar.errors import InvalidInput
 from autopar.pipeline import from_text, schedule, simulate
-from autopar.pipeline.synchronization import early_stages, last_backwards
+from autopar.pipeline.synchronization import early_stages
 from autopar.pipeline.timeline import draw
 
 
@@ -166,9 +166,10 @@ def test_what_follows_on_sums_begins_when_a_rank_has_summed_all():
 
 def test_last_backwards_are_where_a_gradient_is_complete():
     made = schedule("zb-h1", stages=2, microbatches=2)
-    (position,) = last_backwards(made)[1].values()
-    assert str(made.orders[1][position]) == "1W1"
-    assert last_backwards(schedule("chimera", stages=2, microbatches=1))[0] == {(0, 0): 1}
+    (positions,) = made.gradient_positions[1].values()
+    assert str(made.orders[1][positions[-1]]) == "1W1"
+    alone = schedule("chimera", stages=2, microbatches=1)
+    assert alone.gradient_positions == ({0: (1,)}, {1: (1,)})
 
 
 def test_time_of_an_all_reduce():
