@@ -20,6 +20,7 @@ from torch import _foreach_copy_ as copy_each  # tensors into tensors, from any 
 
 # A guard under which attributes of DTensors and parameters are read in half the time; by what a
 # kernel for autograd calls the one below it; how many dispatch modes (tracing, fakes) are active.
+from torch._C import DisableTorchFunction as without_functions
 from torch._C import DisableTorchFunctionSubclass as plain_attributes
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C import _len_torch_dispatch_stack as active_modes
@@ -59,6 +60,7 @@ __all__ = [  # of what is imported here for others
     "multiplies_tiles",
     "plain_attributes",
     "split_like",
+    "without_functions",
 ]
 
 # torch 2.13 renamed two public collectives and warns at each call of the old names.
@@ -394,6 +396,16 @@ def python_call(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[An
 def has_kernel(operator: torch._ops.OpOverload, key: str) -> bool:
     """Whether an operator has a kernel of its own for a dispatch key."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Return whether torch.func stands around a tensor, whose memory nobody sees then."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_traced() -> bool:
+    """Return whether export is making a graph of what runs."""
+    return proxy_tensor.get_proxy_mode() is not None
 
 
 def traced_node(tensor: Tensor) -> tuple[fx.Node | None, nn.Module]:

@@ -55,7 +55,6 @@ from autopar.capture.failure import (
 )
 from autopar.capture.fake import (
     FakeTensorMode,
-    by_every_name,
     computing,
     fake_inputs,
     fake_model,
@@ -79,10 +78,12 @@ from autopar.capture.listing import operator_name
 from autopar.capture.lookups import require_rows
 from autopar.capture.mapped import trained_anywhere
 from autopar.capture.maps import maps_are_operators
+from autopar.capture.model_tensors import by_every_name
 from autopar.capture.module_casts import casts_change_nothing
 from autopar.capture.node_classes import number_calls
 from autopar.capture.normalise import normalise
 from autopar.capture.overlaps import require_no_overlaps
+from autopar.capture.parameter_aliases import aliases_of
 from autopar.capture.plainly import answered_plainly
 from autopar.capture.python_changes import (
     Noted,
@@ -176,6 +177,7 @@ def _captured(
         with tensors_put_back(run), emptied_afterwards(run, spaces, own):
             effects = settled(noted, run, mode, pytree.tree_unflatten(inputs, input_spec))
         require_casting(program)
+        aliases_of(run).require_none(program, run)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
         read = dict(by_every_name(run))
         builder = flatten(program, mode, _canonical(copy), held, read, input_spec, fakes)

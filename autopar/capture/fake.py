@@ -8,21 +8,21 @@ captures like any other.
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 # Seen in torch 2.13: there is no public way to create fake tensors or to suspend a mode.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from autopar._torch import keeps_statistics
 from autopar.capture.graph_builder import fake_like
-from autopar.capture.object_contents import LEAVES, PLAIN, attributes_of, is_a, values_in
+from autopar.capture.model_tensors import by_every_name, tensors_of, values_of
+from autopar.capture.object_contents import is_a
+from autopar.capture.parameter_aliases import aliases_of, lead
 from autopar.capture.plain_tensors import require_plain, require_plain_attributes
 from autopar.errors import InvalidInput, said
 from autopar.precision import Precision
@@ -37,9 +37,6 @@ __all__ = [
     "masters",
     "outside_fake_mode",
 ]
-
-# What copy.deepcopy takes as it is.
-_NOT_COPIED = (*LEAVES, FunctionType, BuiltinFunctionType, ModuleType, type, weakref.ref)
 
 
 def outside_fake_mode() -> AbstractContextManager[Any]:
@@ -62,21 +59,26 @@ def home(model: nn.Module, leaves: Iterable[Any]) -> torch.device:
 def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
     """A copy of `model`, structure and attributes, on fake parameters and buffers."""
     memo: dict[int, Any] = {}
-    buffers = dict(model.named_buffers(remove_duplicate=False))
+    registered = {id(tensor): tensor for _, tensor in by_every_name(model)}
+    aliases = aliases_of(model)
     for path, module in model.named_modules():
         require_plain_attributes(path, module)
-    for name, tensor in _tensors(model):
+    for name, tensor in tensors_of(model):
         _check(name, tensor)
         if id(tensor) in memo:
             continue
-        if isinstance(tensor, nn.Parameter):
-            memo[id(tensor)] = _parameter(_fake(mode, tensor.detach(), device), tensor)
-        elif name in buffers or has_no_data(tensor):
+        if id(tensor) in registered:
+            fake = _fake(mode, tensor.detach(), device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = _parameter(fake, tensor) if is_parameter else fake
+        elif tensor.requires_grad or aliases.is_view(tensor):
+            memo[id(tensor)] = tensor  # forward reads what is registered in its place, or fails
+        elif has_no_data(tensor):
             memo[id(tensor)] = _fake(mode, tensor.detach(), device)
         else:
             memo[id(tensor)] = tensor.detach()  # a plain attribute: a constant, kept by value
     try:
-        return copy.deepcopy(model, memo)
+        return _copied(model, memo)
     except Exception as error:
         raise InvalidInput(
             "capture works on a copy of the model, made by copy.deepcopy",
@@ -87,9 +89,31 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
 
 def own_copy(model: nn.Module) -> nn.Module:
     """A copy of `model` with its values; what it keeps of a run before, by value as well."""
-    return copy.deepcopy(
-        model, {id(t): t.detach().clone() for _, t in _tensors(model) if not t.is_leaf}
-    )
+    aliases, memo = aliases_of(model), dict[int, Any]()
+    for _, tensor in tensors_of(model):
+        if aliases.is_view(tensor):
+            memo[id(tensor)] = tensor
+        elif not tensor.is_leaf:
+            memo[id(tensor)] = tensor.detach().clone()
+    return _copied(model, memo)
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a deep copy of a model. Modules that pickle themselves otherwise than by what stands
+    in them, as those of Keras, which are built anew with other variables, are copied like others.
+    """
+    copies: list[tuple[nn.Module, nn.Module]] = []
+    held = (value for _, value in values_of(model) if is_a(value, nn.Module))
+    for module in (*model.modules(), *held):
+        kind = type(module)
+        if kind.__reduce__ is not object.__reduce__ and not hasattr(kind, "__deepcopy__"):
+            memo[id(module)] = new = object.__new__(kind)
+            copies.append((module, new))
+    for module, new in copies:
+        vars(new).update(copy.deepcopy(vars(module), memo))
+    copied = copy.deepcopy(model, memo)
+    lead(copied, model, memo)
+    return copied
 
 
 def fake_inputs(leaves: Iterable[Any], mode: FakeTensorMode, device: torch.device) -> list[Any]:
@@ -114,14 +138,14 @@ def computing(
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return _as(mode, tensor, precision.compute) if tensor.is_floating_point() else tensor
 
-    memo: dict[int, Any] = {id(tensor): tensor for _, tensor in _tensors(model)}
+    memo: dict[int, Any] = {id(tensor): tensor for _, tensor in tensors_of(model)}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point() and not keeps_statistics(module):
                 made = _as(mode, parameter, precision.compute)
                 memo[id(parameter)] = _parameter(made, parameter)
     leaves = [cast(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs]
-    return copy.deepcopy(model, memo), leaves
+    return _copied(model, memo), leaves
 
 
 def masters(
@@ -154,30 +178,6 @@ def _parameter(fake: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     place = device if tensor.device.type == "meta" else tensor.device
     return fake_like(mode, tensor, place)
-
-
-def by_every_name(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers by each of their names, in the order of an export."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers, and tensors that stand in plain attributes of modules, however deep."""
-    yield from by_every_name(model)
-    modules = dict(model.named_modules())
-    seen = {id(module) for module in modules.values()}
-    held = [
-        (f"{prefix}.{name}", value)
-        for prefix, module in modules.items()
-        for name, value in attributes_of(module).items()
-    ]
-    for name, value in held:  # which grows meanwhile
-        if is_a(value, Tensor):
-            yield name, value
-        elif id(value) not in seen and type(value) not in PLAIN and not is_a(value, *_NOT_COPIED):
-            seen.add(id(value))
-            held += [(name, inner) for inner in values_in(value)]
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:

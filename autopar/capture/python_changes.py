@@ -370,7 +370,7 @@ class _Operators(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         if _asks_of_form(function):
             return result
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs or {}))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         read, given = ([*map(memory_of, ones)] for ones in (tensors, results))

@@ -31,7 +31,8 @@ def around_operators(placeholder: fx.Node) -> InvalidInput:
     return InvalidInput(
         "every tensor comes from an input, a parameter, a buffer or an operator",
         got="a tensor that was made around the operators, on the memory of another",
-        remedy="compute it by an operator, as x.detach()",
+        remedy="compute it by an operator in forward; read a parameter by the attribute in which "
+        "it is registered",
         source=of_stack(user.meta.get("stack_trace")) if user is not None else None,
     )
 

@@ -27,9 +27,10 @@ from autopar._torch import memory_of, runs_around, traced_node
 from autopar.capture.attributes import Reads, has_same, is_equal, noted
 from autopar.capture.autocasts import active
 from autopar.capture.decisions import Asked
-from autopar.capture.fake import FakeTensor, by_every_name
+from autopar.capture.fake import FakeTensor
 from autopar.capture.hidden import Hiding
 from autopar.capture.hooks import replaced, while_it_runs
+from autopar.capture.model_tensors import by_every_name
 from autopar.capture.named import Named
 from autopar.capture.object_contents import PLAIN
 from autopar.capture.ran import Ran
