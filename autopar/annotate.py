@@ -24,7 +24,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.annotations import DEVICE, PARAMETERS, RECOMPUTE, STAGE
+from autopar.capture.annotations import DEVICE, MARKS, PARAMETERS, RECOMPUTE, STAGE
+from autopar.capture.failure import Parallel
 from autopar.capture.marker import Annotation, Entry, annotate
 from autopar.errors import InvalidInput
 from autopar.lines import caller
@@ -69,6 +70,8 @@ def shard(
     """
     if isinstance(target, torch.Tensor) and torch.compiler.is_dynamo_compiling():
         return target
+    if isinstance(target, nn.Module):
+        _require_plain(target)
     if device is not None:
         _put(target, device)
     if not (isinstance(recompute, str) and recompute == "auto"):
@@ -108,6 +111,16 @@ def _shard(
         got=f"{type(target).__name__}",
         remedy="shard(model.layer, ...), shard(torch.matmul, ...) or shard(x, ...)",
     )
+
+
+def _require_plain(target: nn.Module) -> None:
+    for path, module in target.named_modules():
+        if isinstance(module, Parallel):
+            raise InvalidInput(
+                "a model is annotated before it is made parallel, for a plan stays as it is",
+                got=f"{path or type(module).__name__}, which belongs to a parallel module",
+                remedy="annotate the plain model, then parallelize it",
+            )
 
 
 def _recompute(target: Any, given: Any) -> None:
@@ -180,6 +193,8 @@ def _shard_module(
     # The inputs of a leaf bind the operators that read them. Those of a composite are values.
     role = "value" if any(module.children()) else "leaf"
     marks = _Marks.of(in_strategy, out_strategy, what, role)
+    if marks.inputs is not None or marks.outputs is not None:
+        module.__dict__.setdefault(MARKS, []).append(marks.source)
     if marks.inputs is not None:
         module.register_forward_pre_hook(marks.before, with_kwargs=True)
     if marks.outputs is not None:

@@ -12,6 +12,7 @@ from autopar.recompute import Recompute
 PARAMETERS = "_autopar_parameters"
 STAGE = "_autopar_stage"
 DEVICE = "_autopar_device"
+MARKS = "_autopar_marks"  # the lines that annotate inputs or outputs of a module
 RECOMPUTE = "_autopar_recompute"
 
 
@@ -44,6 +45,18 @@ def parameter_annotations(model: nn.Module) -> dict[str, list[Annotation]]:
         for name, annotation in module.__dict__.get(PARAMETERS, ()):
             found.setdefault(f"{prefix}.{name}" if prefix else name, []).append(annotation)
     return found
+
+
+def marked_modules(model: nn.Module) -> list[tuple[nn.Module, list[str], str]]:
+    """The modules whose inputs or outputs are annotated, their paths in `model`, and the lines."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    return [
+        (module, names, source)
+        for module, names in paths.items()
+        for source in module.__dict__.get(MARKS, ())
+    ]
 
 
 def stage_pins(model: nn.Module) -> list[Pin]:

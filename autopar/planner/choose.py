@@ -74,6 +74,7 @@ class Planner:
         count = len(blocks(captured if whole is None else whole.short.whole))
         self._promises = Promises(captured, request, self.ideal, count)
         self._annotations = parameter_annotations(model)
+        self._is_pinned = any(pin.stage > 0 for pin in stage_pins(model))
         self._batches = cache(partial(cut_batch, captured))
         self.ledger = Ledger(request)
         self.report = Telling(report, self.ledger)
@@ -99,7 +100,7 @@ class Planner:
     def best(self) -> Candidate:
         """The fastest way to run a step, of those that are asked for and fit."""
         reasons: dict[str, InvalidInput] = {}  # by size
-        sizes = list(self.request.sizes())
+        sizes = [size for size in self.request.sizes() if size[0] > 1 or not self._is_pinned]
         needs_host, tried = self._promises.needs_host and bool(self._hosted), 0
         left = [Size(*size, needs_host) for size in sizes]
         while left and not self.ended:

@@ -25,7 +25,7 @@ from autopar.planner.whole import Whole
 from autopar.progress import Report
 from autopar.recompute import Recompute
 from autopar.search.auto import too_early
-from autopar.search.constraints import Constraints
+from autopar.search.constraints import Constraints, require_used
 
 
 class DeepPlanner:
@@ -36,6 +36,7 @@ class DeepPlanner:
     ) -> None:
         self._model, self._captured, self._report = model, captured, report
         self.request = request
+        require_used(model, captured, request.mode, request.stages)
         self._short = self._shortened()
         self._planner = self._of(self._short)
 

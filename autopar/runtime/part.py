@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from autopar import _torch
 from autopar._torch_gradients import gradient_hooks, have_gradient_hooks
 from autopar.capture.effects import Effect
+from autopar.capture.failure import Parallel
 from autopar.capture.holders import HOOKS, MODEL_STATE
 from autopar.errors import InvalidInput
 from autopar.layout import TensorType
@@ -110,7 +111,7 @@ def require_own_attributes(effects: Iterable[Effect], own: Container[str]) -> No
             )
 
 
-class Part(Plain):
+class Part(Plain, Parallel):
     """Takes no attributes or hooks, which the captured program would not see."""
 
     def __setattr__(self, name: str, value: Any) -> None:

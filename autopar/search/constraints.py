@@ -11,8 +11,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import fx
+from torch import fx, nn
 
+from autopar.capture.annotations import marked_modules, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
 from autopar.capture.marker import ANNOTATE, Annotation, Entry
 from autopar.errors import InvalidInput
@@ -104,6 +105,47 @@ def read_constraints(
                         position = tensor_inputs(reader).index(node)
                         bound.setdefault(reader.name, {})[position] = values[node.name]
     return Constraints(values, _parameters(captured, mesh, parameters), bound=bound)
+
+
+def require_used(model: nn.Module, captured: Captured, mode: str, stages: int | None) -> None:
+    """Refuse annotations that no plan keeps: layouts beside `mode="data"`, those of parameters that
+    the model no longer has or of modules that forward does not run, and stages without a pipeline.
+    `stages`: how many there are to be; None where that is open."""
+    marked, parameters = markers_of(captured), parameter_annotations(model)
+    if mode == "data":
+        for annotation in (*(one for _, one in marked), *itertools.chain(*parameters.values())):
+            raise InvalidInput(
+                'mode="data" cuts the batch, and nothing else',
+                got=f"an annotation of {annotation.what}",
+                remedy='mode="propagate" keeps annotations, and cuts the batch over all other axes',
+                source=annotation.source,
+            )
+    for pin in stage_pins(model) if stages == 1 else ():
+        if pin.stage > 0:
+            raise InvalidInput(
+                "a module starts a stage of a pipeline",
+                got=f"stage={pin.stage} for {pin.module}, and no pipeline",
+                remedy="a mesh with an axis for the pipeline (ap.Mesh(pp=2)), or no stage=",
+                source=pin.source,
+            )
+    names = {*captured.parameters.values(), *captured.tied}
+    for name in parameters.keys() - names:
+        raise InvalidInput(
+            "what is annotated is a parameter of the model that is planned",
+            got=f"{name}, which it no longer has",
+            remedy="annotate the model as it is when it is planned",
+            source=parameters[name][0].source,
+        )
+    used = {(info(node).module, annotation.source) for node, annotation in marked}
+    for module, paths, source in marked_modules(model):
+        if not any((path, source) in used for path in paths):
+            raise InvalidInput(
+                "a module whose inputs or outputs are annotated runs inside the model that is "
+                "planned",
+                got=f"{paths[0] or type(module).__name__}, which forward does not run",
+                remedy="annotate a module that it runs, or remove the annotation",
+                source=source,
+            )
 
 
 def _parameters(
