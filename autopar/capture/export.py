@@ -92,6 +92,7 @@ from autopar.capture.python_changes import (
     tensors_put_back,
     varies,
 )
+from autopar.capture.refused import packed_sequences_refused
 from autopar.capture.repeated import FEWEST, blocks_followed_once
 from autopar.capture.scripted import scripts_run_plainly
 from autopar.capture.source import whole_stacks
@@ -325,5 +326,6 @@ _AROUND = (
     casts_change_nothing,
     data_is_detached,
     loops_over_experts,
+    packed_sequences_refused,
     scripts_run_plainly,
 )

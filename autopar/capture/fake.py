@@ -24,6 +24,7 @@ from autopar.capture.model_tensors import by_every_name, tensors_of, values_of
 from autopar.capture.object_contents import is_a
 from autopar.capture.parameter_aliases import aliases_of, lead
 from autopar.capture.plain_tensors import require_plain, require_plain_attributes
+from autopar.capture.refused import require_no_script
 from autopar.errors import InvalidInput, said
 from autopar.precision import Precision
 
@@ -62,6 +63,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
     registered = {id(tensor): tensor for _, tensor in by_every_name(model)}
     aliases = aliases_of(model)
     for path, module in model.named_modules():
+        require_no_script(path, module)
         require_plain_attributes(path, module)
     for name, tensor in tensors_of(model):
         _check(name, tensor)

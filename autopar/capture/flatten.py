@@ -43,7 +43,12 @@ from autopar.capture.mapped import (
     over_all,
     section,
 )
-from autopar.capture.refused import around_operators, no_operator, require_dense
+from autopar.capture.refused import (
+    around_operators,
+    no_operator,
+    require_dense,
+    require_no_generator,
+)
 from autopar.capture.source import of_stack
 from autopar.capture.templates import AGAIN, BEGINS, ENDS, Template, templates_of
 from autopar.errors import InvalidInput, unforeseen
@@ -133,6 +138,7 @@ def _placeholders(
         elif spec.kind is InputKind.USER_INPUT:
             users.append(old)
         else:
+            require_no_generator(old, program.constants.get(str(spec.target)))
             raise InvalidInput(
                 "a captured model takes tensors and plain values",
                 got=f"{spec.kind.name.lower().replace('_', ' ')} {spec.target}",

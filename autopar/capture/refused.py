@@ -2,17 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from autopar.capture.hooks import replaced
 from autopar.capture.listing import operator_name
 from autopar.capture.source import of_stack
 from autopar.errors import InvalidInput
+from autopar.lines import caller
 from autopar.strategies import Call
 from autopar.strategies.node_info import info
+
+_OF_SHAPES = "every tensor of a captured model has a shape that follows from shapes alone"
+
+
+@contextmanager
+def packed_sequences_refused() -> Iterator[None]:
+    """Within, forward makes no packed sequence, whose rows depend on lengths."""
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
+        raise InvalidInput(
+            _OF_SHAPES,
+            got="a packed sequence (pack_padded_sequence), whose rows follow from lengths",
+            remedy="run the layer on the padded tensor, and mask what is padding in what it gives",
+            source=caller(),
+        )
+
+    with replaced(PackedSequence, "__new__", staticmethod(refuse)):
+        yield
+
+
+def require_no_generator(node: fx.Node, value: object) -> None:
+    """Refuse a generator of random numbers that forward draws from."""
+    if isinstance(value, torch.Generator):
+        user = next(iter(node.users), node)
+        raise InvalidInput(
+            "random numbers in forward are those of torch.manual_seed(), by the place "
+            "of an element",
+            got="a torch.Generator that forward draws from",
+            remedy="leave out generator=; or draw outside of forward, and hand the numbers over as "
+            "an input",
+            source=of_stack(user.meta.get("stack_trace")),
+        )
+
+
+def require_no_script(path: str, module: nn.Module) -> None:
+    """Refuse a module of TorchScript, whose operators capture does not see."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise InvalidInput(
+            "a model consists of modules of Python, which capture follows",
+            got=f"{path or 'the model'}, a module of TorchScript (torch.jit.script or trace)",
+            remedy="the module that it was made of; functions may be scripted",
+        )
 
 
 def no_operator(node: fx.Node) -> InvalidInput:
