@@ -46,8 +46,8 @@ from autopar.capture.mapped import (
 from autopar.capture.refused import (
     around_operators,
     no_operator,
+    no_tensor,
     require_dense,
-    require_no_generator,
 )
 from autopar.capture.source import of_stack
 from autopar.capture.templates import AGAIN, BEGINS, ENDS, Template, templates_of
@@ -138,12 +138,7 @@ def _placeholders(
         elif spec.kind is InputKind.USER_INPUT:
             users.append(old)
         else:
-            require_no_generator(old, program.constants.get(str(spec.target)))
-            raise InvalidInput(
-                "a captured model takes tensors and plain values",
-                got=f"{spec.kind.name.lower().replace('_', ' ')} {spec.target}",
-                remedy="keep objects of other kinds out of forward",
-            )
+            raise no_tensor(old, spec, program.constants.get(str(spec.target)))
     inputs: list[str | None] = []
     for index, (old, given) in enumerate(zip(users, flat_inputs, strict=True)):
         if isinstance(given, torch.Tensor):

@@ -5,7 +5,7 @@
     self.half = self.weight[:4]                        # a view that is made once
 
 Export knows a parameter by the attribute in which it is registered, of the copy that it follows. So
-while forward of a copy runs, an operator that is given another tensor of that memory gets what is
+while forward of a copy runs, an operator that gets another tensor of that memory reads what is
 registered in the copy, or a view of it, and a call of a module of the model is one of the copy's.
 What learns and is registered nowhere is refused by name, and so is a view that slices do not say.
 """
@@ -125,8 +125,8 @@ class ParameterAliases:
 
 def aliases_of(model: nn.Module) -> ParameterAliases:
     """Return the aliases of a model; of a copy, those of what it is a copy of."""
-    found: ParameterAliases | None = getattr(vars(model).get("forward"), "aliases", None)
-    return found or ParameterAliases(model)
+    aliases: ParameterAliases | None = getattr(vars(model).get("forward"), "aliases", None)
+    return aliases or ParameterAliases(model)
 
 
 def lead(copied: nn.Module, model: nn.Module, memo: dict[int, Any]) -> None:
@@ -134,22 +134,24 @@ def lead(copied: nn.Module, model: nn.Module, memo: dict[int, Any]) -> None:
     what `copy.deepcopy` has copied."""
     aliases, plain = aliases_of(model), vars(model).get("forward")
     aliases.add(copied)
-    given: Any = copy.deepcopy(getattr(plain, "given", plain), memo)  # in place of the method
-    vars(copied)["forward"] = _Forward(aliases, copied, given)
+    replacement: Any = copy.deepcopy(
+        getattr(plain, "replacement", plain), memo
+    )  # in place of the method
+    vars(copied)["forward"] = _LedForward(aliases, copied, replacement)
 
 
-class _Forward:
+class _LedForward:
     """Forward of a copy; it does not keep the copy alive, which is freed at once."""
 
-    def __init__(self, aliases: ParameterAliases, run: nn.Module, given: Any) -> None:
-        self.aliases, self.run, self.given = aliases, ref(run), given
-        self.__wrapped__ = given or type(run).forward
-        self.__signature__ = inspect.signature(given or partial(type(run).forward, run))
+    def __init__(self, aliases: ParameterAliases, run: nn.Module, replacement: Any) -> None:
+        self.aliases, self.run, self.replacement = aliases, ref(run), replacement
+        self.__wrapped__ = replacement or type(run).forward
+        self.__signature__ = inspect.signature(replacement or partial(type(run).forward, run))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run, plain = self.run(), nn.Module.__call__
         assert run is not None
-        forward = self.given or partial(type(run).forward, run)
+        forward = self.replacement or partial(type(run).forward, run)
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return plain(self.aliases.module(module, run), *args, **kwargs)
@@ -159,9 +161,9 @@ class _Forward:
         with without_functions():
             return pytree.tree_map_only(Tensor, led.returned, result)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LedForward:
         run: Any = self.run()
-        return _Forward(self.aliases, *copy.deepcopy((run, self.given), memo))
+        return _LedForward(self.aliases, *copy.deepcopy((run, self.replacement), memo))
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -215,10 +217,10 @@ class _Led(TorchFunctionMode):
             return tensor
         if self._is_traced and traced_node(tensor)[0] is not None:
             return tensor
-        found = self._aliases.registered(tensor, self._run)
-        if found is None and self._is_traced:
+        current = self._aliases.registered(tensor, self._run)
+        if current is None and self._is_traced:
             raise self._aliases.refusal(tensor, self._run)
-        return tensor if found is None else found
+        return tensor if current is None else current
 
 
 def view_like(view: Tensor, owner: Tensor, current: Tensor) -> Tensor | None:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
+from torch.export.graph_signature import InputSpec
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
@@ -38,18 +39,22 @@ def packed_sequences_refused() -> Iterator[None]:
         yield
 
 
-def require_no_generator(node: fx.Node, value: object) -> None:
-    """Refuse a generator of random numbers that forward draws from."""
-    if isinstance(value, torch.Generator):
-        user = next(iter(node.users), node)
-        raise InvalidInput(
-            "random numbers in forward are those of torch.manual_seed(), by the place "
-            "of an element",
-            got="a torch.Generator that forward draws from",
-            remedy="leave out generator=; or draw outside of forward, and hand the numbers over as "
-            "an input",
-            source=of_stack(user.meta.get("stack_trace")),
+def no_tensor(node: fx.Node, spec: InputSpec, value: object) -> InvalidInput:
+    """An object that is no tensor, which a program reads, as a generator of random numbers."""
+    if not isinstance(value, torch.Generator):
+        return InvalidInput(
+            "a captured model takes tensors and plain values",
+            got=f"{spec.kind.name.lower().replace('_', ' ')} {spec.target}",
+            remedy="keep objects of other kinds out of forward",
         )
+    user = next(iter(node.users), node)
+    return InvalidInput(
+        "random numbers in forward are those of torch.manual_seed(), by the place of an element",
+        got="a torch.Generator that forward draws from",
+        remedy="leave out generator=; or draw outside of forward, and hand the numbers over as "
+        "an input",
+        source=of_stack(user.meta.get("stack_trace")),
+    )
 
 
 def require_no_script(path: str, module: nn.Module) -> None:

@@ -73,8 +73,8 @@ class Planner:
         self.ideal = Ideal(captured, request, Room(captured, request, self.regions))
         count = len(blocks(captured if whole is None else whole.short.whole))
         self._promises = Promises(captured, request, self.ideal, count)
-        self._annotations = parameter_annotations(model)
-        self._is_pinned = any(pin.stage > 0 for pin in stage_pins(model))
+        self._annotations, pins = parameter_annotations(model), stage_pins(model)
+        self._least_stages = 2 if any(pin.stage > 0 for pin in pins) else 1
         self._batches = cache(partial(cut_batch, captured))
         self.ledger = Ledger(request)
         self.report = Telling(report, self.ledger)
@@ -84,9 +84,8 @@ class Planner:
         held = self._layouts, self.regions, every, whole, self.memory, self.ledger
         self._again = Again(*held, is_many=not self._is_huge)
         about = self.ledger, self._promises, self.ideal
-        self._pipelines = Pipelines(
-            request, count, self._again.regions_of, stage_pins(model), about, self._is_huge
-        )
+        regions_of = self._again.regions_of
+        self._pipelines = Pipelines(request, count, regions_of, pins, about, self._is_huge)
         self._short_of_memory: list[Size] = []  # sizes of which something faster did not fit
         self.ended: Ended = ""  # early: the best so far is taken
         self._left: list[Size] = []  # then, also what was only guessed not to be faster
@@ -100,7 +99,7 @@ class Planner:
     def best(self) -> Candidate:
         """The fastest way to run a step, of those that are asked for and fit."""
         reasons: dict[str, InvalidInput] = {}  # by size
-        sizes = [size for size in self.request.sizes() if size[0] > 1 or not self._is_pinned]
+        sizes = [size for size in self.request.sizes() if size[0] >= self._least_stages]
         needs_host, tried = self._promises.needs_host and bool(self._hosted), 0
         left = [Size(*size, needs_host) for size in sizes]
         while left and not self.ended:
