@@ -98,7 +98,7 @@ def require_one_of(
         means = known if isinstance(known, Mapping) else {}
         names = ", ".join(f"{name!r} ({means[name]})" if means else repr(name) for name in known)
         also = f", or {others}" if others else ""
-        none = f"choose among these; none of them is another name for {value!r}"
+        none = f"choose among these{also}; none of them means {value!r}"
         remedy = " or ".join(map(repr, nearest(str(value), [*known]))) or none
         raise InvalidInput(f"{what} is one of {names}{also}", got=repr(value), remedy=remedy)
 

@@ -50,4 +50,4 @@ def test_a_backend_of_torch_is_explained_where_it_is_taken_for_one_of_ours():
 def test_where_nothing_is_meant_nothing_is_guessed():
     with pytest.raises(InvalidInput, match="one of 'dgx-a100', 'dgx-h100'") as caught:
         ap.Cluster.preset("tpu")
-    assert caught.value.remedy == "choose among these; none of them is another name for 'tpu'"
+    assert caught.value.remedy == "choose among these; none of them means 'tpu'"
