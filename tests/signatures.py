@@ -26,8 +26,7 @@ class Tagger(nn.Module):
         super().__init__()
         self.embed, self.places = nn.Embedding(11, 8), nn.Parameter(torch.randn(6, 8))
         self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.25)
-        self.up = ap.shard(nn.Linear(8, 16), params={"weight": ("tp", None)})
-        self.down, self.extra = nn.Linear(16, 5), nn.Linear(8, 5)
+        self.up, self.down, self.extra = nn.Linear(8, 16), nn.Linear(16, 5), nn.Linear(8, 5)
 
     def forward(self, ids: Tensor, labels: Tensor | None = None, deep: bool = True) -> Any:
         x = (self.embed(ids) if ids.dtype == torch.long else ids) + self.places[: ids.shape[1]]
@@ -55,7 +54,15 @@ def start(**options: Any) -> Pair:
     model = tagger()
     x, y = ids()
     mesh = {"mesh": ap.Mesh(dp=2, tp=2), "mode": "propagate"}
-    return model, ap.parallelize(tagger(), (x,), {"labels": y}, **(mesh | options))
+    options = mesh | options
+    other = annotated(tagger(), options["mode"])
+    return model, ap.parallelize(other, (x,), {"labels": y}, **options)
+
+
+def annotated(model: nn.Module, mode: str) -> nn.Module:
+    if mode != "data":  # which takes no layouts
+        ap.shard(model.up, params={"weight": ("tp", None)})
+    return model
 
 
 def both(pair: Pair, act: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
@@ -149,8 +156,9 @@ def unfreezes(**options: Any) -> None:
     for part in (model.embed, model.up):
         part.requires_grad_(False)
     x, y = ids()
-    mesh = {"mesh": ap.Mesh(dp=2, tp=2), "mode": "propagate"}
-    pair = model.eval(), ap.parallelize(model, (x,), {"labels": y}, **(mesh | options)).eval()
+    options = {"mesh": ap.Mesh(dp=2, tp=2), "mode": "propagate"} | options
+    annotated(model, options["mode"]).eval()
+    pair = model, ap.parallelize(model, (x,), {"labels": y}, **options).eval()
     pair = copy.deepcopy(model), pair[1]
     for learns in (False, True, False):
         for one in pair:

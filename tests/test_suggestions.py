@@ -50,4 +50,7 @@ def test_a_backend_of_torch_is_explained_where_it_is_taken_for_one_of_ours():
 def test_where_nothing_is_meant_nothing_is_guessed():
     with pytest.raises(InvalidInput, match="one of 'dgx-a100', 'dgx-h100'") as caught:
         ap.Cluster.preset("tpu")
-    assert caught.value.remedy == "choose among these; none of them means 'tpu'"
+    assert (
+        caught.value.remedy
+        == "choose among these, or Cluster.load of your own TOML file; none of them means 'tpu'"
+    )
