@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -108,6 +110,16 @@ def shared(name: str, batch: int = BATCH, layers: int = 8) -> Case:
     return MAKERS[name](batch, layers)
 
 
+@dataclass(frozen=True)
+class _Borrowed(Case):
+    """A case that runs another module than the one whose parameters learn."""
+
+    runs: Callable[..., Tensor] = torch.sum
+
+    def run(self) -> Tensor:
+        return self.runs(*self.args)
+
+
 @cache
 def reference(name: str, slices: int, batch: int = BATCH, layers: int = 8) -> Outcome:
     """One device. Batch norm sees one micro-batch at a time, so the reference does too."""
@@ -124,18 +136,8 @@ def reference(name: str, slices: int, batch: int = BATCH, layers: int = 8) -> Ou
                 total = total + case.model(*part) / slices
             return total
 
-    return single_outcome(_Borrowed(case, InTurn()), STEPS)
-
-
-class _Borrowed(Case):
-    """A case that runs another module than the one whose parameters learn."""
-
-    def __init__(self, case: Case, runs: nn.Module) -> None:
-        super().__init__(case.name, case.model, case.args, case.kwargs)
-        object.__setattr__(self, "runs", runs)
-
-    def run(self) -> Tensor:
-        return self.runs(*self.args)  # type: ignore[attr-defined]
+    borrowed = _Borrowed(case.name, case.model, case.args, case.kwargs, InTurn())
+    return single_outcome(borrowed, STEPS)
 
 
 def assert_recorded(module: ap.ParallelModule, made: Schedule) -> None:
