@@ -35,12 +35,11 @@ class BatchCheck:
 
     def __init__(self, world: World, remedy: str = _ALIKE) -> None:
         self._world, self._remedy = world, remedy
-        self._first, self._later = 0, 0  # calls so far
+        self._first, self._later = 0, 0  # calls that all ranks have made
 
     def is_due(self) -> bool:
-        """Count a call, on all ranks alike, and return whether it is compared."""
+        """Return whether a call is compared, which all ranks make after the first ones."""
         if self._first < FIRST:
-            self._first += 1
             return True
         self._later += torch.is_grad_enabled()
         return torch.is_grad_enabled() and self._later % EVERY == 0
@@ -48,8 +47,9 @@ class BatchCheck:
     def compare(self, call: str, *given: Any) -> None:
         """Refuse, on all ranks, a global batch that is not the same on all of them, and at first
         a `call` that others do not make."""
-        if not self._later:
+        if self._first < FIRST:
             require_same_call(lambda: None, call=call)
+            self._first += 1
         require_same_batch(self._world.numbers(_digest(given)), self._remedy)
 
 
@@ -76,6 +76,7 @@ class SliceCheck(BatchCheck):
             self._cuts.setdefault(axes, []).append(name)
 
     def compare(self, call: str, *given: Any) -> None:
+        self._first += self._first < FIRST
         mesh = self._plan.whole_mesh
         leaves = {self._planned.get(path): leaf for path, leaf in flat_call(*given)[0]}
         for axes, names in self._cuts.items():
