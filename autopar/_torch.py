@@ -44,7 +44,6 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as _modules
 from torch.nn.modules.batchnorm import _NormBase
-from torch.profiler import profile
 
 __all__ = [  # of what is imported here for others
     "COMPOSED",
@@ -341,15 +340,6 @@ def local_of(tensor: Tensor) -> Tensor:
 def age_of(tensor: Tensor) -> int:
     """Grows with every change in place. torch counts those of a DTensor and of its piece apart."""
     return tensor._version + local_of(tensor)._version
-
-
-def allocations(profiled: profile) -> list[int]:
-    """The bytes that torch's allocator gave, and took back as negative ones, in their order."""
-    assert profiled.profiler is not None
-    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
-    memory = [event for event in events if event.name() == "[memory]"]
-    ordered = sorted(memory, key=lambda event: event.start_ns())
-    return [event.nbytes() for event in ordered]  # type: ignore[union-attr]
 
 
 def profiling() -> bool:

@@ -29,6 +29,7 @@ FLOORS = (
         "_torch_groups",
         "_torch_forms",
         "_torch_gradients",
+        "_torch_memory",
         "cluster",
         "drawing",
         "mesh",

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
-from autopar._torch import allocations, local_of, memory_of
+from autopar._torch import local_of, memory_of
+from autopar._torch_memory import AllocatorProfile
 from autopar.cost.footprint import HOST, Memory
 from autopar.errors import InvalidInput, require_one_of
 from autopar.plan.plan import Plan
@@ -131,7 +131,8 @@ class MemoryWatch:
     """The most that torch's allocator gives in a `with`, beyond what was there before."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._profile = device, None if device.type == "cuda" else _profile()
+        self._device = device
+        self._profile = None if device.type == "cuda" else AllocatorProfile()
         self.most: int | None = None
 
     def __enter__(self) -> MemoryWatch:
@@ -145,10 +146,7 @@ class MemoryWatch:
         if self._profile is None:
             return
         self._profile.__exit__(*error)
-        now = self.most = 0
-        for change in allocations(self._profile):
-            now += change
-            self.most = max(self.most, now)
+        self.most = self._profile.peak
 
 
 def require_known(optimizer: object, parameters: Iterable[Tensor]) -> None:
@@ -165,10 +163,6 @@ def require_known(optimizer: object, parameters: Iterable[Tensor]) -> None:
             got=f"{type(optimizer).__name__}, which has none of the module's parameters",
             remedy=remedy,
         )
-
-
-def _profile() -> profile:
-    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
 def here(tensors: Tensors, device: torch.device) -> Held:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import pytest
 import torch
 
 import autopar as ap
+from autopar.runtime.memory import MemoryWatch
 from tests import models
 from tests.toy import machines
 
@@ -89,3 +92,14 @@ def test_gradients_that_go_to_a_host_which_is_the_device_are_planned_once(where:
     held = module.memory()
     for gradients in (held[rank]["gradients"] for rank in range(4)):
         assert gradients.held == gradients.planned
+
+
+def test_what_another_thread_frees_is_gone_from_the_peak() -> None:
+    with MemoryWatch(torch.device("cpu")) as watch:
+        for _ in range(3):
+            last_holder = [torch.empty(1000)]
+            thread = Thread(target=last_holder.clear)
+            thread.start()
+            thread.join()
+            torch.empty(500)
+    assert watch.most == 4000
