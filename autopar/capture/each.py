@@ -13,7 +13,6 @@ nothing but what is of rows and experts, and leaves nothing else behind.
 
 from __future__ import annotations
 
-import ast
 import inspect
 import operator
 import sys
@@ -21,8 +20,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from dis import opname
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -33,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from autopar._torch import memory_of, traced_node
 from autopar.capture.attributes import is_equal
-from autopar.capture.catching import tree_of
+from autopar.capture.bytecode import starts_for_statement
 from autopar.capture.decisions import is_written
 from autopar.capture.fake import FakeTensor
 from autopar.capture.grouped import CASTS, OPERATORS, PRODUCTS, is_of_elements
@@ -210,7 +207,8 @@ def loops_over_experts() -> Iterator[None]:
         if choices is None:
             return plain_iter(self)
         frame = sys._getframe(1)
-        if not _is_of_statement(frame):
+        is_generator = frame.f_code.co_flags & inspect.CO_GENERATOR
+        if is_generator or not starts_for_statement(frame):  # not all of the body is its own
             _refuse("the experts that are chosen, other than by a for statement of its own")
         loop = over(choices, frame)
         running.add(loop)
@@ -232,22 +230,6 @@ def loops_over_experts() -> Iterator[None]:
                 one.close()
     if left:
         _refuse("a loop over experts that does not come to its end", left[0])
-
-
-def _is_of_statement(frame: FrameType) -> bool:
-    """Whether a frame begins a `for` statement, all of whose body is its own."""
-    code = frame.f_code
-    if code.co_flags & inspect.CO_GENERATOR or opname[code.co_code[frame.f_lasti]] != "GET_ITER":
-        return False
-    place = [*code.co_positions()][frame.f_lasti // 2]
-    nodes = ast.walk(tree_of(code.co_filename) or ast.Module([], []))
-    # Of what it goes over, or, up to Python 3.11, of all of it.
-    places = ((_place(one), _place(one.iter)) for one in nodes if isinstance(one, ast.For))
-    return any(place in both for both in places)
-
-
-def _place(node: ast.stmt | ast.expr) -> tuple[int | None, ...]:
-    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
 def _is_made(value: Any) -> bool:

@@ -10,20 +10,17 @@ questions that have none.
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import dis
 import traceback
 from collections.abc import Callable, Iterator
-from functools import cache
-from itertools import islice
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.capture.catching import is_caught, tree_of, value_of
+from autopar.capture.bytecode import passing_answer
+from autopar.capture.catching import is_caught
 from autopar.capture.fake import FakeTensor
 from autopar.capture.hooks import replaced
 from autopar.user_code import is_users_frame
@@ -33,7 +30,6 @@ _NEED_VALUES = (
     *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__"),
     *("item", "tolist", "numpy", "data_ptr"),
 )
-Place = tuple[tuple[int, int], tuple[int, int]]  # in a source: where it starts, and ends
 
 
 @contextlib.contextmanager
@@ -68,52 +64,8 @@ def held_guard(frame: FrameType | None) -> bool | None:
         if frame.f_globals is vars(torch.nn.functional):  # `if torch.any(variance < 0): raise`
             break  # whose own guards hold as well
         frame = frame.f_back
-    if frame is None:
-        return None
-    place, tree = _place(frame), tree_of(frame.f_code.co_filename)
-    guard = next((one for one in _guards(tree) if _contains(one.test, place)), None)
+    guard = None if frame is None else passing_answer(frame)
     if guard is None:
         return None
-    is_assertion = isinstance(guard, ast.Assert)
-    raised = AssertionError if is_assertion else value_of(guard.body[0].exc, frame)
-    return None if is_caught(raised, frame) else _truth(guard.test, place, is_assertion)
-
-
-def _place(frame: FrameType) -> Place:
-    """Where that stands of which a frame asks the truth: what was computed last, or a comparison
-    that asks for it itself (from Python 3.13 on)."""
-    code, at = frame.f_code, frame.f_lasti // 2
-    if code.co_code[2 * at] != dis.opmap["COMPARE_OP"]:
-        at -= 1
-        while at > 0 and code.co_code[2 * at] == dis.EXTENDED_ARG:
-            at -= 1
-    first, last, column, end = next(islice(code.co_positions(), max(at, 0), None))
-    return (first or 0, column or 0), (last or 0, end or 0)
-
-
-@cache
-def _guards(tree: ast.Module | None) -> tuple[Any, ...]:
-    """What a program asks so that it may raise."""
-    nodes = [] if tree is None else [*ast.walk(tree)]
-    raises = (n for n in nodes if isinstance(n, ast.If) and isinstance(n.body[0], ast.Raise))
-    asserts = (node for node in nodes if isinstance(node, ast.Assert))
-    return (*asserts, *raises)
-
-
-def _contains(node: ast.expr, place: Place) -> bool:
-    start, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
-    return start <= place[0] and place[1] <= end
-
-
-def _truth(test: ast.expr, place: Place, wanted: bool) -> bool | None:
-    """What the question at a place of a test is answered, for the test to be as wanted."""
-    match test:
-        case ast.UnaryOp(op=ast.Not()):
-            return _truth(test.operand, place, not wanted)
-        case ast.BoolOp():  # the others have been asked before, or need not be
-            asked = next((one for one in test.values if _contains(one, place)), None)
-            return None if asked is None else _truth(asked, place, wanted)
-        case ast.Compare():  # by its own truth, not that of what it compares
-            parts = (test.left, *test.comparators)
-            return None if any(_contains(part, place) for part in parts) else wanted
-    return wanted
+    frame, answer, barred = guard
+    return None if is_caught(barred, frame) else answer

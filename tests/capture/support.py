@@ -36,6 +36,13 @@ class Function(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
+def both_ways(y: Tensor) -> Tensor:
+    """Asserts something, compiled as it stands: pytest compiles files of tests differently."""
+    assert torch.isfinite(y).all() and not torch.isnan(y).any()  # noqa: PT018
+    assert not (torch.isnan(y).any() or not (y < 1e9).all())  # noqa: PT018
+    return y
+
+
 def random(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, dtype=DTYPE, generator=torch.Generator().manual_seed(seed))
 

@@ -17,6 +17,7 @@ SOURCE = """
 import contextlib, json, random
 import numpy as np
 import torch
+import torch.nn.functional as F
 from functools import lru_cache
 from torch import nn
 from torch.utils import checkpoint
@@ -83,8 +84,98 @@ def exported(self, h):
 def cached(self, h):
     return h + table(4)
 
-CASES = [hook, node_hook, saved, backward, gradient, seed, draw, generator, numbers, unseeded,
-         branch, kept, exported, cached]
+def guard(self, h):
+    if torch.isnan(h).any() or not all((row < 1e9).all() for row in h):
+        raise ValueError
+    assert (h < 1e9).all() and not torch.isnan(h).any()
+    assert 0 <= h.abs().max() <= 1e9
+    return h
+
+def negated(self, h):
+    return not h.isnan().any()
+
+def look(h):
+    too_large = not (h < 1e9).all()
+    if too_large:
+        message = "it is too large"
+        raise ValueError(message if len(h) else "empty")
+
+class Lets:
+    def __enter__(self): pass
+    def __exit__(self, *error): return None
+
+class Swallows(Lets):
+    def __exit__(self, kind, *error): return kind is ValueError
+
+@contextlib.contextmanager
+def reraising():
+    try:
+        yield
+    except ValueError:
+        raise
+
+@contextlib.contextmanager
+def swallowing():
+    try:
+        yield
+    except ValueError:
+        pass
+
+def uncaught(self, h):
+    try:
+        with Lets() if self.training else reraising(), contextlib.suppress(KeyError):
+            look(h)
+    except KeyError:
+        return h
+    except ValueError as error:
+        raise RuntimeError from error
+    finally:
+        h = h * 2
+    return h
+
+def caught(self, h):
+    try:
+        look(h)
+    except (KeyError, ValueError):
+        return h
+    return h * 2
+
+def swallowed(self, h):
+    with Swallows():
+        look(h)
+    return h
+
+def swallowed_by_a_function(self, h):
+    with swallowing():
+        look(h)
+    return h
+
+def suppressed(self, h):
+    with contextlib.suppress(ValueError):
+        look(h)
+    return h
+
+def returned(self, h):
+    try:
+        look(h)
+    finally:
+        return h
+
+def loop(self, h):
+    mask = F.one_hot(h.topk(2)[1], 4).permute(2, 1, 0)
+    y, up = torch.zeros_like(h), torch.stack([self.l.weight] * 4)
+    for expert in (mask.sum((-1, -2)) > 0).nonzero():
+        _, token = torch.where(mask[expert[0]])
+        y.index_add_(0, token, h[token] @ up[expert[0]])
+    return y
+
+def comprehension(self, h):
+    mask = F.one_hot(h.topk(2)[1], 4).permute(2, 1, 0)
+    return h * len([one for one in (mask.sum((-1, -2)) > 0).nonzero()])
+
+CASES = [guard, negated, uncaught, caught, swallowed, swallowed_by_a_function, suppressed, returned,
+         loop, comprehension, hook, node_hook, saved, backward, gradient, seed, draw, generator,
+         numbers, unseeded, branch, kept, exported, cached]
 
 def outcome(case):
     class Model(Base):
@@ -101,7 +192,10 @@ def outcome(case):
 
 found = {case.__name__: outcome(case) for case in CASES}
 """
-REFUSED = "hook node_hook saved backward gradient seed draw generator numbers unseeded branch kept"
+REFUSED = (
+    "hook node_hook saved backward gradient seed draw generator numbers unseeded branch kept "
+    "negated caught swallowed swallowed_by_a_function suppressed returned comprehension"
+)
 
 
 @cache

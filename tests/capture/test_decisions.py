@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar.capture import capture
 from autopar.errors import InvalidInput
+from tests.capture.support import both_ways
 
 CLASSES = torch.tensor([0, 1, 2, 3])
 KEPT = torch.zeros(4, dtype=torch.bool)
@@ -292,12 +293,6 @@ def test_shapes_alone_answer_guards_only() -> None:
     with pytest.raises(InvalidInput, match="must not depend on the values") as error:
         capture(model, shapes)
     assert "lengths.max().item()" in str(error.value.source)
-
-
-def both_ways(y: Tensor) -> Tensor:
-    assert torch.isfinite(y).all() and not torch.isnan(y).any()  # noqa: PT018
-    assert not (torch.isnan(y).any() or not (y < 1e9).all())  # noqa: PT018
-    return y
 
 
 def in_a_row(y: Tensor) -> Tensor:
