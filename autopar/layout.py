@@ -3,8 +3,9 @@
 For each dim, the axes that cut it, outermost first; and the axes over which the tensor is a
 partial sum. Every other axis holds a replica. A Placement is a layout that knows its gradient.
 
-A dim of several equal parts, as a weight for queries, keys and values, may be cut *in parts*: each
-part by itself, and a rank holds its piece of every part. That is written before the axes, as `/3`.
+A dim of several equal parts, as a weight for queries, keys and values, or a batch joined of two,
+may be cut *in parts*: each part by itself, and a rank holds its piece of every part. That is
+written before the axes, as `/3`.
 
 >>> layout = Layout("dp", None, ("tp",))
 >>> print(TensorType.parse("f32[8@dp, 128, 1024]{+tp}"))
@@ -17,6 +18,7 @@ f32[8@dp, 128, 1024]{+tp}
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -30,6 +32,7 @@ from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 
 AxisNames = str | Sequence[str] | None
+Parts = tuple[tuple[int, int], ...]  # dims of equal parts, each with their number
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -42,10 +45,11 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 class Layout:
     """A frozen value. Equal layouts are one object: made and compared at no cost."""
 
-    __slots__ = ("dims", "partial")
+    __slots__ = ("dims", "partial", "parts")
     FORM: ClassVar = tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]  # in files
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[str, ...]
+    parts: Parts  # the dims that are cut in parts
     _known: ClassVar[dict[tuple[object, ...], Layout]] = {}  # by what was given, and as it is
 
     def __new__(cls, *dims: AxisNames, partial: Iterable[str] = ()) -> Layout:
@@ -65,12 +69,14 @@ class Layout:
         self.partial = tuple(sorted(partial))
         self.dims = tuple(dim if axes_of(dim) else () for dim in dims)
         in_parts = [dim for dim in self.dims if any(axis.startswith("/") for axis in dim)]
-        if len(in_parts) > 1 or not all(_IN_PARTS.match("@".join(dim)) for dim in in_parts):
+        if not all(_IN_PARTS.match("@".join(dim)) for dim in in_parts):
             raise InvalidInput(
-                "one dim of a tensor may be cut in parts, by one axis, after their number",
+                "a dim that is cut in parts names their number once, before its axes",
                 got=repr(self),
                 remedy='("/3", "tp")',
             )
+        counts = enumerate(map(parts_of, self.dims))
+        self.parts = tuple((dim, count) for dim, count in counts if count)
         if twice := sorted({axis for axis in self.axes if self.axes.count(axis) > 1}):
             raise InvalidInput(
                 "an axis may be used once on one tensor: it cuts one dim or holds a partial sum",
@@ -101,21 +107,21 @@ class Layout:
         """Every axis that cuts a dim or holds a partial sum."""
         return tuple(axis for dim in self.dims for axis in axes_of(dim)) + self.partial
 
-    @property
-    def parts(self) -> tuple[int, int] | None:
-        """The dim that is cut in parts, and their number."""
-        return next(
-            ((d, count) for d, dim in enumerate(self.dims) if (count := parts_of(dim))), None
-        )
-
-    def seen(self, shape: Sequence[int]) -> tuple[Layout, tuple[int, ...]]:
-        """The same of the tensor seen with a dim for the parts: no dim is cut in parts there."""
-        if self.parts is None:
+    def seen(
+        self, shape: Sequence[int], parts: Parts | None = None
+    ) -> tuple[Layout, tuple[int, ...]]:
+        """The layout and shape of the tensor seen with a dim before each dim in parts, for their
+        number. `parts`: those that get one, if not those of this layout."""
+        counts = dict(self.parts if parts is None else parts)
+        if not counts:
             return self, tuple(shape)
-        at, count = self.parts
-        dims = (*self.dims[:at], (), axes_of(self.dims[at]), *self.dims[at + 1 :])
-        sizes = (*shape[:at], count, shape[at] // count, *shape[at + 1 :])
-        return Layout(*dims, partial=self.partial), sizes
+        dims: list[tuple[str, ...]] = []
+        sizes: list[int] = []
+        for dim, (axes, size) in enumerate(zip(self.dims, shape)):
+            count = counts.get(dim)
+            dims += [axes] if count is None else [(), axes_of(axes)]
+            sizes += [size] if count is None else [count, size // count]
+        return Layout(*dims, partial=self.partial), tuple(sizes)
 
     @property
     def is_replicated(self) -> bool:
@@ -123,16 +129,12 @@ class Layout:
 
     def dim_of(self, axis: str) -> int | None:
         """The dim that `axis` cuts, if it cuts one."""
-        for index, dim in enumerate(self.dims):
-            if axis in dim:
-                return index
-        return None
+        return next((index for index, dim in enumerate(self.dims) if axis in dim), None)
 
     def with_dim(self, dim: int, axes: AxisNames) -> Layout:
         """The same layout with `dim` cut by `axes`."""
-        dims = list(self.dims)
-        dims[dim] = _axis_names(axes)
-        return Layout._of(tuple(dims), self.partial)
+        dims = (*self.dims[:dim], _axis_names(axes), *self.dims[dim + 1 :])
+        return Layout._of(dims, self.partial)
 
     def with_partial(self, axes: Iterable[str]) -> Layout:
         """The same cuts with exactly `axes` as partial sums."""
@@ -164,7 +166,7 @@ class Layout:
         self, shape: Sequence[int], mesh: Mesh, rank: int
     ) -> tuple[tuple[int, int], ...]:
         """Start and length of the piece of each dim that `rank` holds, where none is in parts."""
-        assert self.parts is None, self
+        assert not self.parts, self
         place = mesh.coordinate(rank)
         bounds = []
         for size, axes in zip(shape, self.dims):
@@ -182,25 +184,21 @@ class Layout:
     def local_shape(self, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple[int, ...]:
         """The shape of the piece that `rank` holds."""
         layout, sizes = self.seen(shape)
-        local = tuple(length for _, length in layout.local_bounds(sizes, mesh, rank))
-        if self.parts is None:
-            return local
-        at, count = self.parts
-        return (*local[:at], count * local[at + 1], *local[at + 2 :])
+        lengths = iter([length for _, length in layout.local_bounds(sizes, mesh, rank)])
+        return tuple(next(lengths) * (next(lengths) if parts_of(axes) else 1) for axes in self.dims)
 
     def boxes(
         self, shape: Sequence[int], mesh: Mesh, rank: int
     ) -> list[tuple[tuple[int, int], ...]]:
-        """Start and length of each dim of what `rank` holds: in the dim that is cut in parts, it
-        holds several pieces, one after the other."""
+        """Start and length of each dim of what `rank` holds: in a dim that is cut in parts, it
+        holds several pieces, one after the other, of later dims before those of earlier ones."""
         layout, sizes = self.seen(shape)
-        bounds = layout.local_bounds(sizes, mesh, rank)
-        if self.parts is None:
-            return [bounds]
-        at, count = self.parts
-        start, length = bounds[at + 1]
-        starts = (part * sizes[at + 1] + start for part in range(count))
-        return [(*bounds[:at], (first, length), *bounds[at + 2 :]) for first in starts]
+        bounds, pieces = iter(layout.local_bounds(sizes, mesh, rank)), []
+        for size, axes in zip(shape, self.dims):
+            count = next(bounds)[1] if parts_of(axes) else 1
+            start, length = next(bounds)
+            pieces.append([(part * (size // count) + start, length) for part in range(count)])
+        return list(itertools.product(*pieces))
 
     def largest_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
         """The shape of the largest piece: rank 0's."""
@@ -223,8 +221,7 @@ class Layout:
                     remedy=f"use one of {', '.join(map(repr, mesh.names))}",
                     source=source,
                 )
-        if self.parts is not None:
-            at, count = self.parts
+        for at, count in self.parts:
             pieces = count * mesh.degree(axes_of(self.dims[at]))
             if shape[at] % pieces:
                 raise InvalidInput(
@@ -368,7 +365,7 @@ DTYPE_NAMES |= {
     if isinstance(dtype, torch.dtype) and dtype not in DTYPE_NAMES
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_IN_PARTS = re.compile(r"/([2-9]|[1-9]\d+)@[^/@]+$")
+_IN_PARTS = re.compile(r"/([2-9]|[1-9]\d+)(@[^/@]+)+$")
 _TYPE = re.compile(r"(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?:\{(?P<partial>[^}]*)\})?")
 
 

@@ -32,7 +32,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.offers import Choice, has_world
 from autopar.planner.patience import SECONDS, Patience
 from autopar.planner.request import Mode
-from autopar.planner.verdict import cut_short, tell, warn
+from autopar.planner.verdict import cut_short, tell, tell_of_uncut, warn
 from autopar.precision import Precision
 from autopar.progress import Report, reporter
 
@@ -146,6 +146,8 @@ def make_plans(
             warn(f"the step has one micro-batch, and each stage waits for others: {error.got}")
         others = choice.kept.others
     tell(captured, best)
+    if request.mode == "data":
+        tell_of_uncut(best)
     if choice.ended:
         warn(cut_short(choice.ended, patience.seconds, best))
     return [

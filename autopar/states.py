@@ -173,8 +173,8 @@ class States:
         if not levels[-1] or not shape:
             return ParameterPlacement.tied(working, on_host)
         sizes = list(working.largest_shape(shape, mesh))
-        if working.parts is not None:
-            sizes[working.parts[0]] = 0  # what is in parts is not cut further
+        for at, _ in working.parts:
+            sizes[at] = 0  # what is in parts is not cut further
         if not any(sizes):
             return ParameterPlacement.tied(working, on_host)
         dim = _dim_to_cut(sizes, mesh.degree(levels[-1]))
@@ -184,7 +184,7 @@ class States:
             cuts += tuple(axis for axis in mesh if axis in level and axis not in cuts)
             found.append(working.with_dim(dim, (*working.dims[dim], *cuts)))
         storage, gradient, optimizer = found
-        if working.parts is not None and [*optimizer.dims[dim]] != [
+        if working.parts and [*optimizer.dims[dim]] != [
             axis for axis in mesh if axis in optimizer.dims[dim]
         ]:  # DTensor has no whole of a tensor with strides in two dims
             return ParameterPlacement.tied(working, on_host)

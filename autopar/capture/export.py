@@ -74,6 +74,7 @@ from autopar.capture.guards import refusals_kept
 from autopar.capture.hidden import Hiding, Needed
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
+from autopar.capture.joined import mark_joined
 from autopar.capture.listing import operator_name
 from autopar.capture.lookups import require_rows
 from autopar.capture.mapped import trained_anywhere
@@ -291,6 +292,7 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
         effects=tuple(builder.effects),
     )
     mark_learning(graph, captured.differentiated)
+    mark_joined(graph, captured.inputs)
     mark_parts(graph, captured.parameters)
     size = sum(info(node).val.nbytes for node in captured.kept)
     return replace(captured, classes=number_calls(graph), kept_bytes=size)

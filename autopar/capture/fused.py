@@ -28,9 +28,10 @@ def mark_parts(graph: fx.Graph, parameters: Container[str]) -> None:
     for value in graph.nodes:
         for dim, count in _read(value):
             found = _made_of(value, dim, parameters)
-            if found and all(info(node).parts in (None, (at, count)) for node, at in found.items()):
+            marks = {node: dict(info(node).parts) for node in found or ()}
+            if found and all(marks[node].get(at, count) == count for node, at in found.items()):
                 for node, at in found.items():
-                    info(node).parts = at, count
+                    info(node).parts = tuple(sorted({**marks[node], at: count}.items()))
 
 
 def _read(value: fx.Node) -> Iterator[tuple[int, int]]:

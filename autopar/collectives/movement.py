@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from autopar.layout import Layout, Placement, axes_of, parts_of
+from autopar.layout import Layout, Parts, Placement, axes_of, parts_of
 
 _BACKWARD = {
     ("identity", True): "all_reduce",
@@ -38,6 +38,20 @@ _BACKWARD = {
 }
 
 
+def apart(value: Tensor, parts: Parts) -> Tensor:
+    """Return a value, or a piece of it, with a dim before each dim in parts, for their number."""
+    for dim, count in reversed(parts):
+        value = value.unflatten(dim, (count, -1))
+    return value
+
+
+def together(value: Tensor, parts: Parts) -> Tensor:
+    """Return what `apart` was given."""
+    for dim, _ in parts:
+        value = value.flatten(dim, dim + 1)
+    return value
+
+
 @dataclass(frozen=True)
 class Movement:
     """One collective over `axes` (one group, in the order of the mesh), with its backward."""
@@ -47,7 +61,7 @@ class Movement:
     dim: int | None = None  # the dim that is gathered, scattered, sliced or (all_to_all) joined
     to_dim: int | None = None  # all_to_all: the dim that is cut instead
     pending: bool = False  # the value's gradient arrives as a partial sum over `axes`
-    parts: tuple[int, int] | None = None  # which of its dims is cut in parts, and their number
+    parts: Parts = ()  # which of its dims are cut in parts, and their numbers
 
     @property
     def backward(self) -> str:
@@ -77,20 +91,14 @@ class Movement:
 
     @property
     def seen(self) -> Movement:
-        """The same on what `apart` gives: nothing is in parts there."""
-        if self.parts is None:
+        """The movement of what `apart` gives: nothing is in parts there."""
+        if not self.parts:
             return self
-        at, _ = self.parts
-        dim, to_dim = (d if d is None else d + (d >= at) for d in (self.dim, self.to_dim))
+        dim, to_dim = (
+            d if d is None else d + sum(at <= d for at, _ in self.parts)
+            for d in (self.dim, self.to_dim)
+        )
         return Movement(self.kind, self.axes, dim, to_dim, self.pending)
-
-    def apart(self, value: Tensor) -> Tensor:
-        """A value, or its piece, with a dim for the parts."""
-        return value if self.parts is None else value.unflatten(self.parts[0], (self.parts[1], -1))
-
-    def together(self, value: Tensor) -> Tensor:
-        """Without that dim."""
-        return value if self.parts is None else value.flatten(self.parts[0], self.parts[0] + 1)
 
     def apply(self, layout: Layout) -> Layout:
         """The layout of the value after this movement."""
@@ -113,8 +121,7 @@ class Movement:
         return layout
 
     def _prefix(self, dim: int) -> tuple[str, ...]:
-        is_in_parts = self.parts is not None and self.parts[0] == dim
-        return (f"/{self.parts[1]}",) if is_in_parts else ()  # type: ignore[index]
+        return tuple(f"/{count}" for at, count in self.parts if at == dim)
 
     def place(self, placement: Placement) -> Placement:
         """Where the value is after this movement."""

@@ -37,17 +37,17 @@ from autopar._torch import (
     wait_for,
 )
 from autopar.collectives.messages import Scattered, exchange, go_by_messages
-from autopar.collectives.movement import Movement
+from autopar.collectives.movement import Movement, apart, together
 from autopar.errors import VerifierError
-from autopar.layout import Layout, chunk
+from autopar.layout import Layout, Parts, chunk
 from autopar.mesh import Mesh
 
 _ops = torch.ops.autopar
 
 
-def moved_in_parts(x: Tensor, at: int, parts: int, operator: Any, *arguments: Any) -> Tensor:
-    """A movement of the dim `at`, which is cut in parts: `operator` moves a dim of each part."""
-    return operator(x.unflatten(at, (parts, -1)), *arguments).flatten(at, at + 1)
+def moved_in_parts(x: Tensor, parts: Parts, operator: Any, *arguments: Any) -> Tensor:
+    """Move dims that are cut in `parts`: `operator` moves a dim of each part."""
+    return together(operator(apart(x, parts), *arguments), parts)
 
 
 def operator_call(
@@ -58,14 +58,10 @@ def operator_call(
     `layout` is the value's before the movement, `shape` the whole tensor's; `group` names the
     process group of `rank` over `movement.axes`, whose members torch keeps in order of rank.
     """
-    if movement.parts is not None:
-        at, count = movement.parts
-        before = layout.seen(shape)[0]
-        if layout.parts is None:  # it is cut by this movement
-            before = Layout(*layout.dims[:at], (), *layout.dims[at:], partial=layout.partial)
-        sizes = (*shape[:at], count, shape[at] // count, *shape[at + 1 :])
+    if movement.parts:
+        before, sizes = layout.seen(shape, movement.parts)
         operator, arguments = operator_call(movement.seen, before, sizes, mesh, rank, group)
-        return moved_in_parts, (at, count, operator, *arguments)
+        return moved_in_parts, (movement.parts, operator, *arguments)
     if movement.dim is not None and list(movement.axes) != [
         axis for axis in mesh.names if axis in movement.axes
     ]:

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 from autopar.cluster.collective_counts import latency_count, volume_count
 from autopar.collectives.movement import Movement
 from autopar.errors import InvalidInput, VerifierError
-from autopar.layout import Layout, Placement, axes_of, parts_of
+from autopar.layout import Layout, Parts, Placement, axes_of, parts_of
 from autopar.mesh import Mesh
 
 # A movement more costs at least this: of two equal ways, the one with fewer movements is taken.
@@ -180,7 +180,7 @@ def _solve(
         return (), 0.0
     _validate(source, target, shape, mesh)
     even, size = shape, float(itemsize)
-    parts = tuple(sorted({source.parts, target.layout.parts} - {None}))  # type: ignore[type-var]
+    parts = tuple(sorted({*source.parts, *target.layout.parts}))
     if not parts and all(length % mesh.size == 0 for length in shape):
         # Every cut is even: only the bytes count, so that shapes of one size share a search.
         even = (mesh.size,) * len(shape)
@@ -204,9 +204,6 @@ def _validate(source: Layout, target: Placement, shape: tuple[int, ...], mesh: M
             got=f"{target} on {mesh}",
             remedy=f"leave {unknown} out",
         )
-
-
-Parts = tuple[tuple[int, int], ...]  # dims that may be cut in parts, each with their number
 
 
 @dataclass(eq=False)
@@ -297,7 +294,7 @@ def steps(placement: Placement, mesh: Mesh, parts: Parts = ()) -> tuple[Step, ..
     found = []
     for movement in _movements(placement, mesh, parts):
         after, cuts = movement.place(placement), []
-        if len(movement.axes) > 1 or movement.parts is not None:
+        if len(movement.axes) > 1 or movement.parts:
             for dim in {movement.dim, movement.to_dim} - {None}:
                 assert dim is not None
                 longer = max(placement.dims[dim], after.dims[dim], key=len)
@@ -307,13 +304,11 @@ def steps(placement: Placement, mesh: Mesh, parts: Parts = ()) -> tuple[Step, ..
 
 
 def _movements(placement: Placement, mesh: Mesh, parts: Parts) -> Iterator[Movement]:
-    def into(dim: int) -> list[tuple[int, int] | None]:
-        """In what a dim may be cut, or cut further."""
-        cut = placement.dims[dim]
-        if cut:
-            return [] if parts_of(cut) else [None]
-        is_free = placement.layout.parts is None
-        return [None, *(one for one in parts if is_free and one[0] == dim)]
+    def into(dim: int) -> list[Parts]:
+        """In what a dim may be cut, or cut further: as a whole, or in parts."""
+        if cut := placement.dims[dim]:
+            return [_in_parts(dim, cut)]
+        return [(), *((one,) for one in parts if one[0] == dim)]
 
     used = {*placement.layout.axes, *placement.pending}
     sums = _subsets(axis for axis in mesh.names if axis in placement.partial)
@@ -326,19 +321,22 @@ def _movements(placement: Placement, mesh: Mesh, parts: Parts) -> Iterator[Movem
     for dim, cut in enumerate(placement.dims):
         for own in into(dim):
             for axes in sums:
-                if own is None or len(axes) == 1:
-                    yield Movement("reduce_scatter", axes, dim, parts=own)
+                yield Movement("reduce_scatter", axes, dim, parts=own)
             for axes in free:
-                if own is None or len(axes) == 1:
-                    yield Movement("slice", axes, dim, parts=own)
-        own = (dim, parts_of(cut)) if parts_of(cut) else None
+                yield Movement("slice", axes, dim, parts=own)
+        own = _in_parts(dim, cut)
         for axes in _innermost(axes_of(cut), mesh):
             yield Movement("all_gather", axes, dim, parts=own)
             yield Movement("all_gather", axes, dim, pending=True, parts=own)
             for to_dim in range(placement.layout.ndim):
                 for other in into(to_dim) if to_dim != dim else ():
-                    if (own is None and (other is None or len(axes) == 1)) or other is None:
-                        yield Movement("all_to_all", axes, dim, to_dim, parts=own or other)
+                    both = tuple(sorted((*own, *other)))
+                    yield Movement("all_to_all", axes, dim, to_dim, parts=both)
+
+
+def _in_parts(dim: int, cut: tuple[str, ...]) -> Parts:
+    count = parts_of(cut)
+    return ((dim, count),) if count else ()
 
 
 def _subsets(axes: Iterable[str]) -> list[tuple[str, ...]]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from autopar._torch import is_batched
-from autopar.collectives.movement import Movement
+from autopar.collectives.movement import Movement, apart, together
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.layout import Layout, chunk
 from autopar.mesh import Mesh
@@ -147,11 +147,13 @@ def _carry_out(
     moved: list[Any] = [None] * len(values)
     seen = movement.seen
     for group in _groups(mesh, movement.axes):
-        result = collective([movement.apart(values[rank]) for rank in group], seen.dim, seen.to_dim)
+        result = collective(
+            [apart(values[rank], movement.parts) for rank in group], seen.dim, seen.to_dim
+        )
         if isinstance(result, Tensor):
             result = [result, *(another(result) for _ in group[1:])]
         for rank, piece in zip(group, result):
-            moved[rank] = movement.together(piece)
+            moved[rank] = together(piece, movement.parts)
     return tuple(moved)
 
 
@@ -207,10 +209,9 @@ def _piece(value: Tensor, dim: int, parts: int, index: int) -> Tensor:
 
 
 def _cut(whole: Tensor, layout: Layout, mesh: Mesh) -> tuple[Tensor, ...]:
-    if layout.parts is not None:
-        (at, count), (inside, _) = layout.parts, layout.seen(whole.shape)
-        cut = _cut(whole.unflatten(at, (count, -1)), inside, mesh)
-        return tuple(piece.flatten(at, at + 1) for piece in cut)
+    if parts := layout.parts:
+        cut = _cut(apart(whole, parts), layout.seen(whole.shape)[0], mesh)
+        return tuple(together(piece, parts) for piece in cut)
     pieces = []
     for bounds, is_first in zip(*_bounds(layout, tuple(whole.shape), mesh)):
         piece = whole
@@ -227,10 +228,10 @@ def _assemble(
     values: Sequence[Tensor], layout: Layout, mesh: Mesh, shape: tuple[int, ...]
 ) -> Tensor:
     """Undo the cuts one axis at a time, each over the ranks that still count."""
-    if layout.parts is not None:
-        (at, count), (inside, sizes) = layout.parts, layout.seen(shape)
-        pieces = [value.unflatten(at, (count, -1)) for value in values]
-        return _assemble(pieces, inside, mesh, sizes).flatten(at, at + 1)
+    if parts := layout.parts:
+        inside, sizes = layout.seen(shape)
+        pieces = [apart(value, parts) for value in values]
+        return together(_assemble(pieces, inside, mesh, sizes), parts)
     left, ranks = mesh, list(values)
     for axis in mesh.names:
         if layout.dim_of(axis) is None:

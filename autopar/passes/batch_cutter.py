@@ -9,7 +9,7 @@ from collections import ChainMap
 from collections.abc import Hashable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -20,11 +20,12 @@ from autopar.capture.gradients import mark_learning
 from autopar.capture.listing import operator_of, rule_for
 from autopar.capture.node_classes import number_calls
 from autopar.errors import InvalidInput
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout, TensorType, parts_of
 from autopar.mesh import Mesh
 from autopar.passes.flow import ancestors, part_of
 from autopar.search.propagate import propagate
-from autopar.strategies import localize_arguments, tensor_inputs, traits_of
+from autopar.strategies import Call, localize_arguments, tensor_inputs, traits_of
+from autopar.strategies.indexing import is_part
 from autopar.strategies.kernels.draws import Place
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results, is_result, maker, place_of
@@ -33,12 +34,40 @@ from autopar.units import counted
 aten = torch.ops.aten
 AXIS = "microbatch"
 REMEDY = (
-    "microbatches=1, or a loss that is a sum or mean over samples (that of ap.nn.MoE is one with "
-    'over="sequence")'
+    "microbatches=1, in a pipeline too; or a loss that is a sum or mean over samples (that of "
+    'ap.nn.MoE is one with over="sequence")'
 )
-TABLE = "give the table as an input, or microbatches=1 and pipeline=None"
+TABLE = "give the table as an input, or microbatches=1"
+APART = "hand over the parts as inputs, joined in forward: torch.cat([a, b]); or microbatches=1"
+JOINED = "parts of equal numbers of rows, or multiples of the batch; or microbatches=1"
 SAME, OWN, SUM = "the same for all", "a micro-batch's own", "a sum"
-Status = int | str  # SAME, OWN (statistics), SUM, or the dim that is cut
+
+
+class BatchDim(NamedTuple):
+    """A dim that micro-batches cut, as a whole or each of its parts."""
+
+    dim: int
+    parts: int = 1
+
+    @classmethod
+    def of(cls, layout: Layout) -> BatchDim | None:
+        """Read what micro-batches cut of a tensor; `None` of one that they leave whole."""
+        dim = layout.dim_of(AXIS)
+        return None if dim is None else cls(dim, parts_of(layout.dims[dim]) or 1)
+
+    def layout(self, ndim: int) -> Layout:
+        """The layout of a tensor of so many dims over micro-batches."""
+        cut = (f"/{self.parts}", AXIS) if self.parts > 1 else (AXIS,)
+        return Layout.replicated(ndim).with_dim(self.dim, cut)
+
+    def shares(self, value: Tensor, count: int) -> list[Tensor]:
+        """The piece of each of `count` micro-batches."""
+        sizes = (self.parts, count, value.shape[self.dim] // (self.parts * count))
+        apart = value.unflatten(self.dim, sizes).unbind(self.dim + 1)
+        return [one.flatten(self.dim, self.dim + 1) for one in apart]
+
+
+Status = BatchDim | str  # SAME, OWN (statistics), SUM, or the dim that is cut
 
 
 class InseparableBatch(InvalidInput):
@@ -79,7 +108,7 @@ class Cutter:
         for node in captured.graph.nodes:
             if node.op == "placeholder":
                 layout = decisions.placeholders[node.name] if decisions else Layout()
-                self._enter(node, layout.dim_of(AXIS))
+                self._enter(node, BatchDim.of(layout))
         self.live -= set(self.copies)
 
     def visit(self, node: fx.Node) -> None:
@@ -107,9 +136,10 @@ class Cutter:
         args, kwargs = localize_arguments(node, types, self.mesh, 0)
         if (place := traits_of(node).count) is not None:
             args = (*args[:place], args[place] // self.count, *args[place + 1 :])
-        if isinstance(given[0], int):
+        if isinstance(given[0], BatchDim):
+            at, parts = given[0]
             args = tuple(
-                a.in_batches(given[0], self.count) if isinstance(a, Place) else a for a in args
+                a.in_batches(at, self.count, parts) if isinstance(a, Place) else a for a in args
             )
         if given == (SUM,):
             args, kwargs = self._numbers_shared(node, args, kwargs)
@@ -152,8 +182,9 @@ class Cutter:
         )
 
     def _refuse_table(self, node: fx.Node) -> NoReturn:
-        shape, dim = tuple(info(node).val.shape), int(self.status[node.name])
-        table = f"a table {shape} over {counted(shape[dim], 'sample')}"
+        shape, status = tuple(info(node).val.shape), self.status[node.name]
+        assert isinstance(status, BatchDim)
+        table = f"a table {shape} over {counted(shape[status.dim], 'sample')}"
         _refuse(node, f"{table} is a constant that differs from sample to sample", TABLE)
 
     def joins(self) -> tuple[Status, ...]:
@@ -185,14 +216,14 @@ class Cutter:
         graph.output({total.name: copies[node.name] for node, total in self.summed.items()})
         return graph
 
-    def _enter(self, node: fx.Node, dim: int | None) -> None:
+    def _enter(self, node: fx.Node, cut: BatchDim | None) -> None:
         name, value = node.name, info(node).val
         is_kept = name in self.captured.parameters or name in self.captured.buffers
-        if dim is not None and is_kept and node in self.live:
+        if cut is not None and is_kept and node in self.live:
             _refuse(node, "a parameter or buffer would be cut along the batch")
-        status: Status = SAME if dim is None or is_kept else dim
-        if name in self.constants and status != SAME:
-            pieces = self.constants[name].chunk(self.count, int(status))
+        status: Status = SAME if cut is None or is_kept else cut
+        if name in self.constants and isinstance(status, BatchDim):
+            pieces = status.shares(self.constants[name], self.count)
             if not all(torch.equal(pieces[0], piece) for piece in pieces[1:]):
                 self.tables.append(node)
             self.constants[name] = pieces[0].clone()
@@ -210,30 +241,28 @@ class Cutter:
             if all(status in (SAME, OWN) for status in given):
                 return (OWN if OWN in given else SAME,) * count
             reason = f"{operator_of(node)} has no rule that says how it treats the batch"
-            _refuse(node, reason, f"{rule_for(node)}; or microbatches=1 and pipeline=None")
-        factor = next((factor for factor, axes in strategy.cuts if AXIS in axes), None)
-        if factor is None:
+            _refuse(node, reason, f"{rule_for(node)}; or microbatches=1")
+        if not any(AXIS in axes for _, axes in strategy.cuts):
             return (self._uncut(node, inputs, given),) * count
         if rule.kernel(strategy) is not None:
             _refuse(node, f"{operator_of(node)} looks at the place of a sample in the batch")
-        for value, dims, status in zip(inputs, rule.inputs, given):
-            wanted = next((d for d, dim in enumerate(dims) if factor in dim), None)
+        signature = rule.signature(strategy)
+        for value, layout, status in zip(inputs, signature.inputs, given):
+            wanted = BatchDim.of(layout)
             if status == SUM and wanted is None:
                 self._total(value)
-            elif wanted is None and isinstance(status, int):
+            elif wanted is None and isinstance(status, BatchDim):
                 _refuse(node, f"{operator_of(node)} lets samples of different micro-batches meet")
             elif wanted is not None and status != wanted:
                 _refuse(node, f"{value.name} holds the whole batch where a part is needed")
         lacking = OWN if traits_of(node).statistics else SUM
-        return tuple(
-            next((d for d, dim in enumerate(dims) if factor in dim), lacking)
-            for dims in rule.outputs
-        )
+        return tuple(BatchDim.of(layout) or lacking for layout in signature.outputs)
 
     def _uncut(self, node: fx.Node, inputs: tuple[fx.Node, ...], given: list[Status]) -> Status:
         """What an operator makes of values that no longer have the batch as a dim."""
-        if any(isinstance(status, int) for status in given):
-            _refuse(node, f"{operator_of(node)} needs all samples of the batch together")
+        if any(isinstance(status, BatchDim) for status in given):
+            reason = f"{operator_of(node)} needs all samples of the batch together"
+            _refuse(node, reason, _remedy_of(node))
         rule = self.captured.rules[node.name]
         assert rule is not None
         summed = frozenset(index for index, status in enumerate(given) if status == SUM)
@@ -337,16 +366,16 @@ class Cutter:
 
     def _part(self, value: Any, status: Status) -> Any:
         """The value of one micro-batch."""
-        if not isinstance(status, int):
+        if not isinstance(status, BatchDim):
             return value
-        key = tuple(value.shape), value.stride(), value.dtype, value.device, status
+        key = tuple(value.shape), value.stride(), value.dtype, value.device, status.dim
         if key not in self.pieces:
-            self.pieces[key] = self._piece(value, status)
+            self.pieces[key] = self._piece(value, status.dim)
         return self.pieces[key]
 
-    def _piece(self, value: Tensor, status: int) -> Tensor:
-        shape, whole = list(value.shape), value.stride(status) * value.shape[status]
-        shape[status] //= self.count
+    def _piece(self, value: Tensor, dim: int) -> Tensor:
+        shape, whole = list(value.shape), value.stride(dim) * value.shape[dim]
+        shape[dim] //= self.count
         outside = [bool(whole) and stride >= whole for stride in value.stride()]
         # Which dims share memory, and which are apart, decides what is a view.
         strides = [s // self.count if out else s for s, out in zip(value.stride(), outside)]
@@ -354,15 +383,26 @@ class Cutter:
 
 
 def _layout(value: Tensor, status: Status) -> Layout:
-    ndim = value.ndim
-    if not isinstance(status, int):
-        return Layout.replicated(ndim)
-    return Layout(*((AXIS,) if dim == status else () for dim in range(ndim)))
+    if isinstance(status, BatchDim):
+        return status.layout(value.ndim)
+    return Layout.replicated(value.ndim)
 
 
 def _mutated(captured: Captured) -> list[fx.Node]:
     results = captured.graph.output_node().args[0]
     return list(results[len(results) - len(captured.mutations) :])  # type: ignore[arg-type,index]
+
+
+def _remedy_of(node: fx.Node) -> str:
+    """What helps where an operator reads several samples at once."""
+    if node.target is aten.cat.default:
+        return JOINED
+    if node.target is aten.slice.Tensor:
+        call = Call(node)
+        whole, size = (sizes[call.dim(call["dim"])] for sizes in (call.shapes[0], call.shape))
+        if whole % size == 0 and is_part(call, whole // size):
+            return APART
+    return REMEDY
 
 
 def _refuse(node: fx.Node, reason: str, remedy: str = REMEDY) -> NoReturn:

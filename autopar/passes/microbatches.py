@@ -29,7 +29,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.execute import evaluate
 from autopar.capture.verifier import verify
 from autopar.errors import InvalidInput
-from autopar.passes.batch_cutter import SUM, Cutter, Status
+from autopar.passes.batch_cutter import SUM, BatchDim, Cutter, Status
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import info
 
@@ -40,7 +40,7 @@ class Microbatches:
 
     count: int
     captured: Captured  # it gives the share of the loss, and what is kept, if not all outputs
-    cut: frozenset[str]  # the inputs that have the batch as first dim
+    cut: Mapping[str, int]  # the inputs that have the batch as first dim, and its parts
     counts: fx.Graph | None  # from the inputs of a whole batch to the totals
     whole: Captured  # the program of a whole batch
     once: frozenset[str] = frozenset()  # the buffers that a step changes once, not every turn
@@ -64,8 +64,10 @@ class Microbatches:
         one."""
         totals = self.totals(inputs) if totals is None else dict(totals)
         pieces = {
-            name: self._shares(inputs[name], 1 if parts is None else parts[name])
-            for name in self.cut
+            name: BatchDim(0, own * (1 if parts is None else parts[name])).shares(
+                inputs[name], self.count
+            )
+            for name, own in self.cut.items()
         }
         return [
             {name: pieces[name][i] if name in self.cut else v for name, v in inputs.items()}
@@ -74,12 +76,6 @@ class Microbatches:
             for i in range(self.count)
         ]
 
-    def _shares(self, value: Tensor, parts: int) -> Sequence[Tensor]:
-        if parts == 1:
-            return value.chunk(self.count)
-        shares = value.unflatten(0, (parts, self.count, -1)).unbind(1)
-        return [share.flatten(0, 1) for share in shares]
-
     def join(
         self, outputs: Sequence[Sequence[Tensor]], wanted: Sequence[int], parts: int = 1
     ) -> list[Tensor]:
@@ -87,9 +83,9 @@ class Microbatches:
         each of which took its share of `parts` of the batch."""
 
         def joined(values: Sequence[Tensor], status: Status) -> Tensor:
-            if isinstance(status, int):
-                pieces = [value.chunk(parts, status) for value in values]
-                return torch.cat([one for part in zip(*pieces) for one in part], status)
+            if isinstance(status, BatchDim):
+                pieces = [value.chunk(parts * status.parts, status.dim) for value in values]
+                return torch.cat([one for part in zip(*pieces) for one in part], status.dim)
             return reduce(torch.add, values) if status == SUM else values[0]
 
         joins = (self.joins[number] for number in wanted)
@@ -130,9 +126,12 @@ def _cut_batch(
             cutter.visit(node)
     small = cutter.finish()
     verify(small.graph, "captured")
-    cut = frozenset(
-        name for name in captured.inputs if name is not None and cutter.status.get(name) == 0
-    )
+    statuses = {name: cutter.status.get(name) for name in captured.inputs if name is not None}
+    cut = {
+        name: status.parts
+        for name, status in statuses.items()
+        if isinstance(status, BatchDim) and status.dim == 0
+    }
     if count > 1 and not cut:
         raise InvalidInput(
             "micro-batches cut the first dim of the inputs",

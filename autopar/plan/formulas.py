@@ -51,11 +51,11 @@ def edge(
     beside what brings its gradient back."""
     val, back = info(value).val, (info(value).differentiable, learns)
     shape, itemsize, mesh = tuple(val.shape), val.dtype.itemsize, price.mesh
-    parts = {info(value).parts, first.layout.parts, second.layout.parts}
+    parts = {*info(value).parts, *first.layout.parts, *second.layout.parts}
     if of_parameters and first.pending and {*second.pending} <= {*first.pending}:
         # A whole gradient becomes one rank's term of the sum.
         first, second = Placement(first.layout), Placement(second.layout)
-    table = reshard_table(mesh, val.ndim, tuple(sorted(one for one in parts if one is not None)))
+    table = reshard_table(mesh, val.ndim, tuple(sorted(parts)))
     seconds = math.inf
     if first is second or (first in table.index and second in table.index and not first.pending):
         all_pairs = table.seconds(shape, itemsize, price, *back)

@@ -3,6 +3,7 @@
 require_rules(captured)         before its search, with strict=True
 refuse_random(captured, mesh, microbatches)
 tell(captured, best)            of what was chosen
+tell_of_uncut(best)             of what data parallelism leaves to all ranks
 tell_of_statistics(captured, microbatches)
 no_size(reasons, request)       where each of the sizes was refused
 nothing(found, request, regions, captured)    where all that was found is too large
@@ -14,6 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from autopar.capture.captured import Captured
@@ -35,7 +37,14 @@ from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
 from autopar.solver.residual import relative_gap
 from autopar.states import HOSTED
 from autopar.strategies.node_info import info
+from autopar.strategies.results import has_results, maker
 from autopar.units import counted, share_text
+
+_LEAST_UNCUT = 0.05  # of the time that a step computes, that is worth a warning
+_JOINED = (
+    ": what is joined along the batch is cut where its parts have equal numbers of rows, or "
+    "multiples of the smallest, that the ranks divide"
+)
 
 
 def tell(captured: Captured, best: Candidate, before: Candidate | None = None) -> None:
@@ -55,6 +64,38 @@ def tell(captured: Captured, best: Candidate, before: Candidate | None = None) -
         warn(
             f"{operator} has no rule and runs replicated ({counted(len(found), 'time')}, first at "
             f"{found[0].source}): every rank does all of it. {rule_for(calls[found[0].node])}"
+        )
+
+
+def tell_of_uncut(best: Candidate) -> None:
+    """Warn of operators that data parallelism leaves uncut, if they take a share of the step."""
+    of_batch, uncut, total = set[fx.Node](), dict[fx.Node, float](), 0.0
+    axes = {axis for axis in best.mesh if best.mesh[axis] > 1}
+    for node in best.rewritten.nodes:
+        reads_batch = not of_batch.isdisjoint(node.all_input_nodes)
+        if info(node).calls:
+            seconds = best.prices(node).seconds
+            total += seconds
+            ((_, strategy), *_) = info(node).calls
+            if reads_batch and axes - {*strategy.axes}:
+                uncut[node] = seconds
+        # What a cut operator sums over samples, as statistics and losses, is no longer the batch.
+        is_whole = maker(node) in uncut or info(node).movement is not None
+        if node.name in best.captured.inputs or (
+            reads_batch
+            and node.op == "call_function"
+            and (is_whole or has_results(node) or any(info(node).type.layout.dims))
+        ):
+            of_batch.add(node)
+    share = sum(uncut.values()) / (total or 1.0)
+    if share >= _LEAST_UNCUT:
+        first = next(iter(uncut))
+        is_joined = first.target is torch.ops.aten.cat.default
+        warn(
+            f'mode="data" leaves {counted(len(uncut), "operator")} uncut, with '
+            f"{share_text(share)} of the time that a step computes: all ranks do the same there. "
+            f"The first is {operator_of(first)} in {info(first).module or 'the model'}, at "
+            f"{info(first).source}" + _JOINED * is_joined
         )
 
 

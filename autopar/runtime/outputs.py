@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.collectives.movement import apart, together
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
@@ -52,12 +53,10 @@ class Outputs:
 def joined(piece: Tensor, type_: TensorType, mesh: Mesh, groups: Groups, rank: int) -> Tensor:
     """The whole of which `rank` has a piece, dim by dim, the innermost cut first."""
     layout: Layout = type_.layout
-    if layout.parts is not None:
-        (at, count), (inside, shape) = layout.parts, layout.seen(type_.shape)
+    if parts := layout.parts:
+        inside, shape = layout.seen(type_.shape)
         seen = TensorType(shape, type_.dtype, inside)
-        return joined(piece.unflatten(at, (count, -1)), seen, mesh, groups, rank).flatten(
-            at, at + 1
-        )
+        return together(joined(apart(piece, parts), seen, mesh, groups, rank), parts)
     for dim, axes in enumerate(layout.dims):
         for count in reversed(range(len(axes))):
             axis, layout = axes[count], layout.with_dim(dim, axes[:count])

@@ -117,13 +117,13 @@ def boxes_of(value: Tensor) -> tuple[list[Bounds], int]:
     layout = from_placements(value.placements, mesh, value.ndim)
     layout.validate(value.shape, mesh)
     boxes = layout.boxes(value.shape, mesh, mesh.rank(dict(zip(mesh.names, place))))
-    return boxes, layout.parts[0] if layout.parts is not None else 0
+    return boxes, layout.parts[0][0] if layout.parts else 0
 
 
 def piece_of(read: Read, layout: Layout, shape: Sequence[int], mesh: Mesh, rank: int) -> Tensor:
     """What a rank holds of a tensor of which `read` gives parts."""
     found = [read(bounds) for bounds in layout.boxes(shape, mesh, rank)]
-    return found[0] if layout.parts is None else torch.cat(found, layout.parts[0])
+    return torch.cat(found, layout.parts[0][0]) if layout.parts else found[0]
 
 
 def is_cut(value: Tensor) -> bool:

@@ -29,7 +29,7 @@ from autopar.cost.saved_tensors import SavedTensors
 from autopar.cost.state_price import Beside
 from autopar.errors import InvalidInput
 from autopar.garbage import collected_later
-from autopar.layout import ParameterPlacement, Placement
+from autopar.layout import ParameterPlacement, Parts, Placement
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates, NodeClasses, storage_states, uncut
 from autopar.search.computed import Way, computed
@@ -100,8 +100,7 @@ class Builder:
             self.captured, self.mesh, self.cluster.device, price, self.microbatches
         )
         given, named = self.constraints.parameters, self.captured.parameters
-        at = {node: given[name].layout.parts for node, name in named.items() if name in given}
-        parts = {node: one for node, one in at.items() if one is not None}
+        parts = {node: given[name].layout.parts for node, name in named.items() if name in given}
         self.edges = Edges(self.mesh, self.cluster, price, self.microbatches, self.states, parts)
         self.built = Built(self.captured, self.mesh, self.constraints)
         self.nodes = {node.name: node for node in self.captured.graph.nodes}
@@ -185,9 +184,9 @@ class Builder:
         number = self.built.graph.add_node(self.edges.zeros(len(states)), memory, name=name)
         self.producers[node.name] = self.built.parameters[node.name] = Variable(number, states)
 
-    def _stored_at(self, shape: tuple[int, ...], parts: tuple[int, int] | None) -> Placements:
+    def _stored_at(self, shape: tuple[int, ...], parts: Parts) -> Placements:
         """The layouts of a parameter of which nothing was said."""
-        states = storage_states(shape, self.mesh, (parts,) if parts else ())
+        states = storage_states(shape, self.mesh, parts)
         left = self.constraints.batch_axis
         return Placements(state for state in states if left not in state.layout.axes)
 

@@ -14,14 +14,13 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.origins import copied_parameter
 from autopar.cluster import Device
-from autopar.collectives.redistribution import Parts
 from autopar.cost.joint_kernels import Computed, messages_inside
 from autopar.cost.operators import ShardSizes, Work, facts_of, kept_extra, seconds, work
 from autopar.cost.price import ClusterPrice
 from autopar.cost.reductions import weight_seconds
 from autopar.cost.state_price import NodeCost
 from autopar.errors import unforeseen
-from autopar.layout import Placement, axes_of, parts_of
+from autopar.layout import Parts, Placement, axes_of, parts_of
 from autopar.mesh import Mesh
 from autopar.search.reshard import Placements, reshard_table
 from autopar.strategies import KernelCall, Rule, Strategy, tensor_inputs
@@ -219,11 +218,13 @@ def uncut(candidates: Candidates) -> int:
 
 
 def storage_states(shape: tuple[int, ...], mesh: Mesh, parts: Parts = ()) -> Placements:
-    """The layouts in which a parameter may be stored: each axis cuts one dim, or none."""
+    """The layouts in which a parameter may be stored: each axis cuts one dim, or none; one dim is
+    in parts at most, which one axis cuts, as DTensors can be made whole."""
     return Placements(
         state
         for state in reshard_table(mesh, len(shape), parts).starts
         if not state.partial and all(_fits(dim, size, mesh) for dim, size in zip(state.dims, shape))
+        if sum(len(axes_of(state.dims[dim])) for dim, _ in state.layout.parts) <= 1
     )
 
 

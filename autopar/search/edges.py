@@ -16,11 +16,11 @@ from torch import fx
 
 from autopar.capture.origins import state_bytes
 from autopar.cluster import Cluster
-from autopar.collectives.redistribution import FREE, Parts, steps
+from autopar.collectives.redistribution import FREE, steps
 from autopar.cost.footprint import parameter_bytes
 from autopar.cost.price import ClusterPrice
 from autopar.cost.state_price import Beside, NodeCost, StatePrice
-from autopar.layout import ALL_PLACES, Layout, ParameterPlacement, Placement, axes_of
+from autopar.layout import ALL_PLACES, Layout, ParameterPlacement, Parts, Placement, axes_of
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates
 from autopar.search.reshard import Placements, ReshardTable, reshard_table
@@ -48,7 +48,7 @@ class Edges:
         price: ClusterPrice,
         microbatches: int,
         states: States,
-        parts: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+        parts: Mapping[str, Parts] = MappingProxyType({}),
     ) -> None:
         """`parts`: of values whose layout is given."""
         self.mesh, self.price, self.states, self.parts = mesh, price, states, parts
@@ -266,8 +266,7 @@ class Edges:
 
     def _parts(self, value: fx.Node) -> Parts:
         """How it may be cut, or is."""
-        found = {info(value).parts, self.parts.get(value.name)}
-        return tuple(sorted(one for one in found if one is not None))
+        return tuple(sorted({*info(value).parts, *self.parts.get(value.name, ())}))
 
     def _type(self, value: fx.Node) -> tuple:
         if value not in self._types:

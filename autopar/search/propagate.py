@@ -23,6 +23,7 @@ from autopar.mesh import Mesh
 from autopar.search.constraints import Constraints, LayoutConstraint
 from autopar.search.decisions import Decisions, Fallback
 from autopar.strategies import Rule, Strategy, tensor_inputs
+from autopar.strategies.equal_parts import choice_of
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results, maker, place_of, values_of
 
@@ -83,7 +84,9 @@ class _Propagation:
                 self.arguments[node] = tensor_inputs(node)
         self.cuts: dict[fx.Node, dict[str, str]] = {node: {} for node in self.rules}
         self.passes: dict[fx.Node, dict[str, int]] = {node: {} for node in self.rules}
-        self.placed: dict[fx.Node, dict[str, int]] = {}  # placeholder -> axis -> dim
+        # Placeholder -> axis -> dim, and in how many parts it is cut; 1: as a whole.
+        self.placed: dict[fx.Node, dict[str, tuple[int, int]]] = {}
+        self.batch = frozenset[str]()  # axes that cut it
         self.fixed: dict[fx.Node, Layout] = {
             self.nodes[name]: constraint.layout
             for name, constraint in [*constraints.values.items(), *constraints.inputs.items()]
@@ -92,7 +95,8 @@ class _Propagation:
             if name in self.constraints.parameters:
                 self.fixed[self.nodes[placeholder]] = self.constraints.parameters[name].layout
         self.events: deque[tuple[fx.Node, str, int]] = deque()
-        self.wanted: list[tuple[fx.Node, str, int]] = []  # of readers, the last one first
+        # Of readers, the last one first: an axis for a dim of a value, in so many parts.
+        self.wanted: list[tuple[fx.Node, str, int, int]] = []
 
     def bind_operators(self) -> None:
         """Give operators whose inputs were annotated exactly the cuts of those inputs."""
@@ -131,7 +135,7 @@ class _Propagation:
         return frozenset(
             axis
             for node in inputs & self.placed.keys()
-            for axis, dim in self.placed[node].items()
+            for axis, (dim, _) in self.placed[node].items()
             if dim == 0
         )
 
@@ -158,10 +162,11 @@ class _Propagation:
                 + ", ".join(f"{axis}={self.mesh[axis]}" for axis in axes),
                 remedy="a larger batch, a smaller mesh, or annotations that use these axes",
             )
+        self.batch = frozenset(axes)
         for node in inputs:
             if info(node).val.shape[0] == batch:
                 for axis in axes:
-                    self._place(node, axis, 0)
+                    self._place(node, axis, 0, 1)
         self._settle()
 
     def carry_partial_sums(self) -> None:
@@ -208,30 +213,30 @@ class _Propagation:
             value, axis, dim = self.events.popleft()
             self._offer(value, axis, dim)
             if maker(value) in self.rules:
-                self._try(maker(value), axis, self._factor(value, dim))
+                self._try(maker(value), axis, self._choice(value, dim, self._parts(value, axis)))
 
     def _offer(self, value: fx.Node, axis: str, dim: int) -> None:
         """Offer a cut of `value` to its readers."""
+        number = self._parts(value, axis)
         for reader in value.users:
             if reader in self.rules and reader not in self.fixed:
                 rule = self.rules[reader]
                 for index, argument in enumerate(self.arguments[reader]):
                     if argument is value:
-                        factor = _outer_factor(rule, rule.inputs[index][dim])
-                        if self._is_in_parts(value, axis):
-                            factor = rule.in_parts(factor, index)
-                        self._try(reader, axis, factor)
+                        self._try(reader, axis, choice_of(rule, rule.inputs[index][dim], number))
 
-    def _is_in_parts(self, value: fx.Node, axis: str) -> bool:
-        """Whether what an axis cuts of a value are parts."""
+    def _parts(self, value: fx.Node, axis: str) -> int:
+        """In how many parts an axis cuts a dim of a value; 1: as a whole."""
         if value in self.fixed:
-            parts = self.fixed[value].parts
-            return parts is not None and parts[0] == self.fixed[value].dim_of(axis)
+            dim = self.fixed[value].dim_of(axis)
+            return next((number for at, number in self.fixed[value].parts if at == dim), 1)
+        if value in self.placed:
+            return self.placed[value].get(axis, (0, 1))[1]
         operator = maker(value)
         choice = self.cuts.get(operator, {}).get(axis, "")
-        parts_of_it = self.rules[operator].parts.get(choice) if choice else None
-        cut = None if parts_of_it is None else parts_of_it.outputs[place_of(value)]
-        return cut is not None and cut[1]
+        parts = self.rules[operator].parts.get(choice) if choice else None
+        cut = None if parts is None else parts.outputs[place_of(value)]
+        return 1 if cut is None else cut[1]
 
     def _try(self, node: fx.Node, axis: str, factor: str | None) -> None:
         """Cut an operator if it may be, and then what it reads: deep first, however deep."""
@@ -267,7 +272,9 @@ class _Propagation:
         rule = self.rules[node]
         self.cuts[node][axis] = choice
         inputs, outputs = rule.factors_of(choice)
-        if choice in rule.parts:
+        parts = rule.parts.get(choice)
+        numbers = [cut[1] if cut else 1 for cut in parts.inputs] if parts else [1] * len(inputs)
+        if parts is not None and axis not in self.batch:
             inputs = [None] * len(inputs)  # these are followed, and not asked for
         for value in values_of(node) if node not in self.fixed else ():
             for dim, factors in enumerate(rule.outputs[place_of(value)]):
@@ -275,34 +282,41 @@ class _Propagation:
                     self.events.append((value, axis, dim))
         self.wanted += reversed(
             [
-                (argument, axis, dim)
-                for argument, dims, factor in zip(self.arguments[node], rule.inputs, inputs)
+                (argument, axis, dim, number)
+                for argument, dims, factor, number in zip(
+                    self.arguments[node], rule.inputs, inputs, numbers
+                )
                 for dim, factors in enumerate(dims)
                 if factor in factors
             ]
         )
 
-    def _reach(self, value: fx.Node, axis: str, dim: int) -> None:
+    def _reach(self, value: fx.Node, axis: str, dim: int, number: int) -> None:
         """A reader wants `dim` of `value` cut by `axis`: so be it, if the value is still free."""
         if value in self.fixed:
             return
         if value.op == "placeholder":
-            self._place(value, axis, dim)
+            self._place(value, axis, dim, number)
         elif maker(value) in self.rules:
-            self._take(maker(value), axis, self._factor(value, dim))
+            self._take(maker(value), axis, self._choice(value, dim, number))
 
-    def _factor(self, value: fx.Node, dim: int) -> str | None:
-        """The factor that cuts a dim of what an operator gives."""
+    def _choice(self, value: fx.Node, dim: int, number: int) -> str | None:
+        """What an operator gives an axis to that cuts a dim of a value of its in so many parts."""
         rule = self.rules[maker(value)]
-        return _outer_factor(rule, rule.outputs[place_of(value)][dim])
+        return choice_of(rule, rule.outputs[place_of(value)][dim], number)
 
-    def _place(self, node: fx.Node, axis: str, dim: int) -> None:
+    def _place(self, node: fx.Node, axis: str, dim: int, number: int) -> None:
         placed = self.placed.setdefault(node, {})
-        if node not in self.fixed and axis not in placed:
-            degree = self.mesh.degree([*(a for a, d in placed.items() if d == dim), axis])
-            if info(node).val.shape[dim] >= degree:
-                placed[axis] = dim
-                self.events.append((node, axis, dim))
+        captured = self.captured
+        is_kept = node.name in captured.parameters or node.name in captured.buffers
+        if node in self.fixed or axis in placed or (is_kept and number > 1):
+            return
+        beside = [other for other, (at, _) in placed.items() if at == dim]
+        size, degree = info(node).val.shape[dim], self.mesh.degree([*beside, axis])
+        fits = size >= degree if number == 1 else size % (number * degree) == 0
+        if fits and all(placed[other] == (dim, number) for other in beside):
+            placed[axis] = dim, number
+            self.events.append((node, axis, dim))
 
     def _may_cut(self, node: fx.Node, axis: str, factor: str) -> bool:
         rule = self.rules[node]
@@ -331,8 +345,10 @@ class _Propagation:
         if axis in self.passes[operator]:
             return True
         factor, rule = self.cuts[operator].get(axis), self.rules[operator]
-        if factor is None or factor in rule.gathered or factor in (*rule.joints, *rule.parts):
+        if factor is None or factor in rule.gathered or factor in rule.joints:
             return False
+        if factor in rule.parts:
+            return rule.parts[factor].outputs[place_of(value)] is None
         return not any(factor in dim for dim in rule.outputs[place_of(value)])
 
     def _strategy(self, node: fx.Node) -> Strategy:
@@ -356,7 +372,9 @@ class _Propagation:
         dims: list[tuple[str, ...]] = [() for _ in range(info(node).val.ndim)]
         for axis in self.mesh.names:
             if axis in self.placed.get(node, {}):
-                dims[self.placed[node][axis]] += (axis,)
+                dim, number = self.placed[node][axis]
+                prefix = (f"/{number}",) if number > 1 and not dims[dim] else ()
+                dims[dim] += (*prefix, axis)
         return Layout(*dims)
 
     def _check_bound(self, strategies: dict[str, Strategy]) -> None:

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.collectives import Price
-from autopar.collectives.redistribution import FREE, TIE, Parts, local_elements, steps
-from autopar.layout import Layout, Placement
+from autopar.collectives.redistribution import FREE, TIE, local_elements, steps
+from autopar.layout import Layout, Parts, Placement
 from autopar.mesh import Mesh
 
 Array = NDArray[np.float64]
@@ -113,11 +113,13 @@ class ReshardTable:
                     partial.append(axis)
                 elif isinstance(where, int):
                     dims[where] += (axis,)
-            states.append(Placement(Layout(*dims, partial=partial)))
-            for at, number in self.parts:
-                if len(dims[at]) == 1:
-                    apart = [*dims[:at], (f"/{number}", *dims[at]), *dims[at + 1 :]]
-                    states.append(Placement(Layout(*apart, partial=partial)))
+            # A dim that is cut may be cut in parts.
+            ways = [
+                [cut, *((f"/{number}", *cut) for at, number in self.parts if cut and at == dim)]
+                for dim, cut in enumerate(dims)
+            ]
+            for way in itertools.product(*ways):
+                states.append(Placement(Layout(*way, partial=partial)))
         return states
 
     @cached_property

@@ -17,17 +17,15 @@ from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Dim, Rule, Saved, broadcast, names
 from autopar.strategies.shapes import moved, same_dims
-from autopar.strategies.strategy import InParts
 
 
 def _slice(call: Call) -> Rule:
-    """Of a dim of equal parts, one: its pieces lie in the pieces of the parts."""
-    dim, parts = call.dim(call["dim"]), info(call.inputs[0]).parts
-    rule = same_dims(call, () if call.shape == call.shapes[0] else [dim])
-    if parts is None or parts[0] != dim or not is_part(call, parts[1]):
+    """A run of a dim, in which equal parts of it may lie."""
+    dim, is_whole = call.dim(call["dim"]), call.shape == call.shapes[0]
+    rule = same_dims(call, () if is_whole else [dim])
+    if is_whole or call.get("step") != 1:
         return rule
-    own = InParts(parts[1], ((f"d{dim}", True),), ((f"n{dim}", False),))
-    return replace(rule, parts={f"d{dim}/{parts[1]}": own})
+    return replace(rule, spans={f"d{dim}": 0, f"n{dim}": call["start"] or 0})
 
 
 def is_part(call: Call, count: int) -> bool:
@@ -38,14 +36,20 @@ def is_part(call: Call, count: int) -> bool:
 
 
 def _start_of_piece(call: Call, shape: Sequence[int]) -> Any:
-    """Where it is cut, it is one of equal parts."""
-    size, piece = (sizes[call.dim(call["dim"])] for sizes in (call.shape, shape))
-    return call["start"] if piece == size else (call["start"] or 0) // size * piece
+    """Where it is cut, equal parts of it are."""
+    return _bound_of_piece(call, shape, "start")
 
 
 def _end_of_piece(call: Call, shape: Sequence[int]) -> Any:
-    size, piece = (sizes[call.dim(call["dim"])] for sizes in (call.shape, shape))
-    return call["end"] if piece == size else _start_of_piece(call, shape) + piece
+    return _bound_of_piece(call, shape, "end")
+
+
+def _bound_of_piece(call: Call, shape: Sequence[int], which: str) -> Any:
+    dim, bound = call.dim(call["dim"]), call[which]
+    if shape[dim] == call.shape[dim]:
+        return bound
+    bound = min(bound or 0, call.shapes[0][dim])
+    return bound * shape[dim] // call.shape[dim]
 
 
 def _select(call: Call) -> Rule:
@@ -135,7 +139,10 @@ def _select_scatter(call: Call) -> Rule:
 def _slice_scatter(call: Call) -> Rule:
     """The second input has the size of the slice in the dim it is written into."""
     dim, dims = call.dim(call["dim"]), names(len(call.shape))
-    return _written(call, [*dims[:dim], ("part",), *dims[dim + 1 :]])
+    rule = _written(call, [*dims[:dim], ("part",), *dims[dim + 1 :]])
+    return replace(
+        rule, spans={f"d{dim}": 0, "part": call["start"] or 0} if call["step"] == 1 else {}
+    )
 
 
 def _diagonal_scatter(call: Call) -> Rule:
@@ -233,11 +240,8 @@ def _counted(call: Call) -> Rule:
 
 
 _PIECE = Traits(view=True, leading="dim")
-register_rule(
-    "aten.slice",
-    _slice,
-    traits=replace(_PIECE, of_piece={"start": _start_of_piece, "end": _end_of_piece}),
-)
+_BOUNDS = {"start": _start_of_piece, "end": _end_of_piece}
+register_rule("aten.slice", _slice, traits=replace(_PIECE, of_piece=_BOUNDS))
 register_rule("aten.narrow", _slice, traits=_PIECE)
 register_rule("aten.select", _select, traits=_PIECE)
 register_rule("aten.index_select", _index_select)
@@ -245,7 +249,7 @@ register_rule("aten.gather", _gather)
 register_rule("aten.index", _index)
 register_rule(aten("scatter scatter_add scatter_reduce"), _scatter)
 register_rule("aten.select_scatter", _select_scatter)
-register_rule("aten.slice_scatter", _slice_scatter)
+register_rule("aten.slice_scatter", _slice_scatter, traits=Traits(of_piece=_BOUNDS))
 register_rule("aten.diagonal_scatter", _diagonal_scatter)
 register_rule(aten("index_add index_copy index_reduce"), _added)
 register_rule("aten.index_fill", _filled)

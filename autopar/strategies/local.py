@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.layout import TensorType
+from autopar.layout import Layout, TensorType, axes_of
 from autopar.mesh import Mesh
 from autopar.strategies.kernels import no_results, nothing
 from autopar.strategies.kernels.draws import Place
@@ -109,4 +109,11 @@ def place_of_piece(place: Place, rule: Rule, strategy: Strategy, mesh: Mesh, ran
     for dim, size in zip(rule.outputs[0], place.shape):
         first = rule.bounds(dim[0], strategy, mesh, rank)[0] if dim and size > 1 else 0
         starts.append(first * math.prod(rule.sizes[factor] for factor in dim[1:]))
-    return place._replace(starts=tuple(starts))
+    parts = [1] * len(starts)
+    layout = rule.signature(strategy).outputs[0]
+    for at, count in layout.parts:
+        if at < len(starts) and place.shape[at] > 1:
+            size = math.prod(rule.sizes[factor] for factor in rule.outputs[0][at]) // count
+            cut = Layout(axes_of(layout.dims[at]))
+            starts[at], parts[at] = cut.bounds_in(0, (size,), mesh, rank)[0], count
+    return place._replace(starts=tuple(starts), parts=tuple(parts) if layout.parts else ())

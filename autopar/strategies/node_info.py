@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autopar.collectives.movement import Movement
-from autopar.layout import ParameterPlacement, Placement, TensorType
+from autopar.layout import ParameterPlacement, Parts, Placement, TensorType
 from autopar.recompute import Recompute
 from autopar.states import StateBytes
 from autopar.strategies.kernel_calls import KernelCall
@@ -83,8 +83,8 @@ class NodeInfo:
     no_grad: bool = False  # made under torch.no_grad; removed when the graph is frozen
     draw: int | None = None  # its number among random calls; removed when the graph is frozen
     on_host: bool = False  # a parameter is kept on the host, or a call runs there
-    # A dim of equal parts and their number, as in a qkv weight.
-    parts: tuple[int, int] | None = None
+    # Dims of equal parts and their numbers, as in a qkv weight or a batch joined of several.
+    parts: Parts = ()
     checkpoint: int | None = None  # the number of the user's checkpoint that contains it
 
     # Written by assign_types.

@@ -23,11 +23,11 @@ import torch
 from torch import fx
 
 from autopar.errors import InvalidInput, unforeseen
+from autopar.strategies.equal_parts import parts_of_tensors
 from autopar.strategies.language import Flops, Options, Passes, Pattern, parse, require
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.results import is_result
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, product
-from autopar.strategies.strategy import InParts
 from autopar.units import counted
 
 Operator = Any  # OpOverload, OpOverloadPacket, operator of torch.library.custom_op, or function
@@ -271,17 +271,9 @@ def rule_of(node: fx.Node) -> Rule | None:
             remedy="give the inputs that it leaves out dims of their own, whole",
             source=call.source,
         )
-    return replace(rule, passes=tuple(_linear_passes(rule, call)), parts=_parts(rule, call))
-
-
-def _parts(rule: Rule, call: Call) -> Mapping[str, InParts]:
-    """Those of a call whose output has parts, which it takes through."""
-    if rule.parts or info(call.node).parts is None:
-        return rule.parts
-    at, count = info(call.node).parts  # type: ignore[misc]
-    factor = "".join(rule.outputs[0][at])
-    inputs = [(factor, True) if (factor,) in dims else None for dims in rule.inputs]
-    return {f"{factor}/{count}": InParts(count, tuple(inputs), ((factor, True),))}
+    tensors = zip((*rule.inputs, rule.outputs[0]), (*call.inputs, node))
+    parts = parts_of_tensors(rule, ((dims, info(value).parts) for dims, value in tensors))
+    return replace(rule, passes=tuple(_linear_passes(rule, call)), parts=parts)
 
 
 def tensor_inputs(node: fx.Node) -> tuple[fx.Node, ...]:

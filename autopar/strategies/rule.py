@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -81,6 +81,8 @@ class Rule:
     kernels: Mapping[str, str] = field(default_factory=dict)  # factor -> kernel needed to cut it
     joints: Mapping[str, Joint] = field(default_factory=dict)  # by name, which stands for a factor
     parts: Mapping[str, InParts] = field(default_factory=dict)  # by name, as joints
+    # Of factors that are runs of one line, as those of what is joined and of the whole, the start.
+    spans: Mapping[str, int] = field(default_factory=dict)
     flops: float = 0.0  # of the uncut forward
     backward_flops: float | None = None  # of all gradients; None: as follows from `flops`
     triangle: str | None = None  # a factor of which the last piece has up to twice its share
@@ -193,17 +195,26 @@ class Rule:
 
     def go_together(self, cuts: Mapping[str, Sequence[str]], mesh: Mesh) -> bool:
         """Whether there is one joint at most, and what it cuts besides others is large enough; a
-        factor is cut in parts, by one axis, or as a whole."""
+        dim is cut in parts or as a whole."""
         joints = [name for name in cuts if name in self.joints]
-        beside = {*cuts, *(factor for name in joints for factor in self.joints[name].factors)}
-        for name, parts in self.parts.items():
-            if name in cuts and (len(cuts[name]) > 1 or not parts.factors.isdisjoint(beside)):
+        for name in cuts.keys() & self.parts.keys():
+            beside = {factor for other in cuts if other != name for factor in self._cut_by(other)}
+            if not self._in_dims_of(self.parts[name].factors).isdisjoint(beside):
                 return False
         return len(joints) < 2 and all(
             self.fits(factor, mesh.degree([*cuts[name], *cuts.get(factor, ())]))
             for name in joints
             for factor in self.joints[name].factors
         )
+
+    def _in_dims_of(self, factors: Collection[str]) -> set[str]:
+        """The factors of all dims that have one of `factors`."""
+        dims = itertools.chain.from_iterable(self.inputs + self.outputs)
+        return {other for dim in dims if not set(dim).isdisjoint(factors) for other in dim}
+
+    def _cut_by(self, choice: str) -> Iterable[str]:
+        group = self.joints.get(choice) or self.parts.get(choice)
+        return (choice,) if group is None else group.factors
 
     def fits(self, factor: str, degree: int) -> bool:
         """Whether `factor` is large enough for so many pieces, and even where it must be."""
@@ -221,11 +232,6 @@ class Rule:
             axes = cuts.pop(name)
             cuts |= dict.fromkeys(self.parts[name].factors, axes)
         return cuts
-
-    def in_parts(self, factor: str | None, place: int) -> str | None:
-        """What cuts the parts of a factor of one input, if anything does."""
-        found = (n for n, parts in self.parts.items() if parts.inputs[place] == (factor, True))
-        return next(found, None)
 
     def must_be_even(self, factor: str) -> bool:
         """Whether `factor` may be cut only into equal pieces."""
@@ -253,8 +259,7 @@ class Rule:
             if not self.fits(factor, degree):
                 wanted = "divide" if self.must_be_even(factor) else "be at most"
                 rule = f"the number of pieces must {wanted} the size of the factor"
-                group = self.joints.get(factor) or self.parts.get(factor)
-                cut = (factor,) if group is None else group.factors
+                cut = self._cut_by(factor)
                 sizes = ", ".join(f"{one!r} of size {self.sizes[one]}" for one in cut)
                 raise refusal(
                     rule, "use fewer axes on it", f"{counted(degree, 'piece')} of {sizes}; "

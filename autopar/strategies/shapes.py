@@ -203,6 +203,17 @@ def _concatenate(call: Call, **options: Any) -> Rule | None:
     return moved(call, inputs, out, whole=[f"d{dim}", *parts], passes=together, **options)
 
 
+def _joined(call: Call) -> Rule | None:
+    """What is joined are runs of the whole, in which equal parts of it may lie."""
+    rule = _concatenate(call)
+    if rule is None:
+        return None
+    dim = call.dim(call["dim"])
+    sizes = [shape[dim] for shape in call.shapes]
+    starts = {f"n{i}": sum(sizes[:i]) for i in range(len(sizes))}
+    return replace(rule, spans={f"d{dim}": 0, **starts})
+
+
 def _stack(call: Call) -> Rule:
     out, dim = names(len(call.shape)), call.dim(call["dim"], len(call.shape))
     inputs = [out[:dim] + out[dim + 1 :]] * len(call.shapes)
@@ -312,7 +323,7 @@ register_rule(
         of_piece={"repeats": _interleaved_of_piece, "output_size": _interleaved_size_of_piece}
     ),
 )
-register_rule("aten.cat", _concatenate)
+register_rule("aten.cat", _joined)
 register_rule("aten.diff", partial(_concatenate, flops=None))
 register_rule("aten.stack", _stack)
 register_rule(aten("pad constant_pad_nd"), _pad)

@@ -89,7 +89,7 @@ class Signatures:
         cuts = dict[str, Axes]()
         for name, axes in strategy.cuts:
             if (parts := self.parts.get(name)) is not None:
-                cuts |= parts.cut(of(parts), axes) or {name: axes}
+                cuts |= parts.axes_of(of(parts), axes) or {name: axes}
             elif name not in self.joints:
                 cuts[name] = axes
         for name, axes in strategy.cuts:
@@ -100,7 +100,8 @@ class Signatures:
 
 
 def _layout(dims: tuple[Dim, ...], cuts: Mapping[str, Axes], partial: Sequence[str]) -> Layout:
-    return Layout(*[cuts.get(dim[0], ()) if dim else () for dim in dims], partial=partial)
+    of_dims = (next((cuts[factor] for factor in dim if factor in cuts), ()) for dim in dims)
+    return Layout(*of_dims, partial=partial)
 
 
 def _lacking(dims: tuple[Dim, ...], cuts: Mapping[str, Axes]) -> list[str]:

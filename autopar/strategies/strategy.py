@@ -90,29 +90,33 @@ class Joint(NamedTuple):
         return tuple(dict.fromkeys(named))
 
 
-class InParts(NamedTuple):
-    """What an axis may be given to besides a factor: the parts of a dim, each cut by itself. Of
-    each input and output the factor that it cuts, and whether in parts, or as a whole."""
+Cut = tuple[str, int] | None  # of a tensor: a factor, and in how many parts its dim is cut
 
-    number: int
-    inputs: tuple[tuple[str, bool] | None, ...]
-    outputs: tuple[tuple[str, bool] | None, ...]
+
+class InParts(NamedTuple):
+    """What an axis may be given to besides a factor: the equal parts of dims, each cut by itself.
+
+    A dim in one part is cut as a whole, and a tensor with `None` is not cut.
+    """
+
+    sizes: tuple[tuple[str, int], ...]  # the factors that it cuts, each with the number of parts
+    inputs: tuple[Cut, ...]
+    outputs: tuple[Cut, ...]
 
     @property
-    def sizes(self) -> set[tuple[str, int]]:
-        """The factors that it cuts, each with the number of its parts."""
-        every = filter(None, (*self.inputs, *self.outputs))
-        return {(factor, self.number if is_in_parts else 1) for factor, is_in_parts in every}
+    def name(self) -> str | None:
+        """What stands for it in strategies, by the first tensor in parts; `None` of no parts."""
+        cuts = (cut for cut in (*self.inputs, *self.outputs) if cut is not None and cut[1] > 1)
+        return next((f"{factor}/{number}" for factor, number in cuts), None)
 
     @property
     def factors(self) -> set[str]:
         return {factor for factor, _ in self.sizes}
 
-    def cut(
-        self, tensor: tuple[str, bool] | None, axes: tuple[str, ...]
-    ) -> dict[str, tuple[str, ...]]:
-        """What it cuts of one tensor."""
-        if tensor is None:
+    @staticmethod
+    def axes_of(cut: Cut, axes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+        """The axes of the factor that is cut of one tensor, after the number of parts."""
+        if cut is None:
             return {}
-        factor, is_in_parts = tensor
-        return {factor: (f"/{self.number}", *axes) if is_in_parts else axes}
+        factor, number = cut
+        return {factor: (f"/{number}", *axes) if number > 1 else axes}

@@ -45,7 +45,7 @@ class Case:
     constants: tuple[int, ...] = ()  # inputs without a gradient
     used: tuple[int, ...] | None = None  # the results that get a gradient; None: all
     # The parts of the dims of the result, and of the inputs.
-    parts: tuple[tuple[int, int] | None, ...] = ()
+    parts: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     def node(self) -> fx.Node:
         """The call as a node of a graph, with tensors as placeholders that know their values."""
@@ -93,12 +93,17 @@ def cut(value: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
             for dim, (start, length) in enumerate(bounds):
                 inside = inside.narrow(dim, start, length)
             found.append(inside)
-        pieces.append(
-            torch.cat(found, layout.parts[0] if layout.parts else 0).clone()
-            if len(found) > 1
-            else found[0].clone()
-        )
+        pieces.append(joined_boxes(found, layout).clone())
     return pieces
+
+
+def joined_boxes(boxes: list[Tensor], layout: Layout) -> Tensor:
+    """What a rank holds, from the pieces of all parts of all dims."""
+    for dim, count in reversed(layout.parts):
+        groups = (boxes[at : at + count] for at in range(0, len(boxes), count))
+        boxes = [torch.cat(group, dim) for group in groups]
+    (one,) = boxes
+    return one
 
 
 def assemble(pieces: list[Tensor], layout: Layout, shape: torch.Size, mesh: Mesh) -> Tensor:
@@ -111,8 +116,9 @@ def assemble(pieces: list[Tensor], layout: Layout, shape: torch.Size, mesh: Mesh
         if piece.dtype == torch.bool:
             piece = piece.to(torch.int8)
         whole = wholes.setdefault(replica, torch.zeros(shape, dtype=piece.dtype))
-        boxes, at = layout.boxes(shape, mesh, rank), layout.parts[0] if layout.parts else 0
-        inside = [piece] if len(boxes) == 1 else piece.chunk(len(boxes), at)
+        boxes, inside = layout.boxes(shape, mesh, rank), [piece]
+        for dim, count in layout.parts:
+            inside = [one for part in inside for one in part.chunk(count, dim)]
         for bounds, part in zip(boxes, inside):
             whole[tuple(slice(start, start + length) for start, length in bounds)] += part
     first, *rest = wholes.values()

@@ -48,15 +48,16 @@ class Place(NamedTuple):
     starts: tuple[int, ...] = ()  # of the piece, in the dims that are cut
     batch: tuple[int, int] | None = None  # the dim that micro-batches cut, and the size of one
     slices: int = 1  # of the batch: micro-batch i is the i-th part of each
+    parts: tuple[int, ...] = ()  # of each dim: the piece has one piece of each part, from its start
 
     def __repr__(self) -> str:
         start = f" from {list(self.starts)}" if any(self.starts) else ""
         return f"draw {self.number} of {list(self.shape)}{start}"
 
-    def in_batches(self, dim: int, count: int) -> Place:
-        """Of one of several micro-batches, which cut a dim."""
+    def in_batches(self, dim: int, count: int, parts: int = 1) -> Place:
+        """The place of one of several micro-batches, which cut a dim, or each of its `parts`."""
         size = self.shape[dim] if dim < len(self.shape) else 1
-        return self._replace(batch=(dim, size // count)) if size > 1 else self
+        return self._replace(batch=(dim, size // count), slices=parts) if size > 1 else self
 
     def unflattened(self, dim: int, inner: int) -> Place:
         """The same of a dim taken apart, of which pieces are cut in the outer part."""
@@ -67,19 +68,27 @@ class Place(NamedTuple):
             shape=(*self.shape[:dim], self.shape[dim] // inner, inner, *self.shape[dim + 1 :]),
             starts=(*starts[:dim], starts[dim] // inner, 0, *starts[dim + 1 :]),
             batch=batch,
+            parts=(*self.parts[: dim + 1], 1, *self.parts[dim + 1 :]) if self.parts else (),
         )
 
 
 def along(key: Tensor, place: Place, dim: int, length: int) -> Tensor:
     """The numbers that the elements of a piece have in a dim of the whole."""
     start = place.starts[dim] if len(place.starts) > dim else 0
-    found = torch.arange(start, start + length, device=key.device)
-    if place.batch is not None and place.batch[0] == dim:
-        part = place.batch[1] // place.slices
-        if place.slices > 1:
-            found = found + found // part * (place.shape[dim] // place.slices - part)
-        found = found + key[1] * part
+    parts = place.parts[dim] if len(place.parts) > dim else 1
+    size, is_batch = place.shape[dim], place.batch is not None and place.batch[0] == dim
+    if place.batch is not None and is_batch:
+        size = place.batch[1]
+    found = start + _spread(torch.arange(length, device=key.device), length // parts, size // parts)
+    if is_batch:
+        part = size // place.slices
+        found = _spread(found, part, place.shape[dim] // place.slices) + key[1] * part
     return found
+
+
+def _spread(numbers: Tensor, run: int, distance: int) -> Tensor:
+    """The numbers of what are runs one after another, which begin at a distance."""
+    return numbers if run == distance else numbers + numbers // max(run, 1) * (distance - run)
 
 
 def _mixed(x: Any) -> Any:
@@ -103,6 +112,7 @@ def _numbers(key: Tensor, place: Place, shape: Sequence[int]) -> Tensor:
     last, batch = len(shape) - 1, place.batch
     is_one_by_one = last == 0 or shape[0] == 1 or place.shape[0] > 1
     is_one_by_one = is_one_by_one and tuple(shape[1:last]) == place.shape[1:last]
+    is_one_by_one = is_one_by_one and all(parts == 1 for parts in place.parts[:last])
     if is_one_by_one and (place.slices == 1 or batch is None or batch[0] >= last):
         first = place.starts[0] * math.prod(place.shape[1:last]) if last and place.starts else 0
         numbers = torch.arange(first, first + math.prod(shape[:last]), device=key.device)

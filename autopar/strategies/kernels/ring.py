@@ -328,7 +328,8 @@ def _placed(place: Place, groups: int) -> Place:
         return place.unflattened(len(place.shape) - 3, groups)
     batch = None if place.batch is None else (place.batch[0] + 1, place.batch[1])
     starts = (0, *place.starts, 0, 0)[:3]
-    return place._replace(shape=(1, *place.shape), starts=starts, batch=batch)
+    parts = (1, *place.parts) if place.parts else ()
+    return place._replace(shape=(1, *place.shape), starts=starts, batch=batch, parts=parts)
 
 
 def _traffic(

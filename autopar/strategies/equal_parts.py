@@ -1,0 +1,97 @@
+"""Equal parts: how an operator takes a cut of each of several equal parts of a dim.
+
+    cat of two f32[8@x, 4]               gives f32[16@/2@x, 4]
+    a slice of its second half           takes it, and gives f32[8@x, 4]
+    a reshape of it to [2, 8, 4]         gives f32[2, 8@x, 4]
+    linear, norms, convolutions ...      take it through
+
+Values say of which dims they have parts (`info.parts`). From these, and from its line, follows what
+an axis may be given to besides the factors of a rule (`Rule.parts`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from autopar.layout import Parts
+from autopar.strategies.rule import Dim, Rule
+from autopar.strategies.strategy import Cut, InParts
+
+
+def parts_of_tensors(
+    rule: Rule, tensors: Iterable[tuple[Sequence[Dim], Parts]]
+) -> dict[str, InParts]:
+    """Return the cuts in parts by name, of a call whose tensors have these dims and parts."""
+    found = dict[str, InParts]()
+    for dims, parts in tensors:
+        for dim, number in parts:
+            taken = in_parts(rule, dims[dim], number)
+            if taken is not None and taken.name is not None:
+                found.setdefault(taken.name, taken)
+    return found
+
+
+def choice_of(rule: Rule, dim: Dim, number: int) -> str | None:
+    """Return what an axis is given to that cuts a dim in so many parts; in one: as a whole."""
+    taken = in_parts(rule, dim, number) if rule.parts else None
+    if taken is not None and taken.name in rule.parts:
+        return taken.name
+    # The outermost factor of more than one element is cut as a whole.
+    return next((f for f in dim if rule.sizes[f] > 1), None) if number == 1 else None
+
+
+def in_parts(rule: Rule, dim: Dim, number: int) -> InParts | None:
+    """Return what an axis cuts of each tensor that cuts a dim of one of them in so many parts.
+
+    `None` where the operator needs more than a piece of each part. In one part is as a whole.
+    """
+    cut = _factors_cut(rule, dim, number)
+    inputs, outputs = (
+        tuple(_cut_of(rule, dims, cut) for dims in tensors)
+        for tensors in (rule.inputs, rule.outputs)
+    )
+    found = InParts(tuple(cut.items()), inputs, outputs)
+    return found if cut and _is_possible(rule, found) else None
+
+
+def _factors_cut(rule: Rule, dim: Dim, number: int) -> dict[str, int]:
+    """The factors that are cut, each with the number of its parts; none where parts do not fit."""
+    outer = 1
+    for factor in dim:
+        size = rule.sizes[factor]
+        if number < outer * size:
+            break
+        outer *= size
+    else:
+        return {}
+    count, rest = divmod(number, outer)
+    if rest or size % count:
+        return {}
+    if factor not in rule.spans:
+        return {factor: count}
+    part = size // count
+    sizes = {other: rule.sizes.get(other, 1) for other in rule.spans}
+    if any(start % part or sizes[other] % part for other, start in rule.spans.items()):
+        return {}
+    return {other: size // part for other, size in sizes.items()}
+
+
+def _cut_of(rule: Rule, dims: Sequence[Dim], cut: dict[str, int]) -> Cut:
+    """What is cut of one tensor. What is outside in the dim of a factor has parts of its own."""
+    for dim in dims:
+        for place, factor in enumerate(dim):
+            if factor in cut:
+                return factor, cut[factor] * math.prod(rule.sizes[f] for f in dim[:place])
+    return None
+
+
+def _is_possible(rule: Rule, found: InParts) -> bool:
+    factors, has_parts = found.factors, found.name is not None
+    if any(factor in rule.whole and factor not in rule.spans for factor in factors):
+        return False
+    if has_parts and not factors.isdisjoint({*rule.kernels, *rule.gathered}):
+        return False  # kernels look at the place of a piece
+    if all(found.outputs) or factors & (rule.sums | rule.gathered):
+        return True
+    return not any(found.outputs) and all(found.inputs)  # a sum over all parts
