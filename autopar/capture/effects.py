@@ -10,7 +10,7 @@ model holds otherwise by their places, so that effects hold for a parallel modul
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -96,6 +96,13 @@ class Effect:
             return str(leaf) if is_own else type(leaf).__name__
 
         return f"{self.name} {self.kind} {pytree.tree_map(said, self.value)}"
+
+    def holders(self) -> Iterator[Holder]:
+        """Yield that of what it changes, and those of what it puts there."""
+        yield self.holder
+        for leaf in pytree.tree_leaves(self.value):
+            if isinstance(leaf, Standing):
+                yield leaf.holder
 
     def renumbered(self, numbers: Mapping[int, int]) -> Effect:
         def one(kept: KeptTensor) -> KeptTensor:

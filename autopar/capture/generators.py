@@ -123,7 +123,7 @@ def _read(function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
     yield "", (function.__defaults__, function.__kwdefaults__, vars(function))
     names = _names(function.__code__)
-    for name in names & function.__globals__.keys():
+    for name in sorted(names & function.__globals__.keys()):
         value = function.__globals__[name]
         if not is_a(value, ModuleType):
             yield name, value

@@ -186,7 +186,7 @@ class Globals(Entries):
     """Of the globals of a file those that are named."""
 
     def __init__(self, value: Any, name: str) -> None:
-        self.names: set[str] = set()
+        self.names: dict[str, None] = {}
         super().__init__(value, name, None)
 
     def of(self, value: Any) -> dict[Any, Any]:
@@ -353,6 +353,17 @@ def is_same(one: Any, other: Any) -> bool:
     if type(one) is frozenset:
         return all(type(member) in _VALUES for member in one | other) and one == other
     return type(one) in _VALUES and bool(one == other)
+
+
+def attribute_at(path: Path) -> tuple[str, Any]:
+    """Return of a path the module, by its name, and the attribute in which it goes on."""
+    modules = list[str]()
+    keys = iter(path)
+    for key in keys:
+        if key != "_modules" or (child := next(keys, None)) is None:
+            return ".".join(modules), key
+        modules.append(child)
+    return ".".join(modules), None
 
 
 def _write_entry(space: dict[Any, Any], key: Any, value: Any) -> None:

@@ -175,7 +175,9 @@ class PythonState:
             self._add(Holder(function, function.__qualname__, None))
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._wait(value, f"a default of {function.__qualname__}")
-        for name in names - self._names:
+        for name in names:
+            if name in self._names:
+                continue
             self._names.add(name)
             self._waiting += self._unnamed.pop(name, ())
 
@@ -183,8 +185,10 @@ class PythonState:
         holder = self._holders.get(id(space))
         if not isinstance(holder, Globals):
             holder = self._holders[id(space)] = Globals(space, owner)
-        for name in {*names} - holder.names:
-            holder.names.add(name)
+        for name in names:
+            if name in holder.names:
+                continue
+            holder.names[name] = None
             if name not in space:
                 continue
             value = holder.held[name] = space[name]
@@ -194,7 +198,7 @@ class PythonState:
             value = space.get(name)
             if is_a(value, ModuleType) and is_users_module(value):  # type: ignore[arg-type]
                 inner: Any = space_of(value)
-                if not {*names} <= getattr(self._holders.get(id(inner)), "names", set()):
+                if not {*names} <= getattr(self._holders.get(id(inner)), "names", {}).keys():
                     self._follow_globals(inner, names, name)
 
     def _follow_class(self, kind: type) -> None:
@@ -254,9 +258,13 @@ _METHODS = staticmethod, classmethod
 
 
 @cache
-def _names_in(code: CodeType) -> frozenset[str]:
-    """Return the names of globals and attributes in code, with that of functions in it; words that
-    it may give to `getattr` are names, too."""
-    inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    words = (one for one in code.co_consts if isinstance(one, str) and one.isidentifier())
-    return frozenset(code.co_names).union(words, *map(_names_in, inner))
+def _names_in(code: CodeType) -> dict[str, None]:
+    """Return the names of globals and attributes in code, in their order there, with that of
+    functions in it; words that it may give to `getattr` are names, too."""
+    names = dict.fromkeys(code.co_names)
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            names |= _names_in(one)
+        elif isinstance(one, str) and one.isidentifier():
+            names[one] = None
+    return names

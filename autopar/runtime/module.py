@@ -145,7 +145,7 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
         self.describe(model, {*OWN_NAMES, *vars(self)})
         if captured.effects:
             require_own_attributes(captured.effects, OWN_NAMES)
-            keep_state(self, model)
+            keep_state(self, model, captured.effects)
         tell_of_state_hooks(model)
         note_old_parameters(model, self)
         if isinstance(backend, TorchBackend):

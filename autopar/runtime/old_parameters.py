@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -24,6 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
@@ -32,6 +34,7 @@ _old: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 _Parameters = WeakValueDictionary[int, Tensor]  # by number, which another may get after this one
 _sources: WeakKeyDictionary[nn.Module, tuple[int, _Parameters]] = WeakKeyDictionary()
 _unlearned: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # and its model
+_known: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and the number of its groups
 
 
 def note_old_parameters(model: nn.Module, module: nn.Module) -> None:
@@ -72,8 +75,10 @@ def _before(optimizer: Optimizer, args: tuple, kwargs: Mapping[str, Any]) -> Non
 def _after(optimizer: Optimizer, args: tuple, kwargs: Mapping[str, Any]) -> None:
     if _has_closure(args, kwargs):  # which makes the gradients
         _refuse_old(optimizer)
-    if not _unlearned:
+    count = len(optimizer.param_groups)
+    if not _unlearned or _known.get(optimizer) == count:
         return
+    _known[optimizer] = count
     learned = {id(one) for group in optimizer.param_groups for one in group["params"]}
     for module, model in [*_unlearned.items()]:
         if not learned.isdisjoint(map(id, module.parameters())):
@@ -83,22 +88,28 @@ def _after(optimizer: Optimizer, args: tuple, kwargs: Mapping[str, Any]) -> None
 
 
 class _OldValues:
-    """A hook of a model that has other values than the parallel module made of it, which says so
-    once. Copies of the model have one that is silent."""
+    """A model that has other values than the parallel module made of it, which is said once: when
+    it, or one of its children as behind a loss, is called or gives its state."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
-        self._is_silent, self._versions = model is None, 0
-        if model is not None:
-            self._versions = _versions(model)
-            model.register_forward_pre_hook(self)
-            model.register_state_dict_pre_hook(self)
+    def __init__(self, model: nn.Module) -> None:
+        self._is_silent, self._model, self._versions = False, ref(model), _versions(model)
+        # What pickles and copies have instead, which says nothing and needs no autopar.
+        before_forward = _Hook(self, (dict.get, {}))
+        before_state = _Hook(self, (slice,))
+        self._handles = list[RemovableHandle]()
+        for module in (model, *model.children()):
+            self._handles.append(module.register_forward_pre_hook(before_forward))
+            module.register_state_dict_pre_hook(before_state)
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        if self._is_silent or torch.compiler.is_compiling():
+    def tell(self, module: nn.Module) -> None:
+        model = self._model()
+        if self._is_silent or model is None or torch.compiler.is_compiling():
             return
         self._is_silent = True
-        has_gradients = any(one.grad is not None for one in module.parameters())
-        if not has_gradients and self._versions == _versions(module):
+        for handle in self._handles:
+            handle.remove()
+        has_gradients = any(one.grad is not None for one in model.parameters())
+        if not has_gradients and self._versions == _versions(model):
             warnings.warn(
                 f"this {type(module).__name__} has the values from before parallelize(): what its "
                 "parallel module has learned since is in that alone. Call the parallel module, or "
@@ -106,8 +117,19 @@ class _OldValues:
                 stacklevel=frames_to_caller(),
             )
 
-    def __reduce__(self) -> tuple[type[_OldValues], tuple[()]]:
-        return _OldValues, ()
+
+@dataclass(frozen=True)
+class _Hook:
+    """A hook of a model, and not of copies of it."""
+
+    old: _OldValues
+    of_copies: tuple[Any, ...]  # a function of Python, and arguments
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        self.old.tell(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, self.of_copies
 
 
 def _versions(model: nn.Module) -> int:

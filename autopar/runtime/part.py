@@ -11,8 +11,7 @@ captured.
 from __future__ import annotations
 
 import warnings
-from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import wraps
 from types import FunctionType, MethodType
@@ -27,7 +26,7 @@ from autopar import _torch
 from autopar._torch_gradients import gradient_hooks, have_gradient_hooks
 from autopar.capture.effects import Effect
 from autopar.capture.failure import Parallel
-from autopar.capture.holders import HOOKS, MODEL_STATE
+from autopar.capture.holders import HOOKS, MODEL_STATE, attribute_at
 from autopar.errors import InvalidInput
 from autopar.layout import TensorType
 from autopar.lines import frames_to_caller
@@ -230,16 +229,18 @@ def add_parts(root: nn.Module, model: nn.Module) -> None:
                 part.register_parameter(name, None)
 
 
-def keep_state(root: nn.Module, model: nn.Module) -> None:
-    """Let a parallel module and its parts know what else of the model forward may change: what
-    forward hooks are bound to, and containers of tensors."""
+def keep_state(root: nn.Module, model: nn.Module, effects: Sequence[Effect]) -> None:
+    """Let a parallel module and its parts know what else of the model forward changes: what its
+    hooks are bound to, and the attributes in which effects put something, or find it."""
+    holders = [holder for effect in effects for holder in effect.holders()]
+    attributes = {attribute_at(holder.path) for holder in holders if holder.path}
     for path, module in model.named_modules():
         held: dict[str, Any] = {kind: dict(getattr(module, kind)) for kind in HOOKS}
-        for name, value in vars(module).items():
-            leaves = pytree.tree_leaves(value)
-            is_own = any(isinstance(leaf, nn.Module | nn.Parameter) for leaf in leaves)
-            if isinstance(value, dict | list | deque) and name not in _OF_TORCH and not is_own:
-                held[name] = value
+        held |= {
+            name: value
+            for name, value in vars(module).items()
+            if (path, name) in attributes and name not in _OF_TORCH
+        }
         vars(part_at(root, path))[MODEL_STATE] = held
 
 

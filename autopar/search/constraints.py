@@ -129,7 +129,7 @@ def require_used(model: nn.Module, captured: Captured, mode: str, stages: int | 
                 source=pin.source,
             )
     names = {*captured.parameters.values(), *captured.tied}
-    for name in parameters.keys() - names:
+    for name in sorted(parameters.keys() - names):
         raise InvalidInput(
             "what is annotated is a parameter of the model that is planned",
             got=f"{name}, which it no longer has",

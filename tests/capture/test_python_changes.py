@@ -573,3 +573,51 @@ def test_what_is_looked_at_leaves_nothing_behind() -> None:
     module.step(x)
     module.eval()
     torch.testing.assert_close(module(x), model(x))
+
+
+LAST: Any = None
+OTHER: Any = None
+THIRD: Any = None
+
+
+class SetsGlobals(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        global LAST, OTHER, THIRD
+        y = super().forward(x)
+        THIRD, LAST, OTHER = y.sum(), y.mean(), y.square()
+        return y.sum()
+
+
+def test_effects_stand_in_the_order_of_the_code_on_every_rank() -> None:
+    """Not in that of a set of names, which is another one in each process."""
+    found = capture(SetsGlobals(4, 4), (X,)).effects
+    assert [effect.name for effect in found] == ["THIRD", "LAST", "OTHER"]
+
+
+class KeepsWithin(nn.Module):
+    """In containers that stand in a tuple, and beside a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.pair: tuple[Tensor, list[Tensor]] = torch.zeros(1), []
+        self.table: dict[str, Any] = {"of": self.linear, "log": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.pair[1].append(y.detach().sum())
+        self.table["log"].append(y.detach().mean())
+        return y.sum()
+
+
+def test_what_grows_inside_of_other_containers() -> None:
+    model, plain = nn.Sequential(KeepsWithin()), KeepsWithin()
+    plain.load_state_dict(model[0].state_dict())
+    module = ap.parallelize(model, (X,), mesh=ap.Mesh(dp=2), backend="virtual")
+    for _ in range(2):
+        module.step(X)
+        plain(X)
+    for one in (module[0].pair[1], plain.pair[1]):
+        assert len(one) == 2
+    torch.testing.assert_close(module[0].pair[1], plain.pair[1])
+    torch.testing.assert_close(module[0].table["log"], plain.table["log"])

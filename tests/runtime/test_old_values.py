@@ -38,10 +38,19 @@ def learned() -> tuple[Model, ap.ParallelModule]:
     return model, module
 
 
-@pytest.mark.parametrize("use", [lambda model: model(X), lambda model: model.state_dict()])
+USES: list[Callable[[nn.Module], Any]] = [
+    lambda model: model(X),
+    lambda model: model.state_dict(),
+    lambda model: model.layer(X),
+]
+
+
+@pytest.mark.parametrize("use", USES)
 def test_a_use_of_old_values_warns_once(use: Callable[[Model], Any]) -> None:
     model, _ = learned()
-    with pytest.warns(UserWarning, match=r"this Model has the values from before parallelize\(\)"):
+    with pytest.warns(
+        UserWarning, match=r"this (Model|Linear) has the values from before parallelize\(\)"
+    ):
         use(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -51,6 +60,7 @@ def test_a_use_of_old_values_warns_once(use: Callable[[Model], Any]) -> None:
 def saved(model: Model) -> Model:
     file = io.BytesIO()
     torch.save(model, file)
+    assert b"autopar" not in file.getvalue()
     return torch.load(io.BytesIO(file.getvalue()), weights_only=False)  # type: ignore[no-any-return]
 
 
