@@ -17,7 +17,6 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from types import CellType, FunctionType, MethodType
 from typing import Any, Literal
 
@@ -31,6 +30,7 @@ from autopar.capture.object_contents import (
     attributes_of,
     class_space_of,
     is_a,
+    is_iterator,
     items_of,
     reader_of,
     space_of,
@@ -41,7 +41,7 @@ from autopar.user_code import is_users_class
 Path = tuple[Any, ...]  # of keys, from the model
 Place = tuple[Path | int, Any]  # a holder and a key
 _VALUES = (*PLAIN, complex, bytes, range, slice)  # that are equal if they say the same
-_OPAQUE = (np.ndarray, bytearray, array, count)
+_OPAQUE = (np.ndarray, bytearray, array)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 TENSORS = ("_parameters", "_buffers")
 # What torch keeps in every module; `forward` stands there where somebody has replaced the method.
@@ -295,6 +295,8 @@ class Opaque(Holder):
 def holder_of(value: Any, name: str, path: Path | None) -> Holder:
     """Return the holder of what stands in an object."""
     kind = next((holder for holder, kinds in _KINDS if is_a(value, *kinds)), Holder)
+    if is_iterator(value):
+        kind = Opaque
     return kind(value, name, path)
 
 

@@ -19,6 +19,7 @@ import logging
 import operator
 import threading
 import types
+import warnings
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
@@ -46,6 +47,11 @@ LEAVES = (  # that hold nothing, or what forward does not read
 )
 _POINTER = tuple.__itemsize__
 _ask_class = type.__getattribute__  # past what a metaclass answers
+
+
+def is_iterator(value: Any) -> bool:
+    """Return whether an object is one of Python's own iterators, of which each look takes one."""
+    return is_a(value, *_ITERATORS, *_WRAPPERS, itertools.count)
 
 
 def is_a(value: Any, *kinds: type) -> bool:
@@ -151,13 +157,33 @@ def _of_builtin(value: Any) -> list[Any]:
     return [] if is_a(owner, types.ModuleType, type) else [owner]
 
 
+def _of_iterator(value: Any) -> list[Any]:
+    """What is left in an iterator, as pickle would write it, with the iterators inside of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, from Python 3.12 on
+        reduced: Any = value.__reduce__()
+    return [_left(one) for one in reduced[1:]]
+
+
+def _left(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return tuple(map(_left, value))
+    is_iterator = type(value) in (*_ITERATORS, *_WRAPPERS)
+    return tuple(_OF[type(value)](value)) if is_iterator else value
+
+
 def _nothing(value: Any) -> list[Any]:
     return []
 
 
 _CONTAINERS: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
 _EMPTY: tuple[Any, ...] = ((), [], {}, "")
-_ITERATORS: list[Any] = [type(iter(one)) for one in _EMPTY]
+_ITERATORS: list[Any] = [type(iter(one)) for one in (*_EMPTY, set(), range(0), range(1 << 70))]
+_WRAPPERS: tuple[Any, ...] = (
+    *(map, zip, enumerate, filter, reversed, itertools.cycle, itertools.chain, itertools.islice),
+    *(itertools.accumulate, itertools.starmap, itertools.takewhile, itertools.dropwhile),
+    *(itertools.compress, itertools.zip_longest, itertools.repeat),
+)
 _default_factory = _of_members(defaultdict, "default_factory")
 _OF: dict[type, Callable[[Any], list[Any]]] = {
     dict: _of_dict,
@@ -183,6 +209,7 @@ _OF: dict[type, Callable[[Any], list[Any]]] = {
     types.GeneratorType: _of_generator,
     itertools.count: lambda value: [itertools.count.__repr__(value)],
     **{kind: lambda value: [operator.length_hint(value)] for kind in _ITERATORS},
+    **dict.fromkeys(_WRAPPERS, _of_iterator),
     **dict.fromkeys((int, float, complex, str, bytes, object), _nothing),
 }
 _BUILT_IN = {id(kind) for kind in _OF}  # a metaclass may have a hash and an equality of its own

@@ -171,8 +171,7 @@ class PythonState:
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             if id(cell) not in self._holders:
                 self._add(Cell(cell, f"{name} of {function.__qualname__}", None))
-        if space_of(function):
-            self._add(Holder(function, function.__qualname__, None))
+        self._add(Holder(function, function.__qualname__, None))
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._wait(value, f"a default of {function.__qualname__}")
         for name in names:

@@ -1,8 +1,9 @@
 """Batch checks: whether ranks were given what belongs together.
 
-The first calls of a module are compared, with the calls that other ranks make. Of those that train
-each tenth is compared after that, by one number of each rank: a loop may lose its order later, as
-where the ranks' samplers have drawn a different number of times.
+The first calls of a module are compared, with the calls that other ranks make. After that ranks
+compare one number in every tenth call: a loop may lose its order later, as where samplers of ranks
+have drawn a different number of times. The number is of all batches since the last time, but for
+those on a GPU, of which only each tenth is read: each read waits for the GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from autopar.runtime.plan_broadcast import require_same_call
 from autopar.runtime.world import World
 
 FIRST = 3  # calls that are compared
-EVERY = 10  # of later calls with gradients one in so many is
+EVERY = 10  # of later calls one in so many is
 _ALIKE = (
     "load the same batch on every rank, or parallelize with local_inputs=True, where each brings "
     "its own slice"
@@ -36,28 +37,33 @@ class BatchCheck:
     def __init__(self, world: World, remedy: str = _ALIKE) -> None:
         self._world, self._remedy = world, remedy
         self._first, self._later = 0, 0  # calls that all ranks have made
+        self._digest = 0  # of batches since the last comparison
 
-    def is_due(self) -> bool:
+    def is_due(self, *given: Any) -> bool:
         """Return whether a call is compared, which all ranks make after the first ones."""
         if self._first < FIRST:
             return True
-        self._later += torch.is_grad_enabled()
-        return torch.is_grad_enabled() and self._later % EVERY == 0
+        self._later += 1
+        is_due = self._later % EVERY == 0
+        if not is_due:
+            self._digest = _digest(given, self._digest, on_host=True)
+        return is_due
 
     def compare(self, call: str, *given: Any) -> None:
-        """Refuse, on all ranks, a global batch that is not the same on all of them, and at first
+        """Refuse, on all ranks, global batches that are not the same on all of them, and at first
         a `call` that others do not make."""
         if self._first < FIRST:
             require_same_call(lambda: None, call=call)
             self._first += 1
-        require_same_batch(self._world.numbers(_digest(given)), self._remedy)
+        digest, self._digest = _digest(given, self._digest), 0
+        since = f", now or in the {EVERY - 1} calls before" if self._later else ""
+        require_same_batch(self._world.numbers(digest), self._remedy, since)
 
 
-def _digest(given: Any) -> int:
-    """Return a number that some of the elements of these tensors make."""
-    digest = 0
+def _digest(given: Any, digest: int = 0, *, on_host: bool = False) -> int:
+    """Return a number that some of the elements of these tensors make; of those `on_host` alone."""
     for leaf in pytree.tree_leaves(given):
-        if isinstance(leaf, Tensor) and leaf.numel():
+        if isinstance(leaf, Tensor) and leaf.numel() and not (on_host and leaf.is_cuda):
             data = leaf.detach().reshape(-1)
             data = data[:: -(-data.numel() // SAMPLED)].cpu().contiguous()
             digest = zlib.crc32(data.view(torch.uint8).numpy().tobytes(), digest)
@@ -74,6 +80,9 @@ class SliceCheck(BatchCheck):
         for name in filter(None, self._planned.values()):
             axes = plan.decisions.placeholders[name].axes
             self._cuts.setdefault(axes, []).append(name)
+
+    def is_due(self, *given: Any) -> bool:
+        return super().is_due()  # what is compared is told by name, so not added up
 
     def compare(self, call: str, *given: Any) -> None:
         self._first += self._first < FIRST
@@ -95,12 +104,12 @@ class SliceCheck(BatchCheck):
                     )
 
 
-def require_same_batch(digests: Sequence[object], remedy: str = _ALIKE) -> None:
-    """Refuse a step for which ranks were given different global batches."""
+def require_same_batch(digests: Sequence[object], remedy: str = _ALIKE, since: str = "") -> None:
+    """Refuse a step for which ranks were given different global batches; `since` says when."""
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise InvalidInput(
             "every rank is given the same global batch",
-            got=f"another batch than rank 0 has on rank {', '.join(map(str, others))}",
+            got=f"another batch than rank 0 has on rank {', '.join(map(str, others))}{since}",
             remedy=remedy,
         )

@@ -222,11 +222,18 @@ class Checkpoint:
         torch.Generator("cpu").set_state(self.beside.random)
 
     def _beside(self, given: bytes) -> Beside:
-        data = from_file(io.BytesIO(given))
+        has_changed = digest(given) != self.contents.beside
+        try:
+            data = from_file(io.BytesIO(given))
+        except Exception as error:
+            if has_changed:
+                size = f"{len(given)} bytes"
+                raise ValueError(f"{BESIDE}, of {size}, has changed or is cut short") from error
+            raise
         require_readable(data.get("version"), self.folder / BESIDE)
         beside = read(Beside, data)
         self._require_same_save(BESIDE, beside.id)
-        if digest(given) != self.contents.beside:
+        if has_changed:
             raise ValueError(f"{BESIDE} has changed")
         return beside
 

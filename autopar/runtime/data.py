@@ -155,7 +155,7 @@ class ShardedLoader:
     def _cuts(self, batches: Iterable[Any], check: BatchCheck | None) -> Iterator[Any]:
         """This rank's slices of batches that are there, some of which a `check` may compare."""
         for batch in batches:
-            if check is not None and check.is_due():
+            if check is not None and check.is_due(batch):
                 with one_fails_all_stop(self._world, agreed=True):
                     check.compare("the next batch of a split loader", batch)
             yield self._cut(batch)

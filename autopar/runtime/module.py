@@ -159,9 +159,9 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
         for module in self.modules():
             module._parameters.clear()
             module._buffers.clear()
-        if "_programs" in vars(self):
+        if not isinstance(self.backend, Closed):
             self._programs.close()
-            del self._programs, self._tensors
+            self._programs, self._tensors = cast(Programs, Closed()), cast(Tensors, Closed())
         self._check = None
         self.backend = cast(Backend, Closed())
 
@@ -240,7 +240,7 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
         if self._check is not None:
             with self.backend.guard(agreed=True):
                 self._check.together(call.args, call.kwargs, dict(self.named_parameters()))
-        elif self._batch_check is not None and self._batch_check.is_due():
+        elif self._batch_check is not None and self._batch_check.is_due(call.args, call.kwargs):
             with self.backend.guard(agreed=True):
                 self._batch_check.compare(str(call.signature), call.args, call.kwargs)
 

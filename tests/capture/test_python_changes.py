@@ -5,9 +5,11 @@ What is carried out on meshes is in tests/test_outputs.py.
 
 from __future__ import annotations
 
+import itertools
+import time
 import warnings
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,6 +139,37 @@ class ByAnObject(nn.Linear):
         return (super().forward(x) * self.counter.next()).sum()
 
 
+class InACycle(nn.Linear):
+    """What comes next of an iterator that stands in an attribute."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.factors = itertools.cycle([1.0, 2.0, 3.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum() * next(self.factors)  # the line
+
+
+class InAMap(InACycle):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.factors = map(float, enumerate_all())  # type: ignore[assignment]
+
+
+def enumerate_all() -> Iterator[int]:
+    return itertools.chain(range(1, 3), [4, 5, 6])
+
+
+class ByAnAttributeOfAFunction(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        counted.calls = getattr(counted, "calls", 0) + 1  # type: ignore[attr-defined]  # the line
+        return super().forward(x).sum() * counted.calls  # type: ignore[attr-defined]
+
+
+def counted() -> None:
+    """Which has no attribute so far."""
+
+
 class InAnArray(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -209,6 +242,9 @@ def counts_in_a_closure() -> nn.Module:
         (lambda: TheFirstIsAnother(4, 4), "is_first"),
         (ByAnObject, "counter._InSlots__calls"),
         (InAnArray, "calls"),
+        (lambda: InACycle(4, 4), "factors"),
+        (lambda: InAMap(4, 4), "factors"),
+        (lambda: ByAnAttributeOfAFunction(4, 4), "counted.calls"),
         (InAUserDict, "state.data['calls']"),
         (lambda: ByAWord(4, 4), "kind"),
         (ByALength, "log"),
@@ -621,3 +657,13 @@ def test_what_grows_inside_of_other_containers() -> None:
         assert len(one) == 2
     torch.testing.assert_close(module[0].pair[1], plain.pair[1])
     torch.testing.assert_close(module[0].table["log"], plain.table["log"])
+
+
+class ReadsTheClock(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum() * (time.perf_counter() + 1)
+
+
+def test_a_clock_that_forward_reads_is_told_with_its_line() -> None:
+    with pytest.warns(UserWarning, match=r"reads time\.perf_counter\(\) .*the time of its capture"):
+        capture(ReadsTheClock(4, 4), (X,))

@@ -273,8 +273,8 @@ def test_pieces_are_kept_before_all_runs_again_where_ranks_would_keep_alike() ->
     limit = (some.memory.peak + every.memory.peak) / 2
     assert plain.memory.peak > limit > pieces.memory.peak
     chosen = plan(case, mesh=mesh, memory=limit, **options)
-    assert {*chosen.decisions.recompute.values()} == {ap.Recompute("selective", "cut")}
-    assert chosen.cost.seconds == pytest.approx(pieces.cost.seconds)
+    assert {one.keep for one in chosen.decisions.recompute.values()} == {"cut"}
+    assert chosen.cost.seconds <= pieces.cost.seconds * (1 + 1e-9)
     assert pieces.cost.seconds < every.cost.seconds
     assert_parity(case, mesh, mode="auto", memory=limit, **options)
 
