@@ -18,13 +18,16 @@ import os
 import re
 import secrets
 import stat
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from autopar.errors import InvalidInput
 
+_changing = threading.RLock()
+_folders = list[Path]()  # in which the thread that holds it is alone
 _NAME = 40  # characters of a name that come back in that of a file beside it
 
 
@@ -88,13 +91,14 @@ class NewFile:
         if mode is not None and not stat.S_ISREG(mode):
             self.file: BinaryIO = open(self._place, "wb")  # noqa: SIM115
             return
-        for left in _beside(self._place):
-            if is_abandoned(left):
-                left.unlink(missing_ok=True)
         name = f".{self._place.name[:_NAME]}.{secrets.token_hex(6)}.new"
         self._path = self._place.with_name(name)
-        self.file = open(self._path, "xb")  # noqa: SIM115
-        hold(self.file.fileno())
+        with alone_in(self._place.parent):
+            for left in _beside(self._place):
+                if is_abandoned(left):
+                    left.unlink(missing_ok=True)
+            self.file = open(self._path, "xb")  # noqa: SIM115
+            hold(self.file.fileno())
         if mode is not None:
             with suppress(OSError):  # of a disk that knows no permissions
                 os.fchmod(self.file.fileno(), stat.S_IMODE(mode))
@@ -151,6 +155,19 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Let one thread of one program at a time begin, rename and delete files in a folder: one that
+    is made and not held yet looks abandoned to others."""
+    with _changing, ExitStack() as stack:
+        if folder not in _folders:
+            with suppress(OSError):  # of a disk that knows no locks
+                stack.enter_context(locked(folder))
+                _folders.append(folder)
+                stack.callback(_folders.remove, folder)
+        yield
 
 
 def hold(descriptor: int) -> None:

@@ -20,6 +20,9 @@ from functools import cached_property, lru_cache
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
+from autopar.lines import describe
+from autopar.user_code import is_users_frame
+
 UNKNOWN = object()
 GOES_ON = object()  # an outcome of an exception: nothing is raised any more
 _NULL = object()  # what CALL expects beside a function
@@ -372,3 +375,16 @@ def _chance(flow: ControlFlow, number: int, join: int) -> float | None:
             return None if None in ways else sum(map(float, ways)) / 2  # type: ignore[arg-type]
         (number,) = after
     return float(number != join)
+
+
+def raised_by_user(error: BaseException) -> str | None:
+    """Return the user's line that raised an error, by `raise` or `assert` and for no other error;
+    None where something else did."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or error.__context__ is not None or not is_users_frame(trace.tb_frame):
+        return None
+    code = trace.tb_frame.f_code
+    is_raise = dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+    return describe(code.co_filename, trace.tb_lineno) if is_raise else None

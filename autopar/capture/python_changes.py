@@ -21,18 +21,18 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar._torch import CALL, memory_of, traced_node
+from autopar.capture.bytecode import raised_by_user
 from autopar.capture.containers import Call, in_own_containers
 from autopar.capture.decisions import followed, written
 from autopar.capture.effects import KEPT, Effect, Holds, effect_of
@@ -51,6 +51,7 @@ from autopar.capture.holders import (
 from autopar.capture.hooks import replaced
 from autopar.capture.lines_of_changes import LinesOfChanges
 from autopar.capture.object_contents import PLAIN, items_of
+from autopar.capture.operator_record import OperatorRecord
 from autopar.capture.python_state import PythonState, is_switch
 from autopar.capture.randomness import may_be_random
 from autopar.capture.templates import AGAIN
@@ -59,8 +60,10 @@ from autopar.lines import caller, frames_to_caller
 from autopar.units import counted
 from autopar.user_code import is_users_frame
 
-_OF_FORM = {"shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_leaf", "itemsize"}
 MOST_WATCHED = 8  # places whose lines are looked for
+_ALIKE = (
+    "a program computes the same at every call, whatever the calls before have changed in Python"
+)
 _BUFFER = (
     "register_buffer() it with its first value, and write to it in place (self.state.copy_(...), "
     "self.count += 1); or hand it over as an input"
@@ -189,8 +192,17 @@ def settled(noted: Noted, model: nn.Module, mode: FakeTensorMode, call: Call) ->
     if not noted.doubtful:
         return noted.effects
     calls = _TwoCalls(model, noted)
-    with suppress(Exception), mode, torch.no_grad():
-        calls.run(call)
+    try:
+        with mode, torch.no_grad():
+            calls.run(call)
+    except Exception as error:  # it may ask for values, which are not there
+        if (line := raised_by_user(error)) is not None:
+            raise InvalidInput(
+                _ALIKE,
+                got=f"{type(error).__name__} in the second call of forward: {error}",
+                remedy="let forward raise nothing by what an earlier call has left",
+                source=line,
+            ) from error
     calls.require_independent()
     fates = {place: calls.fate(change) for place, change in noted.doubtful.items()}
     for fate in dict.fromkeys(fates.values()):
@@ -221,7 +233,7 @@ class _TwoCalls:
         switches = [one for one in self.noted.doubtful.values() if is_switch(one)]
         buffers = (b for k, b in self.model.named_buffers() if k not in self.noted.tables)
         own = {memory_of(one) for one in (*self.model.parameters(), *buffers)}
-        watch = _Operators({*own})
+        watch = OperatorRecord({*own})
         for switch in switches:
             switch.holder.put_back([switch])
         states = [PythonState(self.model)]
@@ -279,8 +291,7 @@ class _TwoCalls:
         if blamed:
             name, line = self.described(blamed[0].place)
             raise InvalidInput(
-                "a program computes the same at every call, whatever the calls before have changed "
-                "in Python",
+                _ALIKE,
                 got=f"{name}, which a call changes, so that the next one computes something else",
                 remedy=_BUFFER,
                 source=line,
@@ -343,61 +354,6 @@ def _is_alike(one: Any, other: Any) -> bool:
     return items.keys() == others.keys() and all(
         _is_alike(items[key], others[key]) for key in items
     )
-
-
-class _Operators(TorchFunctionMode):
-    """What is computed of tensors that vary, with which plain values and other tensors.
-
-    A tensor that does not vary, as a table, is told by how it is made, whether it is made anew or
-    kept from a call before.
-    """
-
-    def __init__(self, varying: set[int]) -> None:
-        """`varying`: the memory of tensors that vary."""
-        super().__init__()
-        self.made: list[Any] = []
-        self.read: list[Place] = []
-        self.kept: dict[int, Place] = {}  # by memory, what is not to be read
-        self._varying, self._known = varying, dict[Any, int]()
-
-    def begin(self, given: Iterable[Tensor]) -> None:
-        self.made = []
-        self._varying.update(map(memory_of, given))
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if _asks_of_form(function):
-            return result
-        leaves = pytree.tree_leaves((args, kwargs or {}))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        read, given = ([*map(memory_of, ones)] for ones in (tensors, results))
-        self.read += [self.kept[memory] for memory in read if memory in self.kept]
-        tables = [_view(one) for one, own in zip(tensors, read) if own not in self._varying]
-        others = (self._known.get(table) for table in tables)
-        call = (function, *(leaf for leaf in leaves if type(leaf) in PLAIN), *others)
-        if self._varying.isdisjoint(read):
-            views = {_view(one) for one in results}.difference(tables)  # not those of all of one
-            self._known |= dict.fromkeys(views, hash(call))
-            self._varying.difference_update(given)
-        else:
-            self.made.append(call)
-            name = getattr(function, "__name__", "")
-            is_in_place = name == "__setitem__" or (name.endswith("_") and name[-2:] != "__")
-            self._varying.update(given, read if is_in_place else ())
-        return result
-
-
-def _view(tensor: Tensor) -> tuple[int, str]:
-    """What tells a tensor from other views of its memory."""
-    return memory_of(tensor), f"{tensor.storage_offset()} {tensor.shape} {tensor.stride()}"
-
-
-def _asks_of_form(function: Any) -> bool:
-    """Whether only an attribute is asked, as a shape."""
-    return getattr(getattr(function, "__self__", None), "__name__", "") in _OF_FORM
 
 
 def varies(count: int) -> Callable[[Tensor], bool]:

@@ -16,16 +16,15 @@ import json
 import os
 import re
 import secrets
-import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from autopar.errors import ExecutionError, InvalidInput
-from autopar.files import hold, is_abandoned, locked, read_regular, replacing, sync, writing
+from autopar.files import alone_in, hold, is_abandoned, read_regular, replacing, sync, writing
 from autopar.runtime.safetensors import CHECKPOINT
 from autopar.schema import is_count
 
@@ -34,7 +33,6 @@ VERSION: Final = 1
 INDEX, BESIDE, PLAN = CHECKPOINT, "beside.pt", "plan.json"
 _FILE = re.compile(r"rank-(\d+)\.safetensors")
 _UNFINISHED = re.compile(r"\.rank-\d+\.safetensors\.[0-9a-f]{12}\.new|failed-\d+")
-_renaming = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Place:
         """Make the folder in which it is written."""
         with writing(self.path, "a checkpoint"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with _renames(self.path.parent):
+            with alone_in(self.path.parent):
                 if not self.path.exists() and (left := _left_whole(self.path)):
                     os.rename(left, self.path)  # it was broken off between two renames
                 _require_replaceable(self.path)
@@ -103,7 +101,7 @@ class Place:
                 remedy="save again; the last checkpoint is still whole",
             )
         put(self.new, INDEX, index)
-        with _renames(self.path.parent):
+        with alone_in(self.path.parent):
             _require_replaceable(self.path)
             is_there = self.path.exists()
             if is_there:
@@ -120,15 +118,6 @@ class Place:
     def discard(self) -> None:
         """It will not become whole."""
         _discard(self.new)
-
-
-@contextmanager
-def _renames(folder: Path) -> Iterator[None]:
-    """Let one thread of one program at a time rename checkpoints in a folder."""
-    with _renaming, ExitStack() as stack:
-        with suppress(OSError):  # of a disk that knows no locks
-            stack.enter_context(locked(folder))
-        yield
 
 
 def accepted(path: Any) -> Path:

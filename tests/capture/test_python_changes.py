@@ -667,3 +667,18 @@ class ReadsTheClock(nn.Linear):
 def test_a_clock_that_forward_reads_is_told_with_its_line() -> None:
     with pytest.warns(UserWarning, match=r"reads time\.perf_counter\(\) .*the time of its capture"):
         capture(ReadsTheClock(4, 4), (X,))
+
+
+class RunsOnce(nn.Linear):
+    is_done: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.is_done is None, "forward runs once"  # the line
+        self.is_done = [len(x)]
+        return super().forward(x).sum()
+
+
+def test_a_second_call_that_fails_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="AssertionError in the second call") as error:
+        capture(RunsOnce(4, 4), (X,))
+    assert str(error.value.source).endswith("# the line")
