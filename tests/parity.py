@@ -63,7 +63,10 @@ def single_outcome(
     def step(args: tuple[Any, ...]) -> Tensor:
         one = replace(case, args=args)
         loss = one.loss(one.run())
-        accumulate(loss, case.model.parameters())
+        if batches is None:
+            loss.backward()
+        else:
+            accumulate(loss, case.model.parameters())
         return loss.detach()
 
     def grads() -> dict[str, Tensor]:
