@@ -218,7 +218,7 @@ def written_out(
     ]
     V = max(volumes)
     gather = (p - 1) / p * V * beta + np.log2(p) * alpha
-    swap = (p - 1) / p * V * beta + (p - 1) * alpha
+    swap = (p - 1) / p * V * beta + np.log2(p) * alpha
     both = {
         ("identity", True): (0.0, 2 * gather),
         ("all_reduce", True): (2 * gather, 2 * gather),
