@@ -186,7 +186,7 @@ def _batches(case: Case, passes: int) -> Batches:
 
 def _expected(case: Case, parts: int, batches: Batches) -> Outcome:
     if parts > 1 and has(case.model, BatchStatistics):
-        case = InTurns(case.name, case.model, case.args, case.kwargs, parts)
+        case = InTurns.of(case, parts)
     return single_outcome(case, batches=batches)
 
 
@@ -195,6 +195,10 @@ class InTurns(Case):
     """A case whose batch norm sees one micro-batch after another, for losses that are means."""
 
     parts: int = 1
+
+    @classmethod
+    def of(cls, case: Case, parts: int) -> InTurns:
+        return cls(case.name, case.model, case.args, case.kwargs, parts)
 
     def run(self) -> Tensor:
         pieces = zip(*(value.chunk(self.parts) for value in self.args))

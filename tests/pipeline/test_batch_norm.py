@@ -72,7 +72,7 @@ def test_channels_are_cut(annotate, options):
     annotate(case.model)
     options = {"mesh": MESH, "mode": "propagate", "microbatches": COUNT, "check": True, **options}
     module = ap.parallelize(case.model, case.args, backend="virtual", progress=False, **options)
-    assert_equal(parallel_outcome(module, case), single_outcome(InTurns(net(), COUNT)))
+    assert_equal(parallel_outcome(module, case), single_outcome(InTurns.of(net(), COUNT)))
 
 
 class Looks(nn.Module):
