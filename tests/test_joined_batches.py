@@ -164,7 +164,7 @@ def test_a_search_finds_it_too() -> None:
     cluster = ap.Cluster.preset("dgx-h100")
     plan = ap.plan(model.to("meta"), inputs, mesh=ap.Mesh(dp=8), cluster=cluster)
     assert "f32[8192@/2@dp, 4096]" in str(plan.graph)
-    assert sent(plan) == []
+    assert all(shape == (4096,) for shape in sent(plan)), "a number of each pair, at most"
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -1,5 +1,4 @@
-"""Drawn elsewhere: random numbers of Python or numpy in forward, which no program draws again, and
-the time, which no program reads again.
+"""Drawn elsewhere: random numbers of Python or numpy in forward, which no program draws again.
 
 A program is what one run of forward did, and whatever it draws so would stand in the program for
 ever: it is refused. Not where the number is only asked whether it lies outside of its range (`if
@@ -13,9 +12,7 @@ import pickle
 import random
 import re
 import sys
-import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,24 +23,19 @@ import numpy
 
 from autopar.capture.hooks import replaced
 from autopar.errors import InvalidInput
-from autopar.lines import caller, frames_to_caller
+from autopar.lines import caller
 from autopar.user_code import is_users_frame
 
 _STATES = ("getstate", "setstate", "get_state", "set_state")
 # What is at least 0, and below 1.
 _FRACTIONS = ("random", "rand", "random_sample", "ranf")
 _SETTING = re.compile(r"\bself\.config(?:\.|, ?[\"'])(\w+)|< ?self\.(\w+)")
-_CLOCKS = [
-    f"{name}{unit}"
-    for name in ("time", "perf_counter", "monotonic", "process_time")
-    for unit in ("", "_ns")
-]
 _BEGINS = str(Path(__file__).with_name("export.py"))  # what forward is called from
 
 
 @contextmanager
 def draws_elsewhere_refused() -> Iterator[None]:
-    """While forward runs, refuse what it draws by Python or numpy; then tell of clocks it read."""
+    """While forward runs, refuse what it draws by Python or numpy."""
     seeded, beside = list[object](), list[object]()  # `beside`: that other threads draw of
     before = random.getstate(), _numbers()
     with ExitStack() as stack:
@@ -52,33 +44,12 @@ def draws_elsewhere_refused() -> Iterator[None]:
                 call = _refuse(module.__name__, name, function, seeded)
                 others = _noted(function, module, beside)
                 stack.enter_context(replaced(module, name, call, others))
-        clocks = dict[str | None, str]()  # by the lines that read them
-        for name in _CLOCKS:
-            plain = getattr(time, name)
-            stack.enter_context(replaced(time, name, _read(name, plain, clocks), plain))
         yield
-    for line, name in clocks.items():
-        warnings.warn(
-            f"forward reads time.{name}() ({line}): a program keeps the time of its capture; hand "
-            "it over as a tensor",
-            stacklevel=frames_to_caller(),
-        )
     known = [*seeded, *beside]
     is_numpy = before[1] != _numbers() and numpy.random not in known
     if is_numpy or (before[0] != random.getstate() and random not in known):
         name = "numpy.random" if is_numpy else "random"
         raise refused(f"a function of {name}, imported by its own name", (), None)
-
-
-def _read(name: str, plain: Callable[[], Any], clocks: dict[str | None, str]) -> Callable[[], Any]:
-    """A clock that notes the lines on which the user's code reads it."""
-
-    def call() -> Any:
-        if is_users_frame(sys._getframe(1)):
-            clocks[caller()] = name
-        return plain()
-
-    return call
 
 
 def _noted(plain: Callable[..., Any], owner: object, drawn: list[object]) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ What is carried out on meshes is in tests/test_outputs.py.
 from __future__ import annotations
 
 import itertools
-import time
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -657,16 +656,6 @@ def test_what_grows_inside_of_other_containers() -> None:
         assert len(one) == 2
     torch.testing.assert_close(module[0].pair[1], plain.pair[1])
     torch.testing.assert_close(module[0].table["log"], plain.table["log"])
-
-
-class ReadsTheClock(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).sum() * (time.perf_counter() + 1)
-
-
-def test_a_clock_that_forward_reads_is_told_with_its_line() -> None:
-    with pytest.warns(UserWarning, match=r"reads time\.perf_counter\(\) .*the time of its capture"):
-        capture(ReadsTheClock(4, 4), (X,))
 
 
 class RunsOnce(nn.Linear):
