@@ -315,13 +315,13 @@ def _quiet() -> Iterator[None]:
 
 # Around forward while it is followed.
 _AROUND = (
-    draws_elsewhere_refused,  # warns in the end
     _quiet,
     own_backwards_kept,
     checkpoints_marked,
     idle_refused,
     answered_plainly,
     trained_anywhere,
+    draws_elsewhere_refused,
     refusals_kept,
     maps_are_operators,
     groups_followed,

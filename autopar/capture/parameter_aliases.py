@@ -189,6 +189,8 @@ class _Led(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # of FlexAttention, whose inputs are led already
+            return function(*args, **(kwargs or {}))
         with without_functions():
             args, kwargs = self._lead(args), self._lead(kwargs or {})
         for kind in types:
