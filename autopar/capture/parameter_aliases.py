@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar._torch import is_traced, is_wrapped, memory_of, traced_node, without_functions
+from autopar.capture.fake import FakeTensor
 from autopar.capture.hooks import replaced
 from autopar.capture.model_tensors import by_every_name, values_of
 from autopar.capture.plain_tensors import computes_by_itself
@@ -189,7 +190,7 @@ class _Led(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # of FlexAttention, whose inputs are led already
+        if torch.compiler.is_dynamo_compiling():  # FlexAttention, whose inputs are led already
             return function(*args, **(kwargs or {}))
         with without_functions():
             args, kwargs = self._lead(args), self._lead(kwargs or {})
@@ -213,9 +214,14 @@ class _Led(TorchFunctionMode):
             return {key: self._lead(one) for key, one in value.items()}
         return value
 
+    def _is_unfollowed(self, tensor: Tensor) -> bool:
+        """Return whether export takes a tensor that learns for a constant. A fake tensor that it
+        does not know is one of Dynamo's, which compiles FlexAttention."""
+        is_other = is_wrapped(tensor) or isinstance(tensor, FakeTensor)
+        return self._is_traced and tensor.requires_grad and not is_other
+
     def _registered(self, tensor: Tensor) -> Tensor:
-        is_learning = self._is_traced and tensor.requires_grad and not is_wrapped(tensor)
-        if not (is_learning or self._aliases.is_alias(tensor)):
+        if not (self._is_unfollowed(tensor) or self._aliases.is_alias(tensor)):
             return tensor
         if self._is_traced and traced_node(tensor)[0] is not None:
             return tensor
