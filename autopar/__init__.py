@@ -11,10 +11,15 @@ from autopar.plan.plan import Plan
 from autopar.planning import plan
 from autopar.precision import Precision
 from autopar.recompute import Recompute
-from autopar.runtime.data import shard_loader
-from autopar.runtime.module import ParallelModule
-from autopar.runtime.saving import is_saved, load, save, save_safetensors
-from autopar.runtime.step_figures import JsonLines, ProgressLine, StepFigures, TensorBoard
+from autopar.runtime.checkpoints.saving import is_saved, load, save, save_safetensors
+from autopar.runtime.module.data_loader import shard_loader
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.observation.step_figures import (
+    JsonLines,
+    ProgressLine,
+    StepFigures,
+    TensorBoard,
+)
 from autopar.states import States
 from autopar.strategies import register_rule
 from autopar.verifying import verify

@@ -24,7 +24,7 @@ from autopar.pipeline.schedule import Schedule
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Request
 from autopar.planner.verdict import named_statistics, refuse_random, require_rules, warn
-from autopar.runtime.outputs import FORMS, OutputsLike
+from autopar.runtime.module.call_outputs import FORMS, OutputsLike
 from autopar.schema import is_count
 from autopar.strategies.node_info import info
 from autopar.units import counted

@@ -38,23 +38,23 @@ from autopar.planner.verdict import tell_of_statistics, warn
 from autopar.planning import make_plans
 from autopar.precision import Precision
 from autopar.progress import Report, reporter
-from autopar.runtime.backend import Backend
-from autopar.runtime.block_groups import Together
-from autopar.runtime.checks import Checks
-from autopar.runtime.compiled import Compiler
-from autopar.runtime.distributed import TorchBackend
-from autopar.runtime.failures import one_fails_all_stop
-from autopar.runtime.groups import enter_world, require_world_of
-from autopar.runtime.local_inputs import require_whole_questions
-from autopar.runtime.module import OWN_NAMES, ParallelModule
-from autopar.runtime.outputs import OutputsLike
-from autopar.runtime.part import require_names
-from autopar.runtime.plan_broadcast import agree, of_first, require_equal, require_same_call
-from autopar.runtime.slices import require_even
-from autopar.runtime.trials import chosen_by, run_trials
-from autopar.runtime.values import Values, require_constants, require_data
-from autopar.runtime.virtual import VirtualBackend
-from autopar.runtime.world import has_failed, world
+from autopar.runtime.backends.backend import Backend
+from autopar.runtime.backends.distributed_backend import TorchBackend
+from autopar.runtime.backends.process_groups import enter_world, require_world_of
+from autopar.runtime.backends.program_checks import Checks
+from autopar.runtime.backends.virtual_backend import VirtualBackend
+from autopar.runtime.backends.world import has_failed, world
+from autopar.runtime.execution.block_groups import Together
+from autopar.runtime.execution.compiled_regions import Compiler
+from autopar.runtime.launching.failures import one_fails_all_stop
+from autopar.runtime.module.batch_slices import require_even
+from autopar.runtime.module.call_outputs import OutputsLike
+from autopar.runtime.module.local_inputs import require_whole_questions
+from autopar.runtime.module.parallel_module import OWN_NAMES, ParallelModule
+from autopar.runtime.module.plan_broadcast import agree, of_first, require_equal, require_same_call
+from autopar.runtime.module.submodule_view import require_names
+from autopar.runtime.module.trials import chosen_by, run_trials
+from autopar.runtime.parameters.initial_values import Values, require_constants, require_data
 
 BackendName = Literal["virtual", "torch"]  # all ranks in this process, or this process is one
 

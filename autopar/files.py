@@ -18,16 +18,13 @@ import os
 import re
 import secrets
 import stat
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from autopar.errors import InvalidInput
 
-_changing = threading.RLock()
-_folders = list[Path]()  # in which the thread that holds it is alone
 _NAME = 40  # characters of a name that come back in that of a file beside it
 
 
@@ -93,15 +90,23 @@ class NewFile:
             return
         name = f".{self._place.name[:_NAME]}.{secrets.token_hex(6)}.new"
         self._path = self._place.with_name(name)
-        with alone_in(self._place.parent):
-            for left in _beside(self._place):
-                if is_abandoned(left):
-                    left.unlink(missing_ok=True)
-            self.file = open(self._path, "xb")  # noqa: SIM115
-            hold(self.file.fileno())
+        for left in _beside(self._place):
+            with suppress(OSError), if_abandoned(left) as is_abandoned:
+                if is_abandoned:
+                    left.unlink()
+        self.file = self._created()
         if mode is not None:
             with suppress(OSError):  # of a disk that knows no permissions
                 os.fchmod(self.file.fileno(), stat.S_IMODE(mode))
+
+    def _created(self) -> BinaryIO:
+        """Create the file, again where another program took it for abandoned before it was held."""
+        while True:
+            file = open(self._path, "xb")  # noqa: SIM115
+            hold(file.fileno())
+            if os.fstat(file.fileno()).st_nlink:
+                return file
+            file.close()
 
     def finish(self) -> None:
         """Bring all that was written to the disk."""
@@ -157,37 +162,34 @@ def locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Let one thread of one program at a time begin, rename and delete files in a folder: one that
-    is made and not held yet looks abandoned to others."""
-    with _changing, ExitStack() as stack:
-        if folder not in _folders:
-            with suppress(OSError):  # of a disk that knows no locks
-                stack.enter_context(locked(folder))
-                _folders.append(folder)
-                stack.callback(_folders.remove, folder)
-        yield
-
-
 def hold(descriptor: int) -> None:
-    """Say to `is_abandoned` that a file or folder is in use, until it is closed."""
+    """Mark a file or folder as in use until it is closed. Wait while `if_abandoned` looks at it."""
     with suppress(OSError):  # of a disk that knows no locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-def is_abandoned(path: Path) -> bool:
-    """Return whether no program holds a file or folder; of a disk without locks, it is assumed."""
+@contextmanager
+def if_abandoned(path: Path) -> Iterator[bool]:
+    """Tell whether no program holds a file or folder, and keep others from holding it meanwhile.
+
+    On a disk without locks every file counts as abandoned.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
-        return False
+        yield False
+        return
+    try:
+        yield _is_lockable(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_lockable(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return not isinstance(error, BlockingIOError)
-    finally:
-        os.close(descriptor)
     return True
 
 

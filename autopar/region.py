@@ -30,12 +30,12 @@ from autopar.mesh import Mesh
 from autopar.passes import localize, rewrite
 from autopar.passes.localize import axes_used
 from autopar.placements import from_placements, to_placements
-from autopar.plan.program import Program
-from autopar.runtime.eager import compile_graph
-from autopar.runtime.groups import Groups, see_alike
-from autopar.runtime.placing import wrapper
+from autopar.plan.runtime_program import Program
+from autopar.runtime.backends.process_groups import Groups, see_alike
+from autopar.runtime.execution.eager_program import compile_graph
+from autopar.runtime.parameters.placing import wrapper
 from autopar.search.constraints import Constraints, LayoutConstraint, read_constraints
-from autopar.search.propagate import propagate
+from autopar.search.propagation import propagate
 from autopar.strategies.node_info import info
 
 

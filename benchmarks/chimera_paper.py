@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from functools import cache
 
 from autopar.cluster import Cluster
-from autopar.cost.model import COLLECTIVES
+from autopar.cost.rooflines import COLLECTIVES
 from autopar.pipeline import Schedule, Timeline, schedule, simulate
-from autopar.pipeline.simulator import Sync
-from autopar.pipeline.synchronization import synchronize
+from autopar.pipeline.simulation.simulator import Sync
+from autopar.pipeline.simulation.synchronization import synchronize
 
 NODES = (32, 64, 128, 256, 512, 1024, 2048)
 SCHEDULES = ("gpipe", "1f1b", "gems", "chimera")

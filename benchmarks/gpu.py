@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar.cluster.gpus import gpu, measured, timed
-from autopar.runtime.launch import launch
+from autopar.runtime.launching.launch import launch
 from benchmarks.gpt import GPT, Sizes, batch, gpt
 
 SMALL = Sizes(hidden=32, heads=4, sequence=16, batch=8, layers=2, vocabulary=64)

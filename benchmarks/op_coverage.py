@@ -47,7 +47,7 @@ from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.strategies import rule_of, tensor_inputs
 from autopar.strategies.node_info import info
-from autopar.verification.drawing import DrawsByPlace
+from autopar.verification.captured_draws import DrawsByPlace
 from benchmarks.op_groups import GROUPS, group_of
 from tests.strategies.rule_law import Case, Reference
 

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 import autopar as ap
-from autopar.cost.ways import groups_in, used_bytes
-from autopar.plan.ways import QUESTIONS, explain_way
+from autopar.cost.copy_groups import groups_in, used_bytes
+from autopar.plan.step_reasons import QUESTIONS, explain_way
 from autopar.planner.candidate import Alternative
 from autopar.units import seconds_text
 from benchmarks.published_models import Decoder, Sizes, annotate

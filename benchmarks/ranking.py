@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar.runtime.timing import in_turns, step_seconds
+from autopar.runtime.observation.timing import in_turns, step_seconds
 from benchmarks.gpt import GPT, Sizes, batch, gpt
 
 Annotate = Callable[[nn.Module], object]

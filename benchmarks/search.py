@@ -36,10 +36,10 @@ from autopar import Cluster, Mesh
 from autopar.capture import capture
 from autopar.cluster.cluster import Link, Node
 from autopar.passes.microbatches import cut_batch
-from autopar.search import auto
-from autopar.search.build import Builder
+from autopar.search import layout_search
 from autopar.search.constraints import Constraints
-from autopar.solver.graph import CostGraph
+from autopar.search.cost_graph_builder import Builder
+from autopar.solver.cost_graph import CostGraph
 from autopar.solver.lagrangian import NoRoom
 from autopar.solver.optimum import SECONDS
 from autopar.solver.solve import least_memory, solve
@@ -92,8 +92,10 @@ def measure(name: str, algorithm: str, memory: bool, layers: int) -> dict[str, A
         captured = cut_batch(captured, parts).captured
     clock, wall = time.process_time(), time.perf_counter()
     constraints = Constraints()
-    auto.solve = SOLVERS[algorithm]
-    search = auto.LayoutSearch(captured, problem.cluster, lambda mesh: constraints, limit, parts)
+    layout_search.solve = SOLVERS[algorithm]
+    search = layout_search.LayoutSearch(
+        captured, problem.cluster, lambda mesh: constraints, limit, parts
+    )
     found = search.run([problem.mesh]).search
     assert found is not None
     return {

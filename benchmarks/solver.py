@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from autopar.solver.graph import CostGraph
+from autopar.solver.cost_graph import CostGraph
 from autopar.solver.solve import least_memory, solve
 
 # One block: (name, earlier nodes it reads). -1 is what comes in, "mask" is shared by all blocks.

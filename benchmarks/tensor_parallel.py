@@ -44,7 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar as ap
 from autopar import passes
-from autopar.passes.reductions import hide_reductions
+from autopar.passes.linear_reductions import hide_reductions
 from autopar.strategies import Strategy
 from benchmarks.gpt import GPT, Sizes, batch, gpt
 from benchmarks.megatron import by_hand

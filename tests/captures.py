@@ -29,7 +29,7 @@ from autopar.capture.again import _shape, captured_again
 from autopar.capture.autocasts import active
 from autopar.capture.captured import Captured
 from autopar.precision import Precision
-from autopar.runtime import programs
+from autopar.runtime.module import programs
 
 USERS = "autopar.planning", "autopar.plan.plan"
 Model = TypeVar("Model", bound=nn.Module)

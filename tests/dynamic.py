@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import autopar as ap
-from autopar.runtime import programs
-from autopar.runtime.distributed import TorchBackend
-from autopar.search.auto import LayoutSearch
+from autopar.runtime.backends.distributed_backend import TorchBackend
+from autopar.runtime.module import programs
+from autopar.search.layout_search import LayoutSearch
 from tests.captures import alike
 from tests.models import Case, gpt, mlp
 from tests.outputs import assert_close, gradients, state

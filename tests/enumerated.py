@@ -29,7 +29,7 @@ from autopar.planner import choose, deep
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.offers import offers
 from autopar.recompute import Recompute
-from autopar.search.auto import Known
+from autopar.search.layout_search import Known
 from autopar.search.smallest_footprint import NothingFits
 from autopar.states import HOSTED, NAMED
 from tests.models import Case

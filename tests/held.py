@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import autopar as ap
-from autopar.pipeline.activation_counts import live_microbatches
-from autopar.pipeline.executor import RankRunner
-from autopar.pipeline.worker import Worker
-from autopar.runtime import recompute
+from autopar.pipeline.memory.activation_counts import live_microbatches
+from autopar.pipeline.running.executor import RankRunner
+from autopar.pipeline.running.worker import Worker
+from autopar.runtime.execution import recomputed_regions
 from tests.models import Case
 
 
@@ -121,7 +121,7 @@ class HeldByWorkers:
     def watching(self, look: Callable[[Worker], None]) -> Iterator[None]:
         """Steps in here `look` at a worker each time that it holds more."""
         forward, run, do = Worker.forward, Worker._run, RankRunner._do
-        start, again = recompute._Run.__init__, recompute._Run.again
+        start, again = recomputed_regions._Run.__init__, recomputed_regions._Run.again
 
         def watched_forward(worker: Worker, *args: object) -> object:
             sent = forward(worker, *args)
@@ -151,8 +151,8 @@ class HeldByWorkers:
         with (
             patch.object(Worker, "forward", watched_forward),
             patch.object(Worker, "_run", watched_run),
-            patch.object(recompute._Run, "__init__", watched_start),
-            patch.object(recompute._Run, "again", watched_again),
+            patch.object(recomputed_regions._Run, "__init__", watched_start),
+            patch.object(recomputed_regions._Run, "again", watched_again),
             patch.object(RankRunner, "_do", watched_do),
         ):
             yield

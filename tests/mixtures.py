@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar.nn import moe
-from autopar.strategies.kernels.experts import experts
+from autopar.strategies.kernels.experts.expert_kernels import experts
 from tests.models import Case, _next_token_loss, _transformers
 
 _SIZES = {

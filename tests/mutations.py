@@ -8,7 +8,7 @@ import random
 from contextlib import suppress
 from typing import Any
 
-from autopar.runtime.safetensors import digest_of
+from autopar.runtime.parameters.weight_files import digest_of
 
 NUMBERS = (0, -1, 2, 3, 1.5, True, None, "", "3", [], {}, 10**30, 1e308, float("nan"), float("inf"))
 ALIEN = (*NUMBERS, [[[]]], {"": 0}, "dp", "f64[8@dp, 4]", "f64[99999999999999999999]", -(2**63))

@@ -19,7 +19,7 @@ from autopar.strategies.node_info import NodeInfo
 ROOT = Path(__file__).parents[1]
 HOUSE = ROOT / "autopar"
 LONGEST = 450  # lines
-FOLDERS = HOUSE / "runtime" / "checkpoint_folders.py"
+FOLDERS = HOUSE / "runtime" / "checkpoints" / "checkpoint_folders.py"
 HIDDEN = {"_cdata", "_local_tensor"}  # memory_of, piece_of
 
 # A room imports from its own floor and from those below.

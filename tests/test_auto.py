@@ -155,7 +155,7 @@ def test_the_quick_algorithms_work_and_are_never_better(
     case, mesh = mlp(), Mesh(a=2, b=2)
     options = {"mesh": mesh, "cluster": machines(4), "mode": "auto"}
     exact = ap.plan(case.model, case.args, **options)
-    monkeypatch.setattr("autopar.search.auto.solve", SOLVERS[algorithm])
+    monkeypatch.setattr("autopar.search.layout_search.solve", SOLVERS[algorithm])
     quick = ap.plan(case.model, case.args, **options)
     assert quick.search is not None
     assert exact.search is not None

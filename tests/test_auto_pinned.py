@@ -11,7 +11,7 @@ import pytest
 import autopar as ap
 from autopar.cluster import Link
 from autopar.mesh import Mesh
-from autopar.search.account import Search
+from autopar.search.search_report import Search
 from tests.annotations import megatron, sequence, stored, vocabulary
 from tests.models import ZOO, Case
 from tests.pipeline.models import share_captures  # noqa: F401

@@ -10,7 +10,7 @@ import torch
 
 import autopar as ap
 from autopar.cluster import Cluster, Device, Host, Link, Node
-from autopar.cluster.part import Line
+from autopar.cluster.cluster_part import Line
 from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh

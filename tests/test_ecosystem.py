@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar as ap
 from autopar import Mesh
-from autopar.runtime.safetensors import INDEX, open_weights
+from autopar.runtime.parameters.weight_files import INDEX, open_weights
 from examples import hf_finetune
 from tests import models
 from tests.captures import shared_captures

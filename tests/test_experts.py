@@ -13,8 +13,8 @@ import torch
 import autopar as ap
 from autopar import Mesh
 from autopar.capture import capture, listing
-from autopar.collectives import together
-from autopar.strategies.kernels.experts import experts
+from autopar.collectives import joint_kernels
+from autopar.strategies.kernels.experts.expert_kernels import experts
 from tests.mixtures import FAMILIES, _Precise, cut_experts, family, mixture, mixture_cut
 from tests.models import Case, _transformers
 from tests.parity import assert_parity
@@ -32,15 +32,15 @@ def routed(case: Case, *axes: str) -> Case:
 def trades() -> Iterator[list[tuple[int, ...]]]:
     """The shapes of what one member sends to another, of every trade of the first member."""
     seen: list[tuple[int, ...]] = []
-    deliver = together._delivered
+    deliver = joint_kernels._delivered
 
     def watched(asked: Any) -> Any:
-        if isinstance(asked[0], together.Trade):
+        if isinstance(asked[0], joint_kernels.Trade):
             seen.append(tuple(asked[0].tensors[0].shape))
         return deliver(asked)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(together, "_delivered", watched)
+        patch.setattr(joint_kernels, "_delivered", watched)
         yield seen
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar.errors import InvalidInput
-from autopar.plan.ways import QUESTIONS, WayExplanation, WeighedValue
+from autopar.plan.step_reasons import QUESTIONS, WayExplanation, WeighedValue
 from autopar.tables import WIDTH
 from autopar.units import seconds_text
 from tests import models

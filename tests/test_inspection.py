@@ -18,7 +18,7 @@ from autopar.tables import WIDTH, table, titled, wrapped
 
 @pytest.mark.parametrize(
     "module",
-    ["autopar.plan.grouping", "autopar.units", "autopar.tables", "autopar.solver.forced"],
+    ["autopar.plan.grouping", "autopar.units", "autopar.tables", "autopar.solver.forced_choice"],
 )
 def test_the_tours_in_the_docstrings(module):
     found = doctest.testmod(importlib.import_module(module))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autopar.cluster import AxisLink, Cluster, Device, Level, Link, Node
-from autopar.cluster.part import Line, Part
+from autopar.cluster.cluster_part import Line, Part
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.schema import read, write

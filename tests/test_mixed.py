@@ -33,7 +33,7 @@ from autopar.planner.mixed_problem import (
 )
 from autopar.planner.recomputation import FULL, KINDS, PLAIN, AskedRecomputation, Regions
 from autopar.recompute import Recompute
-from autopar.search.propagate import propagate
+from autopar.search.propagation import propagate
 from autopar.strategies.node_info import info
 from tests import models
 

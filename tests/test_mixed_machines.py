@@ -19,7 +19,7 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.choose import Planner
 from autopar.planner.offers import offers
 from autopar.planner.promises import Size
-from autopar.search.auto import too_early
+from autopar.search.layout_search import too_early
 from tests.models import Case, gpt, mlp
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 from tests.pipeline.models import share_captures  # noqa: F401

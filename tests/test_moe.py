@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar import Mesh
-from autopar.strategies.kernels.capacity import within_capacity
+from autopar.strategies.kernels.experts.capacity import within_capacity
 from tests.mixtures import Mixture, mixture, mixture_cut, tokens_of_experts
 from tests.models import Case
 from tests.parity import assert_parity

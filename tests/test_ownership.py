@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar.runtime.part import kind_of
+from autopar.runtime.module.submodule_view import kind_of
 from tests import models
 from tests.captures import shared_captures
 from tests.held import Allocated, held_by

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar as ap
 from autopar import Mesh, shard
-from autopar.runtime.module import OWN_NAMES
+from autopar.runtime.module.parallel_module import OWN_NAMES
 from tests import models
 from tests.annotations import megatron, sequence, vocabulary
 from tests.models import Case

@@ -23,14 +23,14 @@ from autopar.options import KINDS, PlanOptions
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.pipeline.stages.stage_cost import StageCost
-from autopar.plan.diff import compare
 from autopar.plan.plan import SavedPlan
-from autopar.plan.saved import deciding
+from autopar.plan.plan_diff import compare
+from autopar.plan.saved_value import deciding
 from autopar.planner.layouts import Layouts
 from autopar.progress import fitted
-from autopar.runtime.plan_broadcast import require_equal
-from autopar.search.auto import Known
+from autopar.runtime.module.plan_broadcast import require_equal
 from autopar.search.decisions import TypedDecisions
+from autopar.search.layout_search import Known
 from autopar.search.smallest_footprint import SmallestFootprint
 from autopar.units import seconds_text
 from tests.models import gpt, mlp

@@ -253,7 +253,7 @@ def test_gradients_of_several_scaled_steps_add_up():
 
 
 def test_every_so_many_good_steps_more_is_tried():
-    from autopar.runtime.loss_scale import PATIENCE, LossScale
+    from autopar.runtime.module.loss_scale import PATIENCE, LossScale
 
     scale = LossScale()
     for _ in range(PATIENCE):

@@ -10,7 +10,7 @@ from torch import nn
 
 import autopar as ap
 from autopar import Mesh
-from autopar.collectives import together
+from autopar.collectives import joint_kernels
 from autopar.strategies import Strategy
 from autopar.strategies.node_info import info
 from tests.parity import assert_parity
@@ -33,13 +33,13 @@ def test_it_moves_the_bytes_that_the_plan_says(monkeypatch: pytest.MonkeyPatch) 
     }
     decisions = dataclasses.replace(plan.decisions, strategies=strategies)
     plan = dataclasses.replace(plan, decisions=decisions)
-    delivered = together._delivered
+    delivered = joint_kernels._delivered
 
-    def count(asked: list[together.Shift]) -> list[tuple[torch.Tensor, ...]]:
+    def count(asked: list[joint_kernels.Shift]) -> list[tuple[torch.Tensor, ...]]:
         moved[0] += sum(x.nbytes for x in asked[0].tensors)
         return delivered(asked)
 
-    monkeypatch.setattr(together, "_delivered", count)
+    monkeypatch.setattr(joint_kernels, "_delivered", count)
     module = ap.parallelize(case.model, plan=plan, backend="virtual")
     loss = module(*case.args)
     nodes = [node for node in plan.rewritten.nodes if info(node).joint is not None]

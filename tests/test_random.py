@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import autopar as ap
 from autopar.strategies import registry
 from autopar.strategies.node_info import info
-from autopar.verification import drawing
+from autopar.verification import captured_draws
 from tests import models
 from tests.captures import shared_captures
 from tests.models import Case
@@ -337,7 +337,7 @@ def test_a_call_is_known_by_the_generator_of_its_device(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         torch, "get_device_module", lambda of=None: module if of == cuda else of_torch(of)
     )
-    monkeypatch.setattr(drawing, "_device_of", lambda *call: cuda)
+    monkeypatch.setattr(captured_draws, "_device_of", lambda *call: cuda)
     found = ap.verify(Twice(), (torch.randn(8, 8),), mesh=ap.Mesh(dp=2), mode="data", steps=1)
     assert found.ok, str(found)
     assert set(asked) == {cuda}

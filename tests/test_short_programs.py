@@ -15,7 +15,7 @@ from autopar.capture import capture
 from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks
 from autopar.capture.shortened import LEAST_BESIDE, Shortened, shortened
-from autopar.cluster.part import Line
+from autopar.cluster.cluster_part import Line
 from autopar.cost.footprint import Memory
 from autopar.errors import Interrupted
 from autopar.options import PlanOptions, read_request
@@ -33,8 +33,8 @@ from autopar.planner.request import Request
 from autopar.planner.staged import StagedProgram, Tried
 from autopar.planner.whole import Whole
 from autopar.recompute import Recompute
-from autopar.search.auto import LayoutSearch
 from autopar.search.constraints import Constraints
+from autopar.search.layout_search import LayoutSearch
 from autopar.states import NAMED, States
 from tests import large_models, models
 from tests.models import Case

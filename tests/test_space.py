@@ -11,8 +11,8 @@ from torch import nn
 
 import autopar as ap
 from autopar import Mesh
-from autopar.collectives import together
-from autopar.collectives.together import Steps, Trade
+from autopar.collectives import joint_kernels
+from autopar.collectives.joint_kernels import Steps, Trade
 from autopar.cost.joint_kernels import traffic_of
 from autopar.errors import InvalidInput
 from autopar.strategies import Strategy
@@ -95,10 +95,10 @@ def test_what_travels_is_what_is_predicted(name: str, args: tuple[Any, ...], cou
                 got[rank].append((sum(map(math.prod, asked.shapes)) - own) * row)
             answer = yield asked
 
-    before = together.in_lock_step
+    before = joint_kernels.in_lock_step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            together,
+            joint_kernels,
             "in_lock_step",
             lambda members: before([noted(*one) for one in enumerate(members)]),
         )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar as ap
-from autopar.pipeline.executor import RankRunner
+from autopar.pipeline.running.executor import RankRunner
 from tests.models import Case
 from tests.parity import Outcome, assert_equal
 

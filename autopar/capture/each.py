@@ -40,7 +40,7 @@ from autopar.capture.named import Named
 from autopar.errors import InvalidInput
 from autopar.lines import caller
 from autopar.strategies import Call
-from autopar.strategies.kernels.chosen_products import CHOSEN_PRODUCTS
+from autopar.strategies.kernels.experts.chosen_products import CHOSEN_PRODUCTS
 
 _aten = torch.ops.aten
 _PLACES = (_aten.argmax, _aten.argmin, _aten.argsort)

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from autopar.strategies import Call
-from autopar.strategies.indexing import is_part
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import permutation
+from autopar.strategies.rules.indexing import is_part
 
 aten = torch.ops.aten
 Dims = dict[fx.Node, int]  # of each value the dim that has the parts

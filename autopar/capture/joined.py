@@ -17,9 +17,9 @@ from torch import fx
 
 from autopar.capture.node_classes import number_calls
 from autopar.strategies import Dim, Rule, rule_of, tensor_inputs
-from autopar.strategies.equal_parts import in_parts
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result, maker, place_of, values_of
+from autopar.strategies.rules.equal_parts import in_parts
 from autopar.strategies.strategy import Cut, InParts
 
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar.layout import Layout, TensorType
 from autopar.strategies import Call
-from autopar.strategies.kernels.draws import Place
+from autopar.strategies.kernels.keyed_draws import Place
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.registry import origin_of
 from autopar.strategies.results import maker, tensors_of

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.strategies.kernels.draws import Place
+from autopar.strategies.kernels.keyed_draws import Place
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result, tensors_of
 

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar._torch import is_traced, is_wrapped, memory_of, traced_node, without_functions
-from autopar.capture.fake import FakeTensor
+from autopar.capture.graph_builder import FakeTensor
 from autopar.capture.hooks import replaced
 from autopar.capture.model_tensors import by_every_name, values_of
 from autopar.capture.plain_tensors import computes_by_itself

@@ -19,7 +19,6 @@ between the tensors of one process, and `redistribution` finds the cheapest sequ
 """
 
 from autopar.collectives.movement import Movement
-from autopar.collectives.operators import operator_call
 from autopar.collectives.redistribution import (
     LinkPrice,
     Price,
@@ -30,7 +29,8 @@ from autopar.collectives.redistribution import (
     redistribution_cost,
     verify_path,
 )
-from autopar.collectives.virtual import from_ranks, move, require_one, to_ranks
+from autopar.collectives.torch_operators import operator_call
+from autopar.collectives.virtual_movements import from_ranks, move, require_one, to_ranks
 
 __all__ = [
     "LinkPrice",

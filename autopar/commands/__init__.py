@@ -15,10 +15,10 @@ from autopar.commands.arguments import CommandParser
 
 COMMANDS = {
     "demo": "autopar.commands.demo",
-    "plan": "autopar.commands.plan",
-    "explain": "autopar.commands.explain",
-    "diff": "autopar.commands.diff",
-    "report": "autopar.commands.report",
+    "plan": "autopar.commands.plan_command",
+    "explain": "autopar.commands.explain_command",
+    "diff": "autopar.commands.diff_command",
+    "report": "autopar.commands.report_command",
     "compare": "autopar.commands.compare",
     "verify": "autopar.commands.verify",
     "simulate": "autopar.commands.simulate",

@@ -34,8 +34,8 @@ from autopar.commands.streams import to_results
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.progress import Report, reporter
-from autopar.runtime.launch import Say, launch
-from autopar.runtime.timing import in_turns, step_seconds
+from autopar.runtime.launching.launch import Say, launch
+from autopar.runtime.observation.timing import in_turns, step_seconds
 from autopar.units import counted, seconds_text
 
 ROUNDS, WARM = 7, 2

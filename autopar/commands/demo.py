@@ -31,8 +31,8 @@ from autopar.mesh import Mesh
 from autopar.plan.plan import SavedPlan
 from autopar.report.run_charts import TrainingRun
 from autopar.report.trace import Event
-from autopar.runtime.launch import Say, launch
-from autopar.runtime.recording import Recording
+from autopar.runtime.launching.launch import Say, launch
+from autopar.runtime.observation.recording import Recording
 
 MESH = Mesh(pp=2, dp=2)
 SCHEDULE, MICROBATCHES = "chimera", 4

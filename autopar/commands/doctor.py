@@ -22,7 +22,7 @@ import torch.distributed as dist
 from autopar.commands.arguments import at_least_one
 from autopar.commands.printing import show_json, show_table
 from autopar.errors import AutoparError
-from autopar.runtime.launch import Say, launch
+from autopar.runtime.launching.launch import Say, launch
 
 PYTHON = (3, 11)
 TORCH = ((2, 11), (2, 14))  # from, and below

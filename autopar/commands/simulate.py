@@ -15,9 +15,9 @@ from autopar.errors import InvalidInput
 from autopar.pipeline.notation import load, read_option
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import NAMES, option_names, schedule
-from autopar.pipeline.simulator import simulate
-from autopar.pipeline.synchronization import MODES
-from autopar.pipeline.timeline import Timeline, draw
+from autopar.pipeline.simulation.simulator import simulate
+from autopar.pipeline.simulation.synchronization import MODES
+from autopar.pipeline.simulation.timeline import Timeline, draw
 from autopar.units import counted
 
 # Options of schedules that are also costs of the simulation: a plan is made for the same times.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from autopar.cost.model import COLLECTIVES
+from autopar.cost.rooflines import COLLECTIVES
 
 When = Literal["forward", "backward", "step"]  # in each run, or once a step
 

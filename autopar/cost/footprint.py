@@ -17,8 +17,8 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
+from autopar.cost.copy_groups import groups_in, used_bytes
 from autopar.cost.saved_tensors import Kept, KeptOnce, Storage, most_remade
-from autopar.cost.ways import groups_in, used_bytes
 from autopar.layout import Layout, ParameterPlacement, Place
 from autopar.mesh import Mesh
 from autopar.states import StateBytes

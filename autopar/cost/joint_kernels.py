@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NamedTuple
 
-from autopar.collectives.together import JointKernel, Traffic
+from autopar.collectives.joint_kernels import JointKernel, Traffic
+from autopar.cost.cluster_price import ClusterPrice
 from autopar.cost.collective import Collective, When
-from autopar.cost.operators import ShardSizes, rooflines, work
-from autopar.cost.price import ClusterPrice
+from autopar.cost.operator_costs import ShardSizes, rooflines, work
 from autopar.cost.state_price import NodeCost, StatePrice
 from autopar.mesh import Mesh
 from autopar.strategies import KernelCall, Strategy

@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.capture.origins import copied_parameter
-from autopar.cost.operators import ShardSizes
+from autopar.cost.operator_costs import ShardSizes
 from autopar.cost.repeats import NONE, Repeats
 from autopar.mesh import Mesh
 from autopar.recompute import Keep

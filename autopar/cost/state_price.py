@@ -21,9 +21,9 @@ import numpy as np
 
 from autopar.cluster import Device
 from autopar.collectives.redistribution import local_elements
+from autopar.cost.cluster_price import ClusterPrice
 from autopar.cost.collective import Collective
-from autopar.cost.model import HIDDEN
-from autopar.cost.price import ClusterPrice
+from autopar.cost.rooflines import HIDDEN
 from autopar.layout import Layout, ParameterPlacement
 from autopar.states import StateBytes
 

@@ -10,7 +10,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.origins import copied_parameter
 from autopar.cluster import Device
-from autopar.cost.operators import ShardSizes, Work, facts_of, seconds, work
+from autopar.cost.operator_costs import ShardSizes, Work, facts_of, seconds, work
 from autopar.mesh import Mesh
 from autopar.strategies import Strategy
 from autopar.strategies.node_info import info

@@ -6,9 +6,10 @@
 (3, 5, 8)
 
 On one device it is as it stands; in a plan its experts, its tokens and the rows inside of experts
-are cut as any operator's (`autopar/strategies/experts.py`). Which tokens a limited capacity drops,
-and how even the choices are, is decided over the whole batch or, with `over="sequence"`, in each
-sequence by itself, so that it is the same on every mesh; the latter also in micro-batches.
+are cut as any operator's (`autopar/strategies/rules/expert_layers.py`). Which tokens a limited
+capacity drops, and how even the choices are, is decided over the whole batch or, with
+`over="sequence"`, in each sequence by itself, so that it is the same on every mesh; the latter also
+in micro-batches.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InvalidInput
-from autopar.strategies.kernels.capacity import within_capacity
-from autopar.strategies.kernels.experts import experts as through_experts
+from autopar.strategies.kernels.experts.capacity import within_capacity
+from autopar.strategies.kernels.experts.expert_kernels import experts as through_experts
 from autopar.strategies.kernels.expressions import evaluate, require
 
 SCORES = ("softmax", "sigmoid")

@@ -22,16 +22,16 @@ from autopar.passes.flow import part_of
 from autopar.passes.fusion import fuse_biases
 from autopar.passes.gathers import mark_copies, take_gathers
 from autopar.passes.gradient_sync import hoist_gradient_sync
+from autopar.passes.insert_movements import insert_movements, measure_movements
 from autopar.passes.kernels import swap_kernels
+from autopar.passes.layout_types import assign_types
+from autopar.passes.linear_reductions import hide_reductions
 from autopar.passes.localize import localize
 from autopar.passes.parameter_gathers import gather_parameters
+from autopar.passes.pass_setting import Copies, LocalSetting, Setting
 from autopar.passes.recombine import recombine
-from autopar.passes.recomputation import mark_recomputed
-from autopar.passes.redistribution import insert_movements, measure_movements
-from autopar.passes.reductions import hide_reductions
-from autopar.passes.setting import Copies, LocalSetting, Setting
+from autopar.passes.recompute_marks import mark_recomputed
 from autopar.passes.times import mark_times
-from autopar.passes.types import assign_types
 from autopar.search.decisions import Decisions
 from autopar.strategies.node_info import info
 

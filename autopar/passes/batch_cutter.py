@@ -23,12 +23,12 @@ from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType, parts_of
 from autopar.mesh import Mesh
 from autopar.passes.flow import ancestors, part_of
-from autopar.search.propagate import propagate
+from autopar.search.propagation import propagate
 from autopar.strategies import Call, localize_arguments, tensor_inputs, traits_of
-from autopar.strategies.indexing import is_part
-from autopar.strategies.kernels.draws import Place
+from autopar.strategies.kernels.keyed_draws import Place
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results, is_result, maker, place_of
+from autopar.strategies.rules.indexing import is_part
 from autopar.units import counted
 
 aten = torch.ops.aten

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.collectives.eager import identity_then_sum_in_place, sum_in_place, sum_later
-from autopar.passes.setting import LocalSetting
+from autopar.collectives.eager_movements import identity_then_sum_in_place, sum_in_place, sum_later
+from autopar.passes.pass_setting import LocalSetting
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import info
 

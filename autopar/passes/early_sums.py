@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.collectives.eager import finish_sum, start_sum
+from autopar.collectives.eager_movements import finish_sum, start_sum
 from autopar.mesh import Mesh
 from autopar.passes.flow import ancestors
-from autopar.passes.setting import LocalSetting
+from autopar.passes.pass_setting import LocalSetting
 from autopar.strategies import localize_arguments
 from autopar.strategies.node_info import info
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.passes.setting import Setting
+from autopar.passes.pass_setting import Setting
 from autopar.strategies.node_info import info
 
 aten = torch.ops.aten

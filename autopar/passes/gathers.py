@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from autopar.capture.origins import copies_behind
-from autopar.passes.setting import LocalSetting
+from autopar.passes.pass_setting import LocalSetting
 from autopar.strategies import tensor_inputs, traits_of
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import has_rule

@@ -17,8 +17,8 @@ from autopar.capture.origins import copied_parameter
 from autopar.collectives import Movement
 from autopar.layout import Placement
 from autopar.mesh import Mesh
-from autopar.passes.redistribution import insert_movement
-from autopar.passes.setting import Setting
+from autopar.passes.insert_movements import insert_movement
+from autopar.passes.pass_setting import Setting
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result

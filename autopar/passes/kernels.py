@@ -14,11 +14,11 @@ import torch
 from torch import fx
 
 from autopar.collectives import Movement
-from autopar.collectives.together import Drive, alone, joined, on_process
+from autopar.collectives.joint_kernels import Drive, alone, joined, on_process
 from autopar.layout import Layout, Placement, TensorType
 from autopar.mesh import Mesh
-from autopar.passes.redistribution import insert_movement
-from autopar.passes.setting import Setting
+from autopar.passes.insert_movements import insert_movement
+from autopar.passes.pass_setting import Setting
 from autopar.strategies import (
     Expansion,
     KernelCall,

@@ -16,8 +16,8 @@ from torch import fx
 from autopar.collectives import redistribute
 from autopar.collectives.redistribution import Price
 from autopar.layout import Placement, TensorType
-from autopar.passes.redistribution import insert_movement
-from autopar.passes.setting import Setting
+from autopar.passes.insert_movements import insert_movement
+from autopar.passes.pass_setting import Setting
 from autopar.strategies.node_info import info
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from autopar.passes.setting import LocalSetting
+from autopar.passes.pass_setting import LocalSetting
 from autopar.strategies import Call
 from autopar.strategies.kernels import count_targets, cross_entropy
 from autopar.strategies.node_info import info

@@ -24,7 +24,7 @@ from autopar.errors import InvalidInput
 from autopar.layout import Placement
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow, ancestors, part_of
-from autopar.passes.recomputation import stay_received
+from autopar.passes.recompute_marks import stay_received
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import Readers, info
 

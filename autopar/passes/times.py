@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.passes.setting import Setting
+from autopar.passes.pass_setting import Setting
 from autopar.strategies.node_info import info
 
 

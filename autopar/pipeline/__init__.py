@@ -16,8 +16,8 @@ from autopar.pipeline.checker import check
 from autopar.pipeline.notation import from_csv, from_text, load, save, to_csv
 from autopar.pipeline.schedule import Action, Schedule, to_text
 from autopar.pipeline.schedules import NAMES, option_names, schedule
-from autopar.pipeline.simulator import simulate
-from autopar.pipeline.timeline import CriticalPath, Synchronization, Timeline
+from autopar.pipeline.simulation.simulator import simulate
+from autopar.pipeline.simulation.timeline import CriticalPath, Synchronization, Timeline
 
 __all__ = [
     "NAMES",

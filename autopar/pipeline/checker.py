@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from autopar.errors import InvalidInput
-from autopar.pipeline.execution import run
 from autopar.pipeline.schedule import KINDS, MOST_UNLISTED, Action, Schedule
+from autopar.pipeline.simulation.action_times import run
 from autopar.units import counted
 
 SHOWN = 6

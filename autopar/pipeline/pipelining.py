@@ -9,8 +9,8 @@ from typing import Annotated
 from autopar.mesh import Mesh
 from autopar.pipeline.notation import from_text
 from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.schedule_labels import schedule_words
 from autopar.pipeline.stages.stage_cost import SharedSum, StageCost, imbalance
-from autopar.pipeline.words import schedule_words
 from autopar.tables import table, wrapped
 from autopar.units import bytes_text, counted, seconds_text
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopar.cost.model import SYMBOLS
+from autopar.cost.rooflines import SYMBOLS
 from autopar.plan.formulas import Edge
 from autopar.tables import table, wrapped
 from autopar.units import counted, seconds_text

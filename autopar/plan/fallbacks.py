@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.cost.program import NodePrices
+from autopar.cost.time_report import NodePrices
 from autopar.search.decisions import Fallback
 from autopar.strategies.node_info import info
 

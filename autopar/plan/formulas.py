@@ -11,12 +11,12 @@ from torch import fx
 from autopar.cluster import Device
 from autopar.collectives import Movement, redistribute
 from autopar.collectives.redistribution import FREE
-from autopar.cost.model import COLLECTIVES, HIDDEN, collective_values
-from autopar.cost.operators import rooflines
-from autopar.cost.price import ClusterPrice
+from autopar.cost.cluster_price import ClusterPrice
+from autopar.cost.operator_costs import rooflines
+from autopar.cost.rooflines import COLLECTIVES, HIDDEN, collective_values
 from autopar.layout import Placement, TensorType
 from autopar.search.candidates import Candidates
-from autopar.search.reshard import reshard_table
+from autopar.search.reshard_table import reshard_table
 from autopar.strategies import KernelCall
 from autopar.strategies.node_info import info
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.mesh import Mesh
-from autopar.plan.value import PlanValue
+from autopar.plan.plan_value import PlanValue
 from autopar.planner.candidate import Alternative
 from autopar.planner.deep import DeepPlanner
 from autopar.planner.recomputation import AskedRecomputation

@@ -27,23 +27,23 @@ from autopar.capture.captured import Captured
 from autopar.capture.dynamic import DynamicShapes
 from autopar.capture.failure import check_call
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
-from autopar.cluster.part import Line
+from autopar.cluster.cluster_part import Line
 from autopar.errors import AutoparError, InvalidInput
 from autopar.files import write_file
 from autopar.passes.microbatches import cut_batch
-from autopar.plan.diff import compare
-from autopar.plan.explain import explain
-from autopar.plan.pages import draw, report, trace
-from autopar.plan.saved import SavedValue, malformed, read_file, values_to_save
-from autopar.plan.sound import (
+from autopar.plan.operator_reasons import explain
+from autopar.plan.plan_diff import compare
+from autopar.plan.plan_pages import draw, report, trace
+from autopar.plan.plan_text import plan_data, plan_text, saved_text
+from autopar.plan.plan_value import PlanValue
+from autopar.plan.saved_value import SavedValue, malformed, read_file, values_to_save
+from autopar.plan.soundness import (
     require_apart,
     require_fitting,
     require_sound,
     require_step,
     require_types,
 )
-from autopar.plan.text import plan_data, plan_text, saved_text
-from autopar.plan.value import PlanValue
 from autopar.plan.what_if import what_if
 from autopar.planner.candidate import Candidate
 from autopar.planner.hosting import require_room

@@ -21,7 +21,7 @@ from autopar.passes.stages import split_stages
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule, forward_only, there_and_back
 from autopar.pipeline.schedules import schedule
-from autopar.plan.program import Program
+from autopar.plan.runtime_program import Program
 from autopar.planner.candidate import Candidate
 from autopar.strategies.node_info import info
 

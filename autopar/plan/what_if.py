@@ -22,8 +22,8 @@ from autopar.cluster import Cluster
 from autopar.errors import InvalidInput, known_arguments
 from autopar.layout import Layout, TensorType
 from autopar.passes.microbatches import batch_statistics
+from autopar.plan.plan_value import PlanValue
 from autopar.plan.situation import Situation, WhatIf
-from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Candidate
 from autopar.planner.moved import data_axis, idle_axes, moved
 from autopar.planner.offers import Choice, has_world

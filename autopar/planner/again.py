@@ -21,10 +21,10 @@ from autopar.planner.mixed import mixed
 from autopar.planner.recomputation import PLAIN, Regions
 from autopar.planner.whole import Whole
 from autopar.recompute import Recompute
-from autopar.search.auto import NothingFaster, is_large
 from autopar.search.decisions import Decisions
+from autopar.search.layout_search import NothingFaster, is_large
 from autopar.search.smallest_footprint import NothingFits
-from autopar.solver.residual import relative_gap
+from autopar.solver.cp_sat_residual import relative_gap
 from autopar.states import WHOLE, States
 
 NEARLY = 0.01  # relative: where memory is short, layouts that are so much slower may win

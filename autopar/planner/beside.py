@@ -21,7 +21,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.gradients import reached
 from autopar.capture.regions import checkpoints, found
-from autopar.cost.ways import copied_in
+from autopar.cost.copy_groups import copied_in
 from autopar.layout import Layout, ParameterPlacement
 from autopar.passes.microbatches import Microbatches, batch_of
 from autopar.planner.candidate import Candidate
@@ -30,7 +30,6 @@ from autopar.planner.recomputation import FULL
 from autopar.planner.request import Mode
 from autopar.progress import Report
 from autopar.recompute import Recompute
-from autopar.search.auto import LayoutSearch
 from autopar.search.constraints import (
     Constraints,
     LayoutConstraint,
@@ -38,7 +37,8 @@ from autopar.search.constraints import (
     read_constraints,
 )
 from autopar.search.decisions import Decisions
-from autopar.search.propagate import propagate
+from autopar.search.layout_search import LayoutSearch
+from autopar.search.propagation import propagate
 from autopar.search.smallest_footprint import NothingFits
 from autopar.strategies.node_info import info
 

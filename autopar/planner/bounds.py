@@ -15,13 +15,13 @@ from itertools import combinations
 from autopar.capture.captured import Captured
 from autopar.capture.origins import state_bytes
 from autopar.cluster import Cluster
-from autopar.cost.price import ClusterPrice
+from autopar.cost.cluster_price import ClusterPrice
 from autopar.errors import Interrupted
 from autopar.mesh import Mesh
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.request import Request
-from autopar.search.account import Search
-from autopar.search.auto import TimeIsOver
+from autopar.search.layout_search import TimeIsOver
+from autopar.search.search_report import Search
 from autopar.states import States
 from autopar.strategies.node_info import info
 

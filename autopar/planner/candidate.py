@@ -1,8 +1,4 @@
-"""Candidate: one way to run a step, and its price.
-
-What is weighed, what is asked for by name and what comes from a file is priced here, and in no
-other way.
-"""
+"""Candidate: one way to run a step, and its price, whoever asks for it."""
 
 from __future__ import annotations
 
@@ -17,40 +13,45 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
+from autopar.cluster.cluster_part import Line, Part
 from autopar.cluster.machines import HostLoad
-from autopar.cluster.part import Line, Part
-from autopar.cost.buckets import Travel
+from autopar.cost.bucket_prices import Travel
+from autopar.cost.copy_groups import groups_in, used_bytes
 from autopar.cost.footprint import Memory, program_memory
 from autopar.cost.host_kernels import HostKernels
-from autopar.cost.program import Cost, NodePrices, Run, program_run
 from autopar.cost.repeats import NONE, Repeats
 from autopar.cost.saved_tensors import KeptOnce
-from autopar.cost.ways import groups_in, used_bytes
+from autopar.cost.time_report import Cost, NodePrices, Run, program_run
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes import remark, replace_states, rewrite
 from autopar.passes.flow import Flow, flow_of
 from autopar.passes.microbatches import Microbatches
 from autopar.passes.stages import Cut
-from autopar.pipeline.alike_stages import StageMemories
-from autopar.pipeline.long_stages import bounds_by_place, in_three, taken_by_long_stages
-from autopar.pipeline.messages import Placement, standings
+from autopar.pipeline.memory.alike_stages import StageMemories
+from autopar.pipeline.memory.long_stages import bounds_by_place, in_three, taken_by_long_stages
+from autopar.pipeline.memory.step_memory import StageMemory, most_in_step
 from autopar.pipeline.pipelining import Pipelining
-from autopar.pipeline.price import held_at, memory_by_place, pipeline_cost, price_step
 from autopar.pipeline.schedule import Option, one_stage
-from autopar.pipeline.stages.costs import StageCosts, price_stages
-from autopar.pipeline.stages.holding import Holding
-from autopar.pipeline.stages.standing import Standing
-from autopar.pipeline.step_memory import StageMemory, most_in_step
-from autopar.pipeline.timeline import Timeline
-from autopar.pipeline.words import schedule_words
+from autopar.pipeline.schedule_labels import schedule_words
+from autopar.pipeline.simulation.message_costs import Placement, standings
+from autopar.pipeline.simulation.step_price import (
+    held_at,
+    memory_by_place,
+    pipeline_cost,
+    price_step,
+)
+from autopar.pipeline.simulation.timeline import Timeline
+from autopar.pipeline.stages.held_parameters import Holding
+from autopar.pipeline.stages.stage_hardware import Standing
+from autopar.pipeline.stages.stage_tables import StageCosts, price_stages
 from autopar.planner.recomputation import summary
 from autopar.planner.state_places import state_places
 from autopar.precision import Precision
 from autopar.recompute import Recompute
 from autopar.schema import Count
-from autopar.search.account import Search
 from autopar.search.decisions import Decisions
+from autopar.search.search_report import Search
 from autopar.search.smallest_footprint import SmallestFootprint
 from autopar.states import WHOLE, States
 from autopar.units import counted
@@ -367,8 +368,7 @@ class Candidate:
 
     @cached_property
     def _taken(self) -> dict[Hashable, StageMemory]:
-        """What stages take, by their cut points, who else reads their parameters, and whether their
-        backward is split."""
+        """What stages take, by cut points, readers of their parameters, and a split backward."""
         return {}
 
     @cached_property

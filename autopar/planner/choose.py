@@ -43,11 +43,11 @@ from autopar.planner.verdict import no_size
 from autopar.planner.whole import Whole
 from autopar.progress import Report
 from autopar.recompute import Recompute
-from autopar.search.account import Search
-from autopar.search.auto import NothingFaster, TimeIsOver, is_large, too_early
 from autopar.search.constraints import Constraints, read_constraints
+from autopar.search.layout_search import NothingFaster, TimeIsOver, is_large, too_early
+from autopar.search.search_report import Search
 from autopar.search.smallest_footprint import NothingFits
-from autopar.solver.graph import UnequalBlocks
+from autopar.solver.cost_graph import UnequalBlocks
 from autopar.states import States
 
 HUGE = 2000  # calls of a program that is not looked at where it cannot be the best

@@ -24,8 +24,8 @@ from autopar.planner.request import Request
 from autopar.planner.whole import Whole
 from autopar.progress import Report
 from autopar.recompute import Recompute
-from autopar.search.auto import too_early
 from autopar.search.constraints import Constraints, require_used
+from autopar.search.layout_search import too_early
 
 
 class DeepPlanner:

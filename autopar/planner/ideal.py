@@ -19,8 +19,8 @@ from functools import cache, cached_property
 from autopar.capture.captured import Captured
 from autopar.cluster import Device
 from autopar.cost.whole_work import WholeWork, is_counted, spread_seconds, whole_work
-from autopar.pipeline.least_time import least_time
 from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.simulation.compute_lower_bound import least_time
 from autopar.planner.candidate import Candidate
 from autopar.planner.request import Request
 from autopar.planner.room import MOST_ACTIONS, Room

@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
-from autopar.cluster.part import Line, Part
+from autopar.cluster.cluster_part import Line, Part
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
@@ -32,10 +32,10 @@ from autopar.planner.state_places import (
 from autopar.planner.whole import Whole
 from autopar.progress import Report
 from autopar.recompute import Recompute
-from autopar.search.auto import Known, LayoutSearch, NothingFaster
 from autopar.search.constraints import Constraints
 from autopar.search.decisions import Decisions
-from autopar.search.propagate import propagate, with_batch_axis
+from autopar.search.layout_search import Known, LayoutSearch, NothingFaster
+from autopar.search.propagation import propagate, with_batch_axis
 from autopar.search.smallest_footprint import NothingFits
 from autopar.states import WHOLE, States
 

@@ -18,7 +18,7 @@ from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.recomputation import Regions
 from autopar.planner.staged import StagedProgram, StagedWay
 from autopar.recompute import Recompute
-from autopar.search.auto import NothingFaster
+from autopar.search.layout_search import NothingFaster
 from autopar.search.smallest_footprint import NothingFits
 
 _ROUNDED = 1 + 1e-9

@@ -23,7 +23,7 @@ from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request
 from autopar.planner.staged import StagedWay
 from autopar.planner.verdict import nothing, too_large
-from autopar.search.auto import TimeIsOver
+from autopar.search.layout_search import TimeIsOver
 from autopar.search.smallest_footprint import SmallestFootprint
 
 EQUAL = 1e-9  # relative: what differs by less is as fast, and the first is taken

@@ -12,7 +12,7 @@ from autopar.capture.shortened import Shortened
 from autopar.layout import Layout, ParameterPlacement, Placement
 from autopar.passes.microbatches import Microbatches
 from autopar.pipeline.pipelining import Pipelining
-from autopar.pipeline.stages.costs import price_stages
+from autopar.pipeline.stages.stage_tables import price_stages
 from autopar.planner.candidate import Candidate
 from autopar.recompute import Recompute
 from autopar.search.decisions import Decisions, Fallback

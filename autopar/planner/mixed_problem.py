@@ -27,7 +27,6 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.capture.regions import runs
-from autopar.cost.program import NodePrices
 from autopar.cost.repeats import NONE, Repeats
 from autopar.cost.saved_tensors import (
     Storage,
@@ -36,6 +35,7 @@ from autopar.cost.saved_tensors import (
     most_remade,
     piece_bytes,
 )
+from autopar.cost.time_report import NodePrices
 from autopar.mesh import Mesh
 from autopar.planner.recomputation import FULL, PLAIN
 from autopar.recompute import Keep, Recompute

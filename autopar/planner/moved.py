@@ -18,7 +18,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_name
 from autopar.cluster import Cluster
-from autopar.cluster.part import Line
+from autopar.cluster.cluster_part import Line
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh

@@ -24,7 +24,7 @@ from autopar.planner.ledger import best_first
 from autopar.planner.patience import Ended
 from autopar.planner.request import Request
 from autopar.progress import Report
-from autopar.search.auto import NothingFaster
+from autopar.search.layout_search import NothingFaster
 
 
 def has_world() -> bool:

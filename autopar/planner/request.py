@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from autopar.cluster import Cluster
-from autopar.cluster.part import Line
+from autopar.cluster.cluster_part import Line
 from autopar.mesh import Mesh, meshes
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import weighed_schedules

@@ -24,10 +24,10 @@ from autopar.capture.origins import is_of_parameters
 from autopar.capture.regions import runs
 from autopar.cluster import Device
 from autopar.cost.footprint import whole_bytes
-from autopar.cost.operators import facts_of
+from autopar.cost.operator_costs import facts_of
 from autopar.cost.saved_tensors import SavedTensors, kept_values, source
 from autopar.cost.whole_work import WholeWork, is_counted, spread_seconds, whole_work
-from autopar.pipeline.activation_counts import peaks
+from autopar.pipeline.memory.activation_counts import peaks
 from autopar.pipeline.schedule import Schedule
 from autopar.planner.recomputation import FULL, PLAIN, Regions
 from autopar.planner.request import Request
@@ -162,7 +162,7 @@ class Room:
     @cached_property
     def _cheap(self) -> set[fx.Node]:
         """What may be made again where regions keep no more than what is dear: what is cheap, and
-        made of what is there. As `passes/recomputation.py` has it, of a program with layouts."""
+        made of what is there. As `passes/recompute_marks.py` has it, of a program with layouts."""
         there = {node for node, _ in kept_values(self._captured, at_most=True)}
         found = set[fx.Node]()
         for node in (node for nodes in self._runs for node in nodes):

@@ -19,15 +19,15 @@ from functools import cache, cached_property, lru_cache, partial
 from autopar.capture.annotations import Pin
 from autopar.cluster import Cluster
 from autopar.errors import InvalidInput
-from autopar.pipeline.activation_counts import Live, peaks
+from autopar.pipeline.memory.activation_counts import Live, peaks
 from autopar.pipeline.pipelining import Pipelining
-from autopar.pipeline.price import price_step
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.stages.costs import StageCosts
+from autopar.pipeline.simulation.step_price import price_step
+from autopar.pipeline.simulation.timeline import Timeline
 from autopar.pipeline.stages.cut import choose_stages
 from autopar.pipeline.stages.stage_cost import StageCost
-from autopar.pipeline.stages.standing import Standing
-from autopar.pipeline.timeline import Timeline
+from autopar.pipeline.stages.stage_hardware import Standing
+from autopar.pipeline.stages.stage_tables import StageCosts
 from autopar.planner.candidate import Candidate
 from autopar.planner.recomputation import PLAIN, Regions
 from autopar.planner.request import Request

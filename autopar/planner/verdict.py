@@ -34,7 +34,7 @@ from autopar.planner.recomputation import PLAIN, Regions
 from autopar.planner.request import Request
 from autopar.search.decisions import Fallback
 from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
-from autopar.solver.residual import relative_gap
+from autopar.solver.cp_sat_residual import relative_gap
 from autopar.states import HOSTED
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results, maker

@@ -13,9 +13,9 @@ from itertools import groupby
 
 from autopar.cost.footprint import LASTING, AtPeak
 from autopar.drawing import Axis, Drawing
-from autopar.pipeline.course import ProgramCourse
-from autopar.pipeline.course_of_step import course_by_call, course_of_step
-from autopar.pipeline.step_memory import Held
+from autopar.pipeline.memory.memory_timeline import ProgramCourse
+from autopar.pipeline.memory.step_memory import Held
+from autopar.pipeline.memory.step_timeline import course_by_call, course_of_step
 from autopar.planner.candidate import Candidate
 from autopar.report.step_parts import BarShare
 from autopar.units import bytes_text, seconds_text

@@ -13,7 +13,7 @@ from importlib.resources import files
 from jinja2 import Environment, PackageLoader
 
 from autopar.drawing import Drawing, style
-from autopar.pipeline.words import schedule_words
+from autopar.pipeline.schedule_labels import schedule_words
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.trial import Trial
 from autopar.report.machine_diagram import draw_machine
@@ -30,7 +30,7 @@ from autopar.report.weighed_plans import (
     parts_of,
     weighed_plans,
 )
-from autopar.search.account import Search
+from autopar.search.search_report import Search
 from autopar.units import bytes_text, counted, scaled, seconds_text, share_text, visible
 
 _COSTS = 200  # that are shown

@@ -15,7 +15,7 @@ from autopar.cost.whole_work import model_flops
 from autopar.drawing import Axis, Drawing
 from autopar.errors import InvalidInput
 from autopar.layout import DTYPE_NAMES
-from autopar.pipeline.gantt import Gantt
+from autopar.pipeline.simulation.gantt import Gantt
 from autopar.planner.candidate import Candidate
 from autopar.report.trace import ACTIONS, Event
 from autopar.strategies.node_info import info

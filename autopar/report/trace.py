@@ -19,7 +19,7 @@ from typing import Any, Literal
 from autopar.errors import InvalidInput
 from autopar.files import write_file
 from autopar.pipeline.schedule import Action, one_stage
-from autopar.pipeline.timeline import UPDATES
+from autopar.pipeline.simulation.timeline import UPDATES
 from autopar.planner.candidate import Candidate
 from autopar.report.module_tree import ProgramCall, calls_of
 from autopar.schema import Index, Mismatch, NotNegative

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.cluster import AxisLink
-from autopar.cost.ways import in_order
+from autopar.cost.copy_groups import in_order
+from autopar.pipeline.memory.step_memory import Part
 from autopar.pipeline.pipelining import Pipelining
-from autopar.pipeline.price import sums_along
-from autopar.pipeline.step_memory import Part
+from autopar.pipeline.simulation.step_price import sums_along
 from autopar.planner.candidate import Candidate
 
 Axes = tuple[str, ...]

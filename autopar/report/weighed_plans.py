@@ -10,7 +10,7 @@ from autopar.drawing import Axis, Drawing
 from autopar.mesh import Mesh
 from autopar.planner.candidate import Alternative
 from autopar.planner.trial import Trial, measured
-from autopar.search.account import Considered
+from autopar.search.search_report import Considered
 from autopar.units import bytes_text, counted, seconds_text, share_text
 
 # What bounds rule out, and what a guess does, as people call one or more of it.

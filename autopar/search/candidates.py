@@ -14,20 +14,20 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.origins import copied_parameter
 from autopar.cluster import Device
+from autopar.cost.cluster_price import ClusterPrice
+from autopar.cost.deferred_reductions import weight_seconds
 from autopar.cost.joint_kernels import Computed, messages_inside
-from autopar.cost.operators import ShardSizes, Work, facts_of, kept_extra, seconds, work
-from autopar.cost.price import ClusterPrice
-from autopar.cost.reductions import weight_seconds
+from autopar.cost.operator_costs import ShardSizes, Work, facts_of, kept_extra, seconds, work
 from autopar.cost.state_price import NodeCost
 from autopar.errors import unforeseen
 from autopar.layout import Parts, Placement, axes_of, parts_of
 from autopar.mesh import Mesh
-from autopar.search.reshard import Placements, reshard_table
+from autopar.search.reshard_table import Placements, reshard_table
 from autopar.strategies import KernelCall, Rule, Strategy, tensor_inputs
 from autopar.strategies.between import NOTHING
+from autopar.strategies.layout_signature import Signatures
 from autopar.strategies.node_info import info
 from autopar.strategies.rule import Facts
-from autopar.strategies.signature import Signatures
 
 Array = NDArray[np.float64]
 

@@ -12,11 +12,11 @@ import heapq
 import numpy as np
 
 from autopar.errors import InvalidInput
-from autopar.solver.eliminate import Elimination
+from autopar.solver.dominated import restricted
+from autopar.solver.elimination import Elimination
 from autopar.solver.lagrangian import LagrangianSearch
 from autopar.solver.optimum import Optimiser
-from autopar.solver.packed import Array, Integers, Packed
-from autopar.solver.prune import restricted
+from autopar.solver.packed_graph import Array, Integers, Packed
 from autopar.units import share_text
 
 _SLACK = 1e-12  # relative

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.solver.eliminate import LIMIT, Elimination, least_product
+from autopar.solver.elimination import LIMIT, Elimination, least_product
 from autopar.solver.fold import Run, interface_entries
-from autopar.solver.packed import Array, Integers, Packed
+from autopar.solver.packed_graph import Array, Integers, Packed
 
 _MOST_WORK = 1 << 30  # additions in one product of block matrices
 _MOST_ENTRIES = 1 << 23  # of a block matrix

@@ -1,6 +1,6 @@
 """Repeated blocks, found by structure: nodes and edges that come again, `period` nodes later.
 
->>> from autopar.solver.graph import CostGraph
+>>> from autopar.solver.cost_graph import CostGraph
 >>> graph = CostGraph()
 >>> cost, move = np.array([1.0, 2.0]), np.array([[0.0, 1.0], [1.0, 0.0]])
 >>> nodes = [graph.add_node(cost) for _ in range(8)]
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solver.graph import Packed
+from autopar.solver.cost_graph import Packed
 
 LEAST_BLOCKS = 3
 _MOST_EDGES = 24  # a node with more edges to earlier nodes is not part of a block

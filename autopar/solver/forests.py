@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from autopar.solver.packed import Array
+from autopar.solver.packed_graph import Array
 
 Near = list[tuple[int, Array]]  # the other end of each edge of a node; its table, own in the rows
 

@@ -1,6 +1,6 @@
 """The least cost under a memory limit: a multiplier on memory, with a certified bound.
 
->>> from autopar.solver.graph import CostGraph
+>>> from autopar.solver.cost_graph import CostGraph
 >>> graph = CostGraph()
 >>> nodes = [graph.add_node([1.0, 2.0], memory=[8, 4]) for _ in range(100)]
 >>> for a, b in zip(nodes, nodes[1:]):
@@ -24,11 +24,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autopar.errors import InvalidInput
-from autopar.solver.core import EXACT
-from autopar.solver.eliminate import Elimination
-from autopar.solver.graph import Array, Integers, Packed
+from autopar.solver.cost_graph import Array, Integers, Packed
+from autopar.solver.cp_sat_residual import relative_gap, solve_residual
+from autopar.solver.elimination import Elimination
 from autopar.solver.optimum import SECONDS, Optimiser, Optimum
-from autopar.solver.residual import relative_gap, solve_residual
+from autopar.solver.reduced_core import EXACT
 from autopar.units import share_text
 
 Point = tuple[float, float, Integers]  # seconds, bytes, choice

@@ -1,6 +1,6 @@
 """The least of cost + multiplier · memory over a whole graph: fold, eliminate, solve the rest.
 
->>> from autopar.solver.graph import CostGraph
+>>> from autopar.solver.cost_graph import CostGraph
 >>> graph = CostGraph()
 >>> nodes = [graph.add_node([1.0, 2.0], memory=[4, 1]) for _ in range(100)]
 >>> for a, b in zip(nodes, nodes[1:]):
@@ -21,11 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.solver.chain import Chain, Reduced
-from autopar.solver.core import EXACT, Core
-from autopar.solver.eliminate import LIMIT, Elimination, Step
+from autopar.solver.cost_graph import Array, Integers, Packed
+from autopar.solver.cp_sat_residual import relative_gap
+from autopar.solver.elimination import LIMIT, Elimination, Step
 from autopar.solver.fold import find_runs
-from autopar.solver.graph import Array, Integers, Packed
-from autopar.solver.residual import relative_gap
+from autopar.solver.reduced_core import EXACT, Core
 
 SECONDS = 10.0  # of a search, at most
 MOST_WORK = 1 << 28  # entries of all joins of one elimination

@@ -9,13 +9,14 @@
 Where to look: `language.py` reads a line, `rule.py` says what follows from it, `registry.py` keeps
 the rules, `observed.py` has what is seen of calls without one, `local.py` makes one rank's call,
 `kernels/` holds the local functions that some cuts need, `kernel_calls.py` says which call needs
-which, and each other file has the rules of a
-family of operators. A new operator is one line there.
+which, and each file of `rules/` has the rules of a family of operators. A new operator is one line
+there.
 """
 
 import importlib
 import pkgutil
 
+from autopar.strategies import rules
 from autopar.strategies.kernel_calls import KernelCall
 from autopar.strategies.kernels import KERNELS, Expansion, Kernel
 from autopar.strategies.language import Pattern, parse
@@ -42,8 +43,8 @@ from autopar.strategies.rule import Dim, Extra, Rule, Saved, Signature
 from autopar.strategies.strategy import Joint, Strategy
 
 # Each family registers its rules.
-for _file in pkgutil.iter_modules(__path__, f"{__name__}."):
-    importlib.import_module(_file.name)
+for _family in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
+    importlib.import_module(_family.name)
 
 __all__ = [
     "KERNELS",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.collectives.together import Cut, Group, JointKernel
+from autopar.collectives.joint_kernels import Cut, Group, JointKernel
 from autopar.mesh import Mesh
 from autopar.strategies.kernels import KERNELS, Kernel
 from autopar.strategies.rule import Dim, Rule

@@ -17,7 +17,7 @@ from torch import fx
 from autopar.layout import Layout, TensorType, axes_of
 from autopar.mesh import Mesh
 from autopar.strategies.kernels import no_results, nothing
-from autopar.strategies.kernels.draws import Place
+from autopar.strategies.kernels.keyed_draws import Place
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.registry import Call, traits_of
 from autopar.strategies.results import has_results

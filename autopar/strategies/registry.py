@@ -23,11 +23,11 @@ import torch
 from torch import fx
 
 from autopar.errors import InvalidInput, unforeseen
-from autopar.strategies.equal_parts import parts_of_tensors
 from autopar.strategies.language import Flops, Options, Passes, Pattern, parse, require
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.results import is_result
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, product
+from autopar.strategies.rules.equal_parts import parts_of_tensors
 from autopar.units import counted
 
 Operator = Any  # OpOverload, OpOverloadPacket, operator of torch.library.custom_op, or function

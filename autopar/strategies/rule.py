@@ -33,7 +33,7 @@ from autopar.errors import InvalidInput
 from autopar.layout import chunk
 from autopar.mesh import Mesh
 from autopar.strategies.between import NOTHING, Between
-from autopar.strategies.signature import Axes, Dim, Signature, Signatures, signatures
+from autopar.strategies.layout_signature import Axes, Dim, Signature, Signatures, signatures
 from autopar.strategies.strategy import InParts, Joint, Strategy
 from autopar.units import counted
 

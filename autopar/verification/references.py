@@ -23,7 +23,7 @@ from autopar.capture.fake import own_copy
 from autopar.capture.loss import index_of_loss
 from autopar.errors import InvalidInput
 from autopar.strategies.node_info import info
-from autopar.verification.drawing import DrawsByPlace
+from autopar.verification.captured_draws import DrawsByPlace
 from autopar.verification.tolerance import TELLING, Tolerance, Tolerances, widened
 
 EQUAL = 1e-9  # a relative error that is none, whatever rounding may do

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured, capture, listing, run
 from autopar.capture.listing import operator_name
-from autopar.verification.drawing import DrawsByPlace
+from autopar.verification.captured_draws import DrawsByPlace
 
 DTYPE = torch.float64
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import autopar as ap
 from autopar.capture import capture
 from autopar.errors import InvalidInput
-from autopar.runtime.local_inputs import require_whole_questions
+from autopar.runtime.module.local_inputs import require_whole_questions
 
 MESHES: list[dict[str, Any]] = [
     {"mesh": ap.Mesh(dp=2, tp=2)},

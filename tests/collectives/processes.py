@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from autopar.collectives import Movement, move, operator_call, redistribute
-from autopar.collectives.linears import linears
+from autopar.collectives.deferred_linears import linears
 from autopar.collectives.redistribution import LinkPrice, steps
 from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.collectives import Movement, operator_call, operators
-from autopar.collectives.together import Group, Shift, Steps, in_lock_step, on_process
+from autopar.collectives import Movement, operator_call, torch_operators
+from autopar.collectives.joint_kernels import Group, Shift, Steps, in_lock_step, on_process
 from autopar.errors import VerifierError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
-from autopar.runtime.launch import launch
+from autopar.runtime.launching.launch import launch
 from tests.collectives import processes
 
 
@@ -129,4 +129,4 @@ def test_the_call_for_a_movement() -> None:
 
 
 def test_tour() -> None:
-    assert doctest.testmod(operators).failed == 0
+    assert doctest.testmod(torch_operators).failed == 0

@@ -26,7 +26,7 @@ from autopar.collectives import (
 from autopar.errors import InvalidInput, VerifierError
 from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
-from autopar.search.reshard import reshard_table
+from autopar.search.reshard_table import reshard_table
 from tests.collectives.spaces import (
     Parts,
     Pending,

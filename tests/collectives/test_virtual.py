@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from autopar.collectives import Movement, from_ranks, move, to_ranks, virtual
+from autopar.collectives import Movement, from_ranks, move, to_ranks, virtual_movements
 from autopar.collectives.redistribution import steps
 from autopar.errors import ExecutionError
 from autopar.layout import Layout, Placement
@@ -165,4 +165,4 @@ def test_a_value_that_is_not_where_its_layout_says() -> None:
 
 
 def test_tour() -> None:
-    assert doctest.testmod(virtual).failed == 0
+    assert doctest.testmod(virtual_movements).failed == 0

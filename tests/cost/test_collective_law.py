@@ -8,7 +8,7 @@ from torch import nn
 
 import autopar as ap
 from autopar.cluster import AxisLink, Link
-from autopar.cost.model import collective_seconds
+from autopar.cost.rooflines import collective_seconds
 
 RANKS = (2, 3, 4, 7, 8, 12, 64, 127, 1000, 1024, 16_384)
 SIZES = (1.0, 4e3, 25e6, 1e9, 1e13)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from autopar.cost.groups import groups_of
+from autopar.cost.gather_groups import groups_of
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.cost.host_kernels import HostKernels
-from autopar.runtime.memory import MemoryWatch
+from autopar.runtime.observation.memory_in_use import MemoryWatch
 
 CLOSE = 0.15
 # Images, channels, size, filters, kernel, stride, groups, dilation.

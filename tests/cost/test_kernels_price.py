@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar as ap
 from autopar.cluster import Cluster
 from autopar.cluster.machines import Link, Node
-from autopar.collectives.together import Cut, Group, alone
+from autopar.collectives.joint_kernels import Cut, Group, alone
+from autopar.cost.cluster_price import ClusterPrice
 from autopar.cost.joint_kernels import Computed, messages_inside, traffic_of
-from autopar.cost.operators import ShardSizes, facts_of, work
-from autopar.cost.price import ClusterPrice
+from autopar.cost.operator_costs import ShardSizes, facts_of, work
 from autopar.strategies import Strategy
 from autopar.strategies.node_info import info
 from autopar.strategies.rule import Facts

@@ -12,7 +12,7 @@ import torch
 from autopar.cluster import AxisLink, Cluster, Device, Link
 from autopar.cluster.pace import Pace
 from autopar.cost.formula import Formula
-from autopar.cost.model import (
+from autopar.cost.rooflines import (
     COLLECTIVES,
     FAR,
     MEMORY_BOUND,

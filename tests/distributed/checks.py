@@ -25,7 +25,7 @@ from autopar import Mesh
 from autopar.errors import InvalidInput
 from autopar.report.trace import ACTIONS, read
 from autopar.report.trace_comparison import compare
-from autopar.runtime.world import world
+from autopar.runtime.backends.world import world
 from tests import dynamic, models, recipes, signatures
 from tests.annotations import attention, megatron, sequence, stored, vocabulary
 from tests.combined import assert_own_memory, combined

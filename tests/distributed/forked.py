@@ -23,7 +23,7 @@ import torch
 
 from autopar import planning
 from autopar.precision import Precision
-from autopar.runtime import launch as launching
+from autopar.runtime.launching import launch as launching
 from tests.captures import shared_captures
 from tests.models import Case
 

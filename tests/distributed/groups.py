@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import autopar as ap
-from autopar.runtime.world import world
+from autopar.runtime.backends.world import world
 from tests import models
 from tests.models import Case
 

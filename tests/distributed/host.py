@@ -13,7 +13,7 @@ from torch import nn
 
 import autopar as ap
 from autopar.precision import Precision
-from autopar.runtime.host import HostLink
+from autopar.runtime.backends.host_copies import HostLink
 from tests import models
 from tests.distributed.memory import case_of, measured
 from tests.distributed.states import parity

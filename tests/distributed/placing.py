@@ -18,9 +18,9 @@ import autopar as ap
 from autopar import Mesh
 from autopar._torch import local_of
 from autopar.layout import Layout, TensorType
-from autopar.runtime.distributed import TorchBackend
-from autopar.runtime.values import Values
-from autopar.runtime.world import world
+from autopar.runtime.backends.distributed_backend import TorchBackend
+from autopar.runtime.backends.world import world
+from autopar.runtime.parameters.initial_values import Values
 from tests import models
 from tests.annotations import stored
 from tests.held import pieces_of, storages

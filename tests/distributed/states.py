@@ -19,13 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar as ap
 from autopar._torch import local_of, memory_of
-from autopar.cost.groups import LIVE_GROUPS
+from autopar.cost.gather_groups import LIVE_GROUPS
 from autopar.cost.state_price import GATHERS, SUMS
-from autopar.pipeline.passing import Passing
-from autopar.plan.program import Program
+from autopar.pipeline.memory.copy_lifetimes import Passing
+from autopar.plan.runtime_program import Program
 from autopar.report.traffic import link_traffic
-from autopar.runtime.copies import Window
-from autopar.runtime.exchange import Exchange
+from autopar.runtime.parameters.gathered_copies import Window
+from autopar.runtime.parameters.piece_exchange import Exchange
 from autopar.strategies.node_info import info
 from tests import models
 from tests.distributed.checks import assert_close, tensor_parallel_gpt

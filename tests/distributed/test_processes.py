@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.runtime.launch import launch
+from autopar.runtime.launching.launch import launch
 from tests.distributed import checks, failing, groups, placing, trials
 from tests.distributed.forked import assert_all_pass, launch_forked
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import autopar as ap
-from autopar.runtime.backend import StageRun, WholeRun
-from autopar.runtime.placing import Placing
-from autopar.runtime.world import joined
+from autopar.runtime.backends.backend import StageRun, WholeRun
+from autopar.runtime.backends.world import joined
+from autopar.runtime.parameters.placing import Placing
 from tests import models
 from tests.models import Case
 from tests.parity import assert_equal, parallel_outcome, single_outcome

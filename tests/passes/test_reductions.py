@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, fx, nn
 
 import autopar as ap
-from autopar.collectives.linears import linears
-from autopar.cost.reductions import linears_together
+from autopar.collectives.deferred_linears import linears
+from autopar.cost.deferred_reductions import linears_together
 from autopar.passes import LocalSetting, localize
-from autopar.passes.reductions import hide_reductions
+from autopar.passes.linear_reductions import hide_reductions
 from tests import models
 from tests.annotations import megatron, sequence
 from tests.models import Case

@@ -11,10 +11,10 @@ from torch import nn
 import autopar as ap
 from autopar.cost.state_price import NodeCost
 from autopar.passes.flow import flow_of
-from autopar.pipeline.stages.costs import StageCosts
 from autopar.pipeline.stages.cut import choose_stages
 from autopar.pipeline.stages.stage_cost import imbalance
-from autopar.pipeline.stages.standing import Standing
+from autopar.pipeline.stages.stage_hardware import Standing
+from autopar.pipeline.stages.stage_tables import StageCosts
 from tests.models import gpt, mlp, resnet
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from autopar import Cluster, Mesh, plan
 from autopar.passes.stages import Cut, cut_stage
-from autopar.pipeline.alike_stages import StageMemories
-from autopar.pipeline.step_memory import StageMemory
+from autopar.pipeline.memory.alike_stages import StageMemories
+from autopar.pipeline.memory.step_memory import StageMemory
 from autopar.planner import candidate
 from tests.models import gpt
 

@@ -11,8 +11,8 @@ from torch import fx
 
 import autopar as ap
 from autopar.cost.host_kernels import HostKernels
-from autopar.pipeline import call_memory
-from autopar.pipeline.call_memory import CallMemories
+from autopar.pipeline.memory import call_memory
+from autopar.pipeline.memory.call_memory import CallMemories
 from autopar.strategies.node_info import info
 from tests import models
 from tests.annotations import attention, sequence

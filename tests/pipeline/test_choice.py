@@ -11,8 +11,8 @@ import torch
 
 import autopar as ap
 from autopar.cluster import Device, Link, Node
-from autopar.pipeline.least_time import least_time
 from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.simulation.compute_lower_bound import least_time
 from autopar.planner.choose import Planner
 from autopar.planner.ideal import Ideal
 from autopar.planner.promises import Promises, Size

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from autopar.pipeline.activation_counts import live_microbatches, peaks
+from autopar.pipeline.memory.activation_counts import live_microbatches, peaks
 from autopar.pipeline.schedules import weighed_schedules
-from autopar.pipeline.stages.costs import _nearest_below
+from autopar.pipeline.stages.stage_tables import _nearest_below
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import autopar as ap
 from autopar.pipeline import simulate
-from autopar.runtime.messages import Messages
+from autopar.runtime.backends.stage_messages import Messages
 from tests.annotations import megatron
 from tests.distributed.forked import launch_forked
 from tests.held import held_in_a_step, predicted_course

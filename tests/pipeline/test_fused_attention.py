@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.pipeline.call_memory import _observe
+from autopar.pipeline.memory.call_memory import _observe
 
 HEADS, LENGTH, WIDTH = 4, 512, 16
 SCORES = HEADS * LENGTH * LENGTH * 4

@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 
 import autopar as ap
-from autopar.pipeline.activation_counts import peaks
-from autopar.pipeline.worker import Worker
+from autopar.pipeline.memory.activation_counts import peaks
+from autopar.pipeline.running.worker import Worker
 from tests import models
 from tests.held import HeldByWorkers, predicted_course
 from tests.pipeline.models import made_of_weights, share_captures, shared  # noqa: F401

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from autopar.errors import InvalidInput
-from autopar.pipeline.least_time import _simulated, least_time
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import NAMES, schedule, weighed_schedules
+from autopar.pipeline.simulation.compute_lower_bound import _simulated, least_time
 
 SIZES = [(2, 2), (2, 8), (4, 4), (4, 8), (8, 8), (8, 16)]
 

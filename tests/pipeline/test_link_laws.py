@@ -17,9 +17,9 @@ import pytest
 
 import autopar as ap
 from autopar.cluster import Cluster, Device, Level, Link, Node
-from autopar.cluster.part import Line
-from autopar.cost.model import COLLECTIVES
-from autopar.cost.operators import ShardSizes, work
+from autopar.cluster.cluster_part import Line
+from autopar.cost.operator_costs import ShardSizes, work
+from autopar.cost.rooflines import COLLECTIVES
 from autopar.mesh import Mesh
 from autopar.planner.candidate import Candidate
 from autopar.strategies.node_info import info

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autopar as ap
-from autopar.cost.operators import ShardSizes, facts_of, work
+from autopar.cost.operator_costs import ShardSizes, facts_of, work
 from autopar.planner.candidate import Alternative
 from autopar.strategies import Strategy, tensor_inputs
 from tests.models import Case, gpt, mlp

@@ -22,7 +22,7 @@ import torch
 
 import autopar as ap
 from autopar.pipeline import schedule
-from autopar.runtime.virtual import VirtualBackend
+from autopar.runtime.backends.virtual_backend import VirtualBackend
 from tests.annotations import megatron
 from tests.models import gpt
 from tests.parity import assert_equal, parallel_outcome

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar.cost.buckets import Travel, sums_of
-from autopar.cost.ways import copied_in, copy_groups
-from autopar.plan.program import Program
-from autopar.runtime.buckets import Slot, make_buckets
-from autopar.runtime.leaves import Leaves
-from autopar.runtime.routes import routes_of
-from autopar.runtime.stage_ranks import StageRanks, Users
+from autopar.cost.bucket_prices import Travel, sums_of
+from autopar.cost.copy_groups import copied_in, copy_groups
+from autopar.plan.runtime_program import Program
+from autopar.runtime.backends.stage_ranks import StageRanks, Users
+from autopar.runtime.parameters.gradient_buckets import Slot, make_buckets
+from autopar.runtime.parameters.local_parameters import Leaves
+from autopar.runtime.parameters.parameter_movement import routes_of
 from autopar.strategies.node_info import info
 from tests import models
 from tests.models import Case

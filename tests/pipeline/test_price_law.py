@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar.cluster import Link, Node
-from autopar.cost.program import NodePrices
+from autopar.cost.time_report import NodePrices
 from autopar.passes.flow import flow_of
-from autopar.pipeline.stages.costs import StageCosts
 from autopar.pipeline.stages.stage_cost import COLUMNS
+from autopar.pipeline.stages.stage_tables import StageCosts
 from autopar.report.step_parts import step_parts as told
 from autopar.states import BUFFER_BYTES
 from tests.annotations import megatron

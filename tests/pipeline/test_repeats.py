@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar.capture.regions import blocks
-from autopar.cost.program import NodePrices, program_run
 from autopar.cost.repeats import Repeats
 from autopar.cost.saved_tensors import KeptOnce
+from autopar.cost.time_report import NodePrices, program_run
 from autopar.passes import remark
 from autopar.passes.flow import flow_of
-from autopar.pipeline.stages.costs import StageCosts
+from autopar.pipeline.stages.stage_tables import StageCosts
 from autopar.states import BUFFER_BYTES
 from autopar.strategies.node_info import info
 from tests.annotations import megatron

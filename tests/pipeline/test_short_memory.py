@@ -9,21 +9,21 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-import autopar.cost.buckets
+import autopar.cost.bucket_prices
 from autopar import Cluster, Mesh
 from autopar.capture import capture
 from autopar.capture.regions import blocks
 from autopar.capture.shortened import shortened
-from autopar.cluster.part import Line
+from autopar.cluster.cluster_part import Line
 from autopar.cost.footprint import program_memory
 from autopar.passes.microbatches import cut_batch
 from autopar.passes.stages import Cut, Stage, cut_stage
-from autopar.pipeline.step_memory import Part, StageMemory
+from autopar.pipeline.memory.step_memory import Part, StageMemory
 from autopar.planner.candidate import Candidate
 from autopar.planner.lengthened import longer
 from autopar.recompute import Recompute
-from autopar.search.auto import LayoutSearch
 from autopar.search.constraints import Constraints
+from autopar.search.layout_search import LayoutSearch
 from autopar.states import States
 from autopar.strategies.node_info import info
 from tests import models
@@ -129,7 +129,7 @@ def test_programs_take_the_same(model: str, recompute: str, states: str) -> None
 def test_buckets_and_groups_of_any_size_are_the_same(
     monkeypatch: pytest.MonkeyPatch, states: str, buffer_bytes: int
 ) -> None:
-    monkeypatch.setattr(autopar.cost.buckets, "LEAST_CUT_BYTES", 20_000)
+    monkeypatch.setattr(autopar.cost.bucket_prices, "LEAST_CUT_BYTES", 20_000)
     both = placed("gpt2", "", states, buffer_bytes)
     assert_same(in_step(both.short), in_step(both.long))
     assert_as_large(held(both.short), held(both.long))

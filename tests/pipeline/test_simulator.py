@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.cost.model import COLLECTIVES
+from autopar.cost.rooflines import COLLECTIVES
 from autopar.errors import InvalidInput
 from autopar.pipeline import from_text, schedule, simulate
-from autopar.pipeline.synchronization import early_stages
-from autopar.pipeline.timeline import draw
+from autopar.pipeline.simulation.synchronization import early_stages
+from autopar.pipeline.simulation.timeline import draw
 
 
 def test_starts_and_ends_are_those_of_the_actions():

@@ -11,16 +11,16 @@ import torch
 
 import autopar as ap
 from autopar.passes.gathers import NONE
-from autopar.pipeline.activation_counts import live_microbatches
-from autopar.pipeline.schedule import Schedule, one_stage
-from autopar.pipeline.step_memory import (
+from autopar.pipeline.memory.activation_counts import live_microbatches
+from autopar.pipeline.memory.step_memory import (
     KINDS,
     Part,
     StageMemory,
     most_in_step,
     step_counts,
 )
-from autopar.runtime.copies import Group, Window
+from autopar.pipeline.schedule import Schedule, one_stage
+from autopar.runtime.parameters.gathered_copies import Group, Window
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "chimera", "dualpipe"]
 

@@ -8,9 +8,9 @@ import pytest
 
 import autopar as ap
 from autopar.cluster.machines import Link, Node
-from autopar.cost.model import collective_seconds
+from autopar.cost.rooflines import collective_seconds
 from autopar.pipeline import schedule, simulate
-from autopar.pipeline.price import sums_along
+from autopar.pipeline.simulation.step_price import sums_along
 from autopar.plan.plan import Plan
 from tests import models
 from tests.models import Case

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from autopar import Cluster, Mesh
 from autopar.capture import capture
-from autopar.cluster.part import Line
+from autopar.cluster.cluster_part import Line
 from autopar.errors import InvalidInput
 from autopar.passes.microbatches import cut_batch
+from autopar.pipeline.memory.step_memory import Part
 from autopar.pipeline.schedules import schedule, weighed_schedules
-from autopar.pipeline.stages.costs import price_stages
-from autopar.pipeline.step_memory import Part
+from autopar.pipeline.stages.stage_tables import price_stages
 from autopar.planner.candidate import Candidate
 from autopar.planner.recomputation import AskedRecomputation, Regions
 from autopar.planner.request import Request
 from autopar.planner.staged import StagedProgram, StagedWay, Tried
 from autopar.search.constraints import Constraints
-from autopar.search.propagate import propagate, with_batch_axis
+from autopar.search.propagation import propagate, with_batch_axis
 from autopar.states import NAMED
 from tests.models import Case, gpt
 from tests.pipeline.models import residuals

@@ -18,8 +18,8 @@ import torch
 import autopar as ap
 from autopar.cli import main
 from autopar.errors import InvalidInput
-from autopar.pipeline.worker import Worker
-from autopar.plan.saved import digest
+from autopar.pipeline.running.worker import Worker
+from autopar.plan.saved_value import digest
 from autopar.report.trace import ACTIONS, Event, Trace, events_of, read, write
 from autopar.report.trace_comparison import compare
 from tests import models

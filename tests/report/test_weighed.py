@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import autopar as ap
-from autopar.cost.program import Cost
+from autopar.cost.time_report import Cost
 from autopar.plan.plan import Plan
 from autopar.planner.candidate import Alternative
 from autopar.units import bytes_text, seconds_text

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar as ap
-from autopar.runtime import same_sources
-from autopar.runtime.launch import launch
+from autopar.runtime.launching import same_sources
+from autopar.runtime.launching.launch import launch
 
 MESH = ap.Mesh(dp=2)
 X = torch.arange(32.0).reshape(4, 8) / 32

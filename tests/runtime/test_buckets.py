@@ -7,7 +7,7 @@ from torch import Tensor
 
 from autopar import Mesh
 from autopar.layout import Layout, TensorType
-from autopar.runtime.buckets import Bucket, Slot, Summed, make_buckets
+from autopar.runtime.parameters.gradient_buckets import Bucket, Slot, Summed, make_buckets
 
 MESH = Mesh(a=2, b=2)
 # Rows of 1 MB: three of them are cut in two and one, and two are a gradient of its own.

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar import Mesh
-from autopar.runtime import checkpoint_folders, checkpoint_writing, saving
-from autopar.runtime.checkpoint_files import Checkpoint, Key
-from autopar.runtime.checkpoint_writing import Job
+from autopar.runtime.checkpoints import checkpoint_folders, checkpoint_writing, saving
+from autopar.runtime.checkpoints.checkpoint_files import Checkpoint, Key
+from autopar.runtime.checkpoints.checkpoint_writing import Job
 from tests.captures import shared_captures
 
 X = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)

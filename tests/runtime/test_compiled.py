@@ -17,9 +17,9 @@ from autopar import InvalidInput, Mesh, admission
 from autopar.capture.regions import repeated
 from autopar.passes import localize
 from autopar.passes.flow import ancestors
-from autopar.runtime import block_groups, compiled
-from autopar.runtime.block_groups import Together
-from autopar.runtime.compiled import Compiler
+from autopar.runtime.execution import block_groups, compiled_regions
+from autopar.runtime.execution.block_groups import Together
+from autopar.runtime.execution.compiled_regions import Compiler
 from autopar.states import BUFFER_BYTES
 from autopar.strategies.node_info import info
 from tests import models, signatures
@@ -151,7 +151,7 @@ def test_movements_of_a_region_come_in_one_order():
     graph = localize(program.graph, mesh, 1, torch.device("cpu"), "-".join)
     blocks, together = repeated(program.captured), Together(mesh, BUFFER_BYTES)
     several = 0
-    for region in compiled._regions(graph, together.places(graph, blocks), ()):
+    for region in compiled_regions._regions(graph, together.places(graph, blocks), ()):
         moving = [node for node in region if info(node).movement is not None]
         several += len(moving) > 1
         for one, other in pairwise(moving):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import autopar as ap
 from autopar import Mesh
-from autopar.runtime.data import ShardedLoader, Share
+from autopar.runtime.module.data_loader import ShardedLoader, Share
 
 
 @pytest.mark.parametrize("size", [4, 5, 7, 8, 12])

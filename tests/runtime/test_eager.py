@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 import autopar as ap
 from autopar.passes import LocalSetting, localize
 from autopar.passes.recombine import recombine, reduced_cross_entropy
-from autopar.runtime.eager import compile_graph
+from autopar.runtime.execution.eager_program import compile_graph
 
 LABELS = torch.tensor([[1, 2, -100], [0, -100, 3]])
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import autopar as ap
 from autopar._torch import wait_for
-from autopar.runtime import failures
-from autopar.runtime.failures import is_collective
-from autopar.runtime.roll_call import RollCall
+from autopar.runtime.launching import failures
+from autopar.runtime.launching.failures import is_collective
+from autopar.runtime.launching.rank_liveness import RollCall
 
 
 def test_what_others_did_with_a_refused_call() -> None:

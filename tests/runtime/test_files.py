@@ -21,13 +21,13 @@ from autopar.capture.fingerprint import fingerprint_of
 from autopar.layout import Layout
 from autopar.pipeline import load, schedule, simulate, to_csv, to_text
 from autopar.plan.plan import SavedPlan
-from autopar.runtime import safetensors
-from autopar.runtime.checkpoint_files import Key, metadata_of
-from autopar.runtime.checkpoint_folders import INDEX, file_name
-from autopar.runtime.checkpoint_writing import Part, divided
-from autopar.runtime.module import ParallelModule
-from autopar.runtime.placing import part_of
-from autopar.runtime.virtual import VirtualBackend
+from autopar.runtime.backends.virtual_backend import VirtualBackend
+from autopar.runtime.checkpoints.checkpoint_files import Key, metadata_of
+from autopar.runtime.checkpoints.checkpoint_folders import INDEX, file_name
+from autopar.runtime.checkpoints.checkpoint_writing import Part, divided
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.parameters import weight_files
+from autopar.runtime.parameters.placing import part_of
 from autopar.schema import read, write
 from tests.mutations import bytes_of, file_of, sealed
 
@@ -176,7 +176,7 @@ def halved(module: ParallelModule, folder: Path) -> Any:
         kinds = {key: part.held for key, part in share}
         values = (listed[rank][part] for _, part in share)
         with (folder / file_name(rank)).open("wb") as file:
-            safetensors.write(file, kinds, values, metadata_of(save), has_digests=True)
+            weight_files.write(file, kinds, values, metadata_of(save), has_digests=True)
     return write(contents)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import autopar as ap
 from autopar.cluster import gpus
-from autopar.runtime import groups
+from autopar.runtime.backends import process_groups
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -113,7 +113,7 @@ def test_planning_takes_gpus_for_what_they_are(machine: Any) -> None:
 def test_a_rank_takes_its_own_gpu(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = machine(4)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert groups._own_device(CPU) == torch.device("cuda", 3)
+    assert process_groups._own_device(CPU) == torch.device("cuda", 3)
     assert chosen == [3]
 
 
@@ -123,14 +123,14 @@ def test_without_a_local_rank_it_counts_and_says_so(
     machine(4)
     monkeypatch.setenv("RANK", "6")
     with pytest.warns(UserWarning, match="rank 6 takes GPU 2 of 4"):
-        assert groups._own_device(CPU) == torch.device("cuda", 2)
+        assert process_groups._own_device(CPU) == torch.device("cuda", 2)
 
 
 def test_the_gpu_that_was_chosen_is_kept(machine: Any) -> None:
     chosen = machine(4, current=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert groups._own_device(CPU) == torch.device("cuda", 2)
+        assert process_groups._own_device(CPU) == torch.device("cuda", 2)
     assert chosen == [2]
 
 
@@ -139,14 +139,14 @@ def test_more_ranks_than_gpus_are_refused(machine: Any, monkeypatch: pytest.Monk
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(ap.AutoparError, match="4 ranks on a machine with 2 GPUs"):
-        groups._own_device(CPU)
+        process_groups._own_device(CPU)
 
 
 def test_over_gloo_a_rank_computes_where_its_model_is(
     machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(2)
-    monkeypatch.setattr(groups, "moves_on_host", lambda group: True)
-    monkeypatch.setattr(groups.dist, "group", SimpleNamespace(WORLD=object()))
-    assert groups._own_device(CPU) == CPU
-    assert groups._own_device(GPU) == GPU
+    monkeypatch.setattr(process_groups, "moves_on_host", lambda group: True)
+    monkeypatch.setattr(process_groups.dist, "group", SimpleNamespace(WORLD=object()))
+    assert process_groups._own_device(CPU) == CPU
+    assert process_groups._own_device(GPU) == GPU

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import ExecutionError
-from autopar.runtime import launch as launching
-from autopar.runtime.launch import launch
+from autopar.runtime.launching import launch as launching
+from autopar.runtime.launching.launch import launch
 
 
 def _greet(say, word):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autopar as ap
-from autopar.runtime.memory import MemoryWatch
+from autopar.runtime.observation.memory_in_use import MemoryWatch
 from tests import models
 from tests.toy import machines
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.runtime.replicas import same
+from autopar.runtime.backends.replica_checks import same
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64)
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar import Mesh
 from autopar.layout import Layout
-from autopar.runtime import safetensors
-from autopar.runtime.placing import part_of
-from autopar.runtime.safetensors import INDEX, open_weights
+from autopar.runtime.parameters import weight_files
+from autopar.runtime.parameters.placing import part_of
+from autopar.runtime.parameters.weight_files import INDEX, open_weights
 
 
 def save(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -29,7 +29,7 @@ def save(path: Path, tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
         header[name] = {
-            "dtype": safetensors.NAMES[tensor.dtype],
+            "dtype": weight_files.NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
@@ -72,7 +72,7 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
-@pytest.mark.parametrize("dtype", safetensors.NAMES, ids=str)
+@pytest.mark.parametrize("dtype", weight_files.NAMES, ids=str)
 def test_every_part_of_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     data = torch.randint(0, 2, (5 * 3 * 4 * dtype.itemsize,), dtype=torch.uint8)
     whole = data.view(dtype).view(5, 3, 4)
@@ -87,11 +87,11 @@ def test_every_part_of_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     assert torch.equal(bits(weights.read("one", ())), bits(whole[1, 2, 3]))
 
 
-@pytest.mark.parametrize("rows", [safetensors.MOST_ROWS, 32])
+@pytest.mark.parametrize("rows", [weight_files.MOST_ROWS, 32])
 def test_short_runs_come_with_their_rows(
     rows: int, tmp_path: Path, read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safetensors, "MOST_ROWS", rows)
+    monkeypatch.setattr(weight_files, "MOST_ROWS", rows)
     whole = torch.randn(3, 7, 4)
     save(tmp_path / "a", {"whole": whole})
     bounds = ((1, 2), (2, 4), (1, 2))

@@ -23,8 +23,8 @@ from torch import nn
 import autopar as ap
 from autopar import Mesh
 from autopar.plan.plan import SavedPlan
-from autopar.runtime import checkpoint_folders
-from autopar.runtime.checkpoint_writing import Job
+from autopar.runtime.checkpoints import checkpoint_folders
+from autopar.runtime.checkpoints.checkpoint_writing import Job
 from tests import models
 from tests.captures import shared_captures
 from tests.models import Case

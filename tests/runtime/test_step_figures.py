@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar.errors import InvalidInput
-from autopar.runtime.step_figures import batch_size
+from autopar.runtime.observation.step_figures import batch_size
 from tests import models
 
 

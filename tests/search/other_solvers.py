@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from autopar.solver.branch_and_bound import branch_and_bound
-from autopar.solver.graph import CostGraph
+from autopar.solver.cost_graph import CostGraph
 from autopar.solver.lagrangian import LagrangianSearch
 from autopar.solver.optimum import Optimiser
-from autopar.solver.packed import Array, Integers, Packed
+from autopar.solver.packed_graph import Array, Integers, Packed
 from autopar.solver.solve import Sizes, Solution, solve
 
 

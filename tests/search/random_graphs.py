@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from autopar.solver.graph import CostGraph
+from autopar.solver.cost_graph import CostGraph
 
 Pairs = list[tuple[int, int]]
 

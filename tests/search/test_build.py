@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.mesh import Mesh
 from autopar.planner.candidate import Candidate
-from autopar.search.build import Builder, Built
 from autopar.search.constraints import Constraints
-from autopar.search.decide import decide
+from autopar.search.cost_graph_builder import Builder, Built
+from autopar.search.solution_reader import decide
+from autopar.solver.cp_sat_residual import solve_residual
 from autopar.solver.optimum import Optimiser
-from autopar.solver.residual import solve_residual
 from autopar.solver.solve import solve
 from tests.models import ZOO, Case
 from tests.search.other_solvers import solve_with

@@ -7,10 +7,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from autopar.solver.cost_graph import CostGraph
+from autopar.solver.dominated import prune
 from autopar.solver.fold import find_runs
-from autopar.solver.graph import CostGraph
 from autopar.solver.optimum import Optimiser
-from autopar.solver.prune import prune
 from autopar.solver.solve import solve
 from tests.search.other_solvers import solve_with
 from tests.search.random_graphs import periodic_graph

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from autopar.solver.forced import forced
-from autopar.solver.graph import CostGraph
+from autopar.solver.cost_graph import CostGraph
+from autopar.solver.forced_choice import forced
 
 
 def random_graph(rng: np.random.Generator) -> CostGraph:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from autopar.solver.eliminate import Elimination
+from autopar.solver.elimination import Elimination
 from autopar.solver.forests import improved
 
 

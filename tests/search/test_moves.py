@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from autopar.collectives import redistribution_cost
-from autopar.cost.price import ClusterPrice
+from autopar.cost.cluster_price import ClusterPrice
 from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
-from autopar.search.reshard import reshard_table
+from autopar.search.reshard_table import reshard_table
 from autopar.states import BUFFER_BYTES
 from tests.toy import machines
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from autopar.errors import InvalidInput
-from autopar.solver.eliminate import Elimination
-from autopar.solver.graph import CostGraph
-from autopar.solver.messages import Messages
+from autopar.solver.cost_graph import CostGraph
+from autopar.solver.cp_sat_residual import solve_residual
+from autopar.solver.dominated import prune
+from autopar.solver.elimination import Elimination
+from autopar.solver.message_passing import Messages
 from autopar.solver.optimum import Optimiser
-from autopar.solver.prune import prune
-from autopar.solver.residual import solve_residual
 from autopar.solver.solve import least_memory, solve
 from tests.search.other_solvers import solve_with
 from tests.search.random_graphs import SHAPES, brute_force, everything, random_graph

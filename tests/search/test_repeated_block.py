@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autopar.errors import InvalidInput
-from autopar.solver.graph import CostGraph
+from autopar.solver.cost_graph import CostGraph
 from autopar.solver.solve import least_memory, solve
 
 BESIDE, TIMES = 3, 9

@@ -16,11 +16,11 @@ import pytest
 
 from autopar import solver
 from autopar.errors import ExecutionError, InvalidInput
+from autopar.solver.cost_graph import CostGraph, UnequalBlocks
 from autopar.solver.cp_sat import new_model
-from autopar.solver.graph import CostGraph, UnequalBlocks
+from autopar.solver.cp_sat_residual import solve_residual
 from autopar.solver.lagrangian import LagrangianSearch
 from autopar.solver.optimum import Optimiser
-from autopar.solver.residual import solve_residual
 from autopar.solver.solve import solve
 from tests.search.other_solvers import SOLVERS, solve_with
 from tests.search.random_graphs import SHAPES, brute_force, random_graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autopar.strategies.elementwise import DIVISORS, POLYNOMIALS
+from autopar.strategies.rules.elementwise import DIVISORS, POLYNOMIALS
 from tests.strategies.case_book import case, i, plain, t, u, z
 
 

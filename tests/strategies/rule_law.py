@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autopar.collectives.together import in_groups, joined
+from autopar.collectives.joint_kernels import in_groups, joined
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.strategies import (

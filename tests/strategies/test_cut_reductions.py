@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.collectives import together
+from autopar.collectives import joint_kernels
 from autopar.cost.joint_kernels import traffic_of
 from autopar.mesh import Mesh
 from autopar.strategies import KernelCall
@@ -50,7 +50,7 @@ def test_gradients_beside_infinite_numbers(name: str) -> None:
 def _moved(asked: Any) -> float:
     """By one member of two, to the other."""
     match asked:
-        case together.Gather(tensor) | together.Sum(tensor):
+        case joint_kernels.Gather(tensor) | joint_kernels.Sum(tensor):
             return tensor.nbytes
     raise AssertionError(asked)
 
@@ -77,13 +77,13 @@ def test_what_travels_is_what_is_predicted(name: str, monkeypatch: pytest.Monkey
     target, args, kwargs = MOVING[name]
     case, mesh = Case(name, target, args, kwargs, tolerance=0.1), Mesh(x=2)
     reference = Reference(case)
-    moved, deliver = list[float](), together._delivered
+    moved, deliver = list[float](), joint_kernels._delivered
 
     def delivered(asked: list[Any]) -> list[tuple[Tensor, ...]]:
         moved.append(max(map(_moved, asked)))
         return deliver(asked)
 
-    monkeypatch.setattr(together, "_delivered", delivered)
+    monkeypatch.setattr(joint_kernels, "_delivered", delivered)
     learns = tuple(value.is_floating_point() for value in reference.values)
     sizes = tuple(value.element_size() for value in reference.values)
     dtypes = tuple(output.dtype for output in reference.outputs)

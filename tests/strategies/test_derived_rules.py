@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autopar.mesh import Mesh
 from autopar.strategies import Strategy, register_rule, rule_of
-from autopar.strategies.shapes import reshape_factors
+from autopar.strategies.rules.shapes import reshape_factors
 from tests.strategies.rule_cases import i, operator, t
 from tests.strategies.rule_law import Case, check_all
 

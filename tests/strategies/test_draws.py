@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.strategies.kernels import draws, dropped_attention
-from autopar.strategies.kernels.draws import Place, kept, normal, uniform
+from autopar.strategies.kernels import keyed_draws
+from autopar.strategies.kernels.attention import dropped_attention
+from autopar.strategies.kernels.keyed_draws import Place, kept, normal, uniform
 
 KEY = torch.tensor([123456789123, 0])
 SHAPE = (512, 1024)
@@ -20,7 +21,7 @@ SIGMAS = 5.0
 
 
 def bits(key: Tensor = KEY, number: int = 0, shape: tuple[int, ...] = SHAPE) -> Tensor:
-    return draws._drawn(key, Place(number, shape), shape, lambda found: found, torch.int32)
+    return keyed_draws._drawn(key, Place(number, shape), shape, lambda found: found, torch.int32)
 
 
 MASK = 2**64 - 1
@@ -68,7 +69,7 @@ def test_bits_are_those_that_are_written_down(
     key, number, stream, row, column = place
     assert reference(*place) == expected
     shape = (row + 1, column + 1)
-    found = draws._drawn(
+    found = keyed_draws._drawn(
         torch.tensor([key, 0]), Place(number, shape), shape, lambda one: one, torch.int32, stream
     )
     assert int(found[row, column]) & 0xFFFFFFFF == expected
@@ -143,7 +144,7 @@ def test_ends_of_probabilities() -> None:
     assert bool(kept(KEY, Place(0, SHAPE), SHAPE, 0.0).all())
     assert not bool(kept(KEY, Place(0, SHAPE), SHAPE, 1.0).any())
     x = torch.randn(4, 3)
-    assert torch.equal(draws.dropout(x, KEY, Place(0, (4, 3)), 1.0), torch.zeros(4, 3))
+    assert torch.equal(keyed_draws.dropout(x, KEY, Place(0, (4, 3)), 1.0), torch.zeros(4, 3))
     heads = torch.randn(1, 2, 4, 3)
     found = dropped_attention.attention(
         heads, heads, heads, None, KEY, Place(0, (1, 2, 4, 4)), 1.0, True
@@ -172,27 +173,27 @@ def _levels(found: Tensor, ends: list[float]) -> list[float]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_numbers_are_of_their_distributions(dtype: torch.dtype) -> None:
     like, place = torch.empty(SHAPE, dtype=dtype), Place(0, SHAPE)
-    found = draws.exponential_like(like, KEY, place, 2.0, dtype)
+    found = keyed_draws.exponential_like(like, KEY, place, 2.0, dtype)
     assert float(found.min()) > 0
     assert bool(found.log().isfinite().all())
     ends = [0.05, 0.3, 1.0, 2.5]
     expected = [1 - math.exp(-2 * end) for end in ends]
     assert _levels(found, ends) == pytest.approx(expected, abs=0.003)
-    found = draws.cauchy_like(like, KEY, place, 1.0, 2.0, dtype)
+    found = keyed_draws.cauchy_like(like, KEY, place, 1.0, 2.0, dtype)
     ends = [-9.0, -1.0, 1.0, 5.0]
     expected = [0.5 + math.atan((end - 1) / 2) / math.pi for end in ends]
     assert _levels(found, ends) == pytest.approx(expected, abs=0.003)
-    found = draws.log_normal_like(like, KEY, place, 0.3, 0.5, dtype)
+    found = keyed_draws.log_normal_like(like, KEY, place, 0.3, 0.5, dtype)
     logs = found.double().log()
     assert [float(logs.mean()), float(logs.std())] == pytest.approx([0.3, 0.5], abs=0.003)
-    found = draws.geometric_like(like, KEY, place, 0.3, dtype)
+    found = keyed_draws.geometric_like(like, KEY, place, 0.3, dtype)
     ends = [0.0, 1.0, 2.0, 7.0]
     assert _levels(found, ends) == pytest.approx([1 - 0.7**end for end in ends], abs=0.003)
 
 
 def test_counts_are_of_poisson_distributions() -> None:
     rates = torch.tensor([0.0, 0.3, 4.0, 50.0, 3e4]).double()
-    found = draws.poisson(rates.expand(20000, 5), KEY, Place(0, (20000, 5)))
+    found = keyed_draws.poisson(rates.expand(20000, 5), KEY, Place(0, (20000, 5)))
     assert torch.equal(found, found.floor())
     assert not bool(found[:, 0].any())
     for rate, counts in zip(rates.tolist()[1:], found.unbind(1)[1:]):
@@ -207,7 +208,7 @@ def test_counts_are_of_poisson_distributions() -> None:
 def test_whole_numbers_of_all_sizes_have_all_digits() -> None:
     like, place = torch.empty(SHAPE, dtype=torch.int64), Place(0, SHAPE)
     for high in (2**63, 2**63 - 1, 2**52 + 1):
-        found = draws.whole_like(like, high, KEY, place, 0, torch.int64)
+        found = keyed_draws.whole_like(like, high, KEY, place, 0, torch.int64)
         assert int(found.min()) >= 0
         assert float(found.double().mean()) / high == pytest.approx(0.5, abs=0.003)
         odd = float((found & 1).double().mean()) - 0.5

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from autopar.collectives import together
-from autopar.cost.operators import ShardSizes, kept_extra
+from autopar.collectives import joint_kernels
+from autopar.cost.operator_costs import ShardSizes, kept_extra
 from autopar.mesh import Mesh
 from autopar.strategies import KernelCall, Strategy
 from autopar.strategies.rule import Facts
@@ -46,7 +46,7 @@ WITH_JOINTS = [case for case in CASES if is_together(case)]
 @pytest.mark.parametrize("case", WITH_JOINTS, ids=lambda case: case.name)
 def test_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     reference, kept = Reference(case), list[int]()
-    facts, forward = facts_of(reference), together._Joined.forward
+    facts, forward = facts_of(reference), joint_kernels._Joined.forward
 
     def watched(ctx: Any, call: Any, *tensors: Any) -> Any:
         found, saved = forward(ctx, call, *tensors), iter(())
@@ -56,7 +56,7 @@ def test_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
             kept.append(sum({one.data_ptr(): one.nbytes() for one in own}.values()))
         return found
 
-    monkeypatch.setattr(together._Joined, "forward", staticmethod(watched))
+    monkeypatch.setattr(joint_kernels._Joined, "forward", staticmethod(watched))
     for mesh in (Mesh(x=2), Mesh(x=3)):
         for strategy, call in together_on(reference, mesh):
             if not any(facts.differentiable) or call.kernel.name in BY_VALUES:

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.collectives.together import Cut, Group, Shift, Steps, in_lock_step
+from autopar.collectives.joint_kernels import Cut, Group, Shift, Steps, in_lock_step
 from autopar.layout import chunk
-from autopar.strategies.kernels import blocks
-from autopar.strategies.kernels.blocks import Weights
-from autopar.strategies.kernels.draws import Place
-from autopar.strategies.kernels.dropped_attention import attention
-from autopar.strategies.kernels.ring import CAUSAL_RING, RING, Ring
+from autopar.strategies.kernels.attention import attention_blocks
+from autopar.strategies.kernels.attention.attention_blocks import Weights
+from autopar.strategies.kernels.attention.dropped_attention import attention
+from autopar.strategies.kernels.attention.ring import CAUSAL_RING, RING, Ring
+from autopar.strategies.kernels.keyed_draws import Place
 
 ROWS = ((8, 8), (7, 7), (5, 5), (6, 9), (9, 4), (1, 3), (1, 1))  # queries, keys
 HEADS = (  # of queries, keys and values, and whether they are grouped
@@ -94,9 +94,9 @@ def close(
 @pytest.fixture(params=[2**20, 48], ids=["fused", "tiles"])
 def scores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's kernels where there are such; or some rows and columns at a time."""
-    monkeypatch.setattr(blocks, "_SCORES", {"cpu": request.param})
+    monkeypatch.setattr(attention_blocks, "_SCORES", {"cpu": request.param})
     if request.param < 2**20:
-        monkeypatch.setattr(blocks, "_is_fused", lambda block, weights: False)
+        monkeypatch.setattr(attention_blocks, "_is_fused", lambda block, weights: False)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])

@@ -1,8 +1,8 @@
 """Draws: what draws random numbers does so by the place of an element, with the key of a step.
 
-Operators are numbered in the order of the model, as it is run, before anything else is changed; a
-number stays with whatever stands for its call. What no function of `strategies/kernels/draws.py`
-stands for keeps to torch's own generator.
+Operators are numbered in the order in which the model runs them, before anything else is changed; a
+number stays with whatever stands for its call. An operator that has no function in
+`strategies/kernels/keyed_draws.py` keeps torch's own generator.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from autopar.capture.graph_builder import GraphBuilder, shape_of
 from autopar.capture.randomness import is_random, operator, takes_no_number
 from autopar.errors import InvalidInput
 from autopar.strategies import Call
-from autopar.strategies.kernels import draws, dropped_attention
-from autopar.strategies.kernels.draws import Place
+from autopar.strategies.kernels import keyed_draws
+from autopar.strategies.kernels.attention import dropped_attention
+from autopar.strategies.kernels.keyed_draws import Place
 from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
@@ -101,10 +102,10 @@ def _shape(function: Callable[..., Any], values: tuple[Any, ...], node: fx.Node)
         heads = torch.broadcast_shapes(queries, keys, masks)
         ones = (1,) * (len(info(node).val.shape) - 2 - len(heads))
         return (*ones, *heads, shape_of(query)[-2], shape_of(key)[-2])
-    if function in (draws.feature_dropout, draws.feature_alpha_dropout):
+    if function in (keyed_draws.feature_dropout, keyed_draws.feature_alpha_dropout):
         shape = shape_of(values[0])
         return (*shape[:2], *[1] * (len(shape) - 2))
-    if function is draws.multinomial:  # a number for each that may be picked
+    if function is keyed_draws.multinomial:  # a number for each that may be picked
         return shape_of(values[0])
     return tuple(info(node).values[0].shape)
 
@@ -117,7 +118,7 @@ def _between(call: Call) -> Drawn | None:
     """rand, rand_like, uniform."""
     low, high = call.get("from", 0.0), call.get("to", 1.0)
     _require(low <= high, "an interval begins before it ends", f"from {low} to {high}", call)
-    return draws.uniform_like, _read(call), (low, high, call.outputs[0].dtype)
+    return keyed_draws.uniform_like, _read(call), (low, high, call.outputs[0].dtype)
 
 
 def _around(call: Call) -> Drawn | None:
@@ -125,8 +126,8 @@ def _around(call: Call) -> Drawn | None:
     mean, deviation = call.get("mean", 0.0), call.get("std", 1.0)
     dtype = call.outputs[0].dtype
     if any(isinstance(value, fx.Node) for value in (mean, deviation)):
-        return draws.normal_around, (mean, deviation), (dtype,)
-    return draws.normal_like, _read(call), (mean, deviation, dtype)
+        return keyed_draws.normal_around, (mean, deviation), (dtype,)
+    return keyed_draws.normal_like, _read(call), (mean, deviation, dtype)
 
 
 def _by_numbers(function: Callable[..., Any], *names: str) -> Callable[[Call], Drawn | None]:
@@ -143,7 +144,7 @@ def _whole(call: Call) -> Drawn | None:
     low, high = call.get("low", call.get("from", 0)), call.get("high", call.get("to"))
     dtype = call.outputs[0].dtype
     high = _end(dtype) if high is None else high
-    return draws.whole_like, (*_read(call), high), (low, dtype)
+    return keyed_draws.whole_like, (*_read(call), high), (low, dtype)
 
 
 def _end(dtype: torch.dtype) -> int:
@@ -157,16 +158,20 @@ def _of_probabilities(call: Call) -> Drawn | None:
     given, dtype = call.get("p"), call.outputs[0].dtype
     if isinstance(given, float):
         _require(0 <= given <= 1, "probabilities are from 0 to 1", f"{given} for bernoulli", call)
-        return draws.chosen, _read(call), (given, dtype)
-    return draws.bernoulli, (call["self"], given), (dtype,)
+        return keyed_draws.chosen, _read(call), (given, dtype)
+    return keyed_draws.bernoulli, (call["self"], given), (dtype,)
 
 
 def _picked(call: Call) -> Drawn | None:
-    return draws.multinomial, (call["self"],), (call["num_samples"], call["replacement"])
+    return (
+        keyed_draws.multinomial,
+        (call["self"],),
+        (call["num_samples"], call["replacement"]),
+    )
 
 
 def _sloped(call: Call) -> Drawn | None:
-    return draws.rrelu, (call["self"],), (call["lower"], call["upper"])
+    return keyed_draws.rrelu, (call["self"],), (call["lower"], call["upper"])
 
 
 def _attention(call: Call) -> Drawn | None:
@@ -188,11 +193,11 @@ def _require(is_good: bool, rule: str, got: str, call: Call) -> None:
 
 
 _MADE: dict[str, Callable[[Call], Drawn | None]] = {
-    "dropout": _dropped(draws.dropout),
-    "alpha_dropout": _dropped(draws.alpha_dropout),
-    "feature_dropout": _dropped(draws.feature_dropout),
-    "feature_alpha_dropout": _dropped(draws.feature_alpha_dropout),
-    "native_dropout": _dropped(draws.native_dropout),
+    "dropout": _dropped(keyed_draws.dropout),
+    "alpha_dropout": _dropped(keyed_draws.alpha_dropout),
+    "feature_dropout": _dropped(keyed_draws.feature_dropout),
+    "feature_alpha_dropout": _dropped(keyed_draws.feature_alpha_dropout),
+    "native_dropout": _dropped(keyed_draws.native_dropout),
     "rrelu": _sloped,
     "rrelu_with_noise": _sloped,
     "bernoulli": _of_probabilities,
@@ -203,15 +208,15 @@ _MADE: dict[str, Callable[[Call], Drawn | None]] = {
     "randn_like": _around,
     "normal": _around,
     "normal_functional": _around,
-    "log_normal": _by_numbers(draws.log_normal_like, "mean", "std"),
-    "exponential": _by_numbers(draws.exponential_like, "lambd"),
-    "cauchy": _by_numbers(draws.cauchy_like, "median", "sigma"),
-    "geometric": _by_numbers(draws.geometric_like, "p"),
-    "poisson": lambda call: (draws.poisson, (call["self"],), ()),
+    "log_normal": _by_numbers(keyed_draws.log_normal_like, "mean", "std"),
+    "exponential": _by_numbers(keyed_draws.exponential_like, "lambd"),
+    "cauchy": _by_numbers(keyed_draws.cauchy_like, "median", "sigma"),
+    "geometric": _by_numbers(keyed_draws.geometric_like, "p"),
+    "poisson": lambda call: (keyed_draws.poisson, (call["self"],), ()),
     "randint": _whole,
     "randint_like": _whole,
     "random": _whole,
-    "randperm": lambda call: (draws.permutation, (None,), ()),
+    "randperm": lambda call: (keyed_draws.permutation, (None,), ()),
     "multinomial": _picked,
     "scaled_dot_product_attention": _attention,
 }

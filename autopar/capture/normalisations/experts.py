@@ -27,7 +27,7 @@ from torch import fx
 from autopar.capture.graph_builder import Site, rewrites, shape_of
 from autopar.capture.listing import operator_name
 from autopar.strategies import Call
-from autopar.strategies.kernels.experts import EXPERTS
+from autopar.strategies.kernels.experts.expert_kernels import EXPERTS
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result, maker, place_of
 

@@ -16,8 +16,8 @@ from torch import fx
 
 from autopar.capture.graph_builder import GraphBuilder, shape_of
 from autopar.strategies import Call, rule_of, tensor_inputs, traits_of
-from autopar.strategies.elementwise import elementwise
 from autopar.strategies.node_info import info
+from autopar.strategies.rules.elementwise import elementwise
 
 aten = torch.ops.aten
 

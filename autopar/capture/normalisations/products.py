@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autopar.capture.graph_builder import Site, rewrites, shape_of
-from autopar.strategies.linear import ELLIPSIS, subscripts
+from autopar.strategies.rules.contractions import ELLIPSIS, subscripts
 
 aten = torch.ops.aten
 

@@ -11,9 +11,9 @@ from autopar.capture.graph_builder import GraphBuilder, Site, rewrites
 from autopar.capture.normalisations.shapes import as_call
 from autopar.errors import InvalidInput
 from autopar.strategies import Call, Rule, register_rule
-from autopar.strategies.indexing import all_whole
 from autopar.strategies.node_info import info
-from autopar.strategies.shapes import same_dims
+from autopar.strategies.rules.indexing import all_whole
+from autopar.strategies.rules.shapes import same_dims
 
 aten = torch.ops.aten
 

@@ -14,11 +14,11 @@ micro-batches are scaled in one of four ways:
 from __future__ import annotations
 
 from autopar.errors import InvalidInput
-from autopar.pipeline.costs import Costs, StageTimes, plain, single, stage_times
 from autopar.pipeline.schedule import Action, Option, Schedule, make
 from autopar.pipeline.schedules.chimera_placement import chimera_placement, shares
 from autopar.pipeline.schedules.list_scheduling import ListSchedule, greedy
 from autopar.pipeline.schedules.registry import generator
+from autopar.pipeline.simulation.action_costs import Costs, StageTimes, plain, single, stage_times
 
 SCALES = ("direct", "doubling", "halving", "list")
 Slotted = tuple[int, Action]

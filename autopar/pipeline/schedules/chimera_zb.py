@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from itertools import product
 
 from autopar.errors import InvalidInput
-from autopar.pipeline.costs import Costs, StageTimes, plain, single, stage_times
-from autopar.pipeline.execution import run
 from autopar.pipeline.schedule import Kind, Schedule, make
 from autopar.pipeline.schedules.chimera_placement import chimera_placement, shares
 from autopar.pipeline.schedules.list_scheduling import ListSchedule, greedy
 from autopar.pipeline.schedules.registry import generator, positive
+from autopar.pipeline.simulation.action_costs import Costs, StageTimes, plain, single, stage_times
+from autopar.pipeline.simulation.action_times import run
 from autopar.units import counted
 
 ORDERS: tuple[tuple[Kind, ...], ...] = (("F", "I", "W"), ("I", "F", "W"))

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autopar.pipeline.costs import StageTimes
 from autopar.pipeline.schedule import Action, Kind
+from autopar.pipeline.simulation.action_costs import StageTimes
 
 
 @dataclass

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from autopar.capture.annotations import Pin
 from autopar.errors import InvalidInput
-from autopar.pipeline.activation_counts import Live
-from autopar.pipeline.stages.costs import StageCosts
+from autopar.pipeline.memory.activation_counts import Live
 from autopar.pipeline.stages.pins import pinned
 from autopar.pipeline.stages.shared_memory import cut_together
 from autopar.pipeline.stages.stage_cost import StageCost
-from autopar.pipeline.stages.standing import ANYWHERE, Standing
+from autopar.pipeline.stages.stage_hardware import ANYWHERE, Standing
+from autopar.pipeline.stages.stage_tables import StageCosts
 from autopar.units import counted
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autopar.capture.annotations import Pin
 from autopar.errors import InvalidInput
-from autopar.pipeline.stages.costs import StageCosts
+from autopar.pipeline.stages.stage_tables import StageCosts
 from autopar.strategies.node_info import info
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.pipeline.activation_counts import Live
+from autopar.pipeline.memory.activation_counts import Live
 from autopar.pipeline.stages.table import Mask, StageTable
 from autopar.solver.cp_sat import new_model, new_solver, outcome, weighted_sum
 

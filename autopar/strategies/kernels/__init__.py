@@ -15,7 +15,7 @@ along v, runs another function. There are three kinds:
 
   `expand.part_call` and `expand.combine_call` give the arguments of the two functions.
 - `joint`: the ranks over the axes of the factor, or of a joint of the rule (`rule.Joint`), carry
-  the call out together, with messages inside (`collectives/together.py`). The kernel gets the
+  the call out together, with messages inside (`collectives/joint_kernels.py`). The kernel gets the
   arguments of the operator by name, as they are for the whole, tensors local; how the axes cut each
   of its tensors stands in its group.
 
@@ -33,21 +33,11 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.collectives.together import JointKernel
+from autopar.collectives.joint_kernels import JointKernel
 from autopar.strategies.kernels.alignments import ctc_losses
-from autopar.strategies.kernels.batch_statistics import (
-    batch_normalize,
-    batch_sums,
-    running_mean,
-    running_var,
-)
-from autopar.strategies.kernels.causal import cut_causal_attention
-from autopar.strategies.kernels.chosen_products import CHOSEN_PRODUCTS
-from autopar.strategies.kernels.experts import EXPERTS
-from autopar.strategies.kernels.group_statistics import GROUP_NORM
-from autopar.strategies.kernels.halo import HALOS
-from autopar.strategies.kernels.lookup import bags_of_rows, cut_embedding
-from autopar.strategies.kernels.losses import (
+from autopar.strategies.kernels.attention.causal import cut_causal_attention
+from autopar.strategies.kernels.attention.ring import CAUSAL_RING, RING
+from autopar.strategies.kernels.cross_entropy import (
     COLUMNS,
     count_classes,
     count_targets,
@@ -57,13 +47,23 @@ from autopar.strategies.kernels.losses import (
     cross_entropy_part,
     cross_entropy_part_call,
 )
-from autopar.strategies.kernels.nothing import no_results, nothing
-from autopar.strategies.kernels.products import GATHERED, SCATTERED
+from autopar.strategies.kernels.empty_pieces import no_results, nothing
+from autopar.strategies.kernels.experts.chosen_products import CHOSEN_PRODUCTS
+from autopar.strategies.kernels.experts.expert_kernels import EXPERTS
+from autopar.strategies.kernels.experts.routed_experts import ROUTED
+from autopar.strategies.kernels.halo import HALOS
+from autopar.strategies.kernels.lookup import bags_of_rows, cut_embedding
+from autopar.strategies.kernels.norms.batch_statistics import (
+    batch_normalize,
+    batch_sums,
+    running_mean,
+    running_var,
+)
+from autopar.strategies.kernels.norms.group_statistics import GROUP_NORM
+from autopar.strategies.kernels.norms.root_mean_square import rms_norm
 from autopar.strategies.kernels.recurrences import SCAN
-from autopar.strategies.kernels.reductions import REDUCTIONS, SOFTMAXES
-from autopar.strategies.kernels.ring import CAUSAL_RING, RING
-from autopar.strategies.kernels.root_mean_square import rms_norm
-from autopar.strategies.kernels.routed_experts import ROUTED
+from autopar.strategies.kernels.reduction_kernels import REDUCTIONS, SOFTMAXES
+from autopar.strategies.kernels.ring_products import GATHERED, SCATTERED
 from autopar.strategies.kernels.scans import CUMSUM
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

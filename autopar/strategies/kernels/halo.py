@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.collectives.together import Group, JointKernel, Piece, Steps, Trade, Traffic
+from autopar.collectives.joint_kernels import Group, JointKernel, Piece, Steps, Trade, Traffic
 
 Gradients = tuple[Tensor | None, ...]
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.collectives.together import Gather, Group, JointKernel, Steps, Traffic
+from autopar.collectives.joint_kernels import Gather, Group, JointKernel, Steps, Traffic
 
 
 def states(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:

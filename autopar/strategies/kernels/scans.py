@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autopar.collectives.together import Gather, Group, JointKernel, Steps, Traffic
+from autopar.collectives.joint_kernels import Gather, Group, JointKernel, Steps, Traffic
 
 
 def cut_cumsum(group: Group, self: Tensor, dim: int, dtype: torch.dtype | None = None) -> Steps:

@@ -1,0 +1,118 @@
+"""Movements as eager code calls them: without the dispatcher, and in place where that is safe.
+
+A sum may be made in place when nobody else reads what is summed: the fresh output of an operator
+that keeps no output for its backward, or a gradient that one operator has just made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar._torch import all_reduce_now, process_group, wait_for
+from autopar.collectives.torch_operators import EAGER
+
+__all__ = [
+    "EAGER",
+    "LateSum",
+    "finish_sum",
+    "identity_then_sum_in_place",
+    "start_sum",
+    "sum_in_place",
+    "sum_later",
+]
+
+Started = tuple[Tensor, dist.Work]
+
+
+def sum_in_place(x: Tensor, group: str, pending: bool) -> Tensor:
+    """`all_reduce` of a tensor that nobody else reads."""
+    if pending or not _is_summable(x):
+        return EAGER[torch.ops.autopar.all_reduce.default](x, group, pending)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _SumInPlace.apply(x, group)
+    all_reduce_now(x, group)
+    return x
+
+
+def identity_then_sum_in_place(x: Tensor, group: str) -> Tensor:
+    """`identity` of a tensor whose gradient nobody else reads."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return _IdentityThenSumInPlace.apply(x, group)
+    return x
+
+
+def start_sum(x: Tensor, group: str, pending: bool) -> Started:
+    """An `all_reduce` without gradient that goes on while the program does."""
+    total = x.detach().clone()
+    return total, dist.all_reduce(total, group=process_group(group), async_op=True)
+
+
+def finish_sum(started: Started) -> Tensor:
+    """What `start_sum` has started."""
+    total, work = started
+    wait_for(work)
+    return total
+
+
+@dataclass(frozen=True)
+class LateSum:
+    """A tensor that is still to be summed, in place, before anybody reads it."""
+
+    tensor: Tensor
+    group: str
+
+    def start(self) -> dist.Work:
+        """Sum it, while other things go on."""
+        return dist.all_reduce(self.tensor, group=process_group(self.group), async_op=True)
+
+
+def sum_later(x: Tensor, group: str, late: list[LateSum]) -> Tensor:
+    """`all_reduce` of a value that only the caller reads, once he has seen to `late`."""
+    return _SumLater.apply(x, group, late)
+
+
+class _SumLater(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, late: list[LateSum]) -> Tensor:
+        total = x.detach().clone()
+        late.append(LateSum(total.detach(), group))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+class _SumInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        all_reduce_now(x, group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _IdentityThenSumInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if grad.requires_grad or not _is_summable(grad):
+            total = torch.ops.autopar.all_reduce.default(grad, ctx.group, False)
+            return total, None
+        all_reduce_now(grad, ctx.group)
+        return grad, None
+
+
+def _is_summable(x: Tensor) -> bool:
+    return x.is_contiguous() and x.is_floating_point()

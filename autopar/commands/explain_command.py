@@ -1,0 +1,116 @@
+"""The command `autopar explain`: why a plan is as it is, and what it would take elsewhere.
+
+autopar explain plan.json layers.0.up --model autopar.examples:gpt
+autopar explain autopar.examples:gpt stages --cluster dgx-h100 --nodes 2
+autopar explain plan.json --model train.py:gpt --what-if nodes=4,batch=2x
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from autopar.commands.arguments import SPEC, add_model, load_plan
+from autopar.commands.plan_command import add_plan, decided, make_plan
+from autopar.commands.printing import show, show_json
+from autopar.errors import InvalidInput
+from autopar.plan.plan import Plan
+from autopar.plan.saved_value import read_file
+from autopar.plan.step_reasons import QUESTIONS
+from autopar.plan.what_if import CHANGES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `autopar explain`."""
+    add = parser.add_argument
+    add(
+        "plan",
+        metavar="PLAN|MODEL",
+        help=f"A file that `autopar plan --out` wrote, or a model to plan, as {SPEC}.",
+    )
+    questions = ", ".join(QUESTIONS)
+    add(
+        "name",
+        metavar="NAME",
+        nargs="?",
+        help=f"The name of a parameter, module or node; or for the whole step {questions}.",
+    )
+    add_model(parser, required=False)
+    add(
+        "--what-if",
+        metavar="CHANGES",
+        help="Tell what the same decisions would take elsewhere, as nodes=4,bandwidth=2x. Each of "
+        f"{', '.join(CHANGES)} takes a new value or a factor. Default: none.",
+    )
+    add("--search", action="store_true", help="With --what-if, also plan anew there.")
+    add_plan(parser)
+    add("--json", action="store_true", help="Print the whole answer as JSON.")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan or attach, explain, print."""
+    changes = read_changes(arguments.what_if)
+    if changes and arguments.model is None and arguments.name is not None:
+        arguments.model, arguments.name = arguments.name, None  # SPEC, the last of the positionals
+    _require_one_question(arguments)
+    made = _plan(arguments)
+    if changes:
+        about = {"search": arguments.search, "seconds": arguments.seconds}
+        answer: Any = made.what_if(**changes, **about)
+    else:
+        answer = made.explain(arguments.name)
+    if arguments.json:
+        show_json(answer.to_json())
+    else:
+        show(answer)
+    return 0
+
+
+def read_changes(text: str | None) -> dict[str, Any]:
+    """`nodes=4,bandwidth=2x` as arguments of `what_if`."""
+    found: dict[str, str] = {}
+    for part in () if text is None else text.split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or name not in CHANGES or name in found:
+            raise InvalidInput(
+                f"what is different is one of {', '.join(CHANGES)}, with what it becomes",
+                got=repr(part),
+                remedy="--what-if nodes=4,bandwidth=2x,sequence=32768",
+            )
+        found[name] = value
+    return found
+
+
+def _require_one_question(arguments: argparse.Namespace) -> None:
+    asked = [word for word in (arguments.name, arguments.what_if) if word is not None]
+    if len(asked) != 1 or (arguments.search and arguments.what_if is None):
+        search = " with --search" * arguments.search
+        raise InvalidInput(
+            "one thing is explained: a NAME, or with --what-if another situation, which is "
+            "searched with --search",
+            got=(" and ".join(asked) or "nothing") + search,
+            remedy="autopar explain plan.json stages --model SPEC, or --what-if nodes=4 for a name",
+        )
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    if arguments.model is None and not arguments.plan.endswith(".json"):
+        return make_plan(arguments.plan, arguments)
+    if arguments.model is None:
+        read_file(arguments.plan)  # or there is none
+        raise InvalidInput(
+            "what a plan takes follows from its model",
+            got=f"{Path(arguments.plan).name} alone",
+            remedy=f"--model {SPEC}",
+        )
+    changed = [one for one in decided(arguments) if one != "seconds" or not arguments.search]
+    if changed:
+        raise InvalidInput(
+            "a plan from a file has been decided",
+            got=", ".join(f"--{name}" for name in changed),
+            remedy="leave them out, or give the model alone to plan it anew",
+        )
+    made = load_plan(arguments.plan, arguments.model)
+    assert isinstance(made, Plan)
+    return made

@@ -1,0 +1,77 @@
+"""Reductions of the gradients of activations that run beside the gradients of weights.
+
+Where the backward of a movement is a reduction, and linears alone read what it gives, the gradients
+of their weights do not wait for it: `passes/linear_reductions.py` lets them be made meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.strategies.node_info import info
+from autopar.strategies.rule import Facts
+
+# Movements whose backward is started by itself (`collectives/deferred_linears.py`).
+JOINED = ("identity", "all_reduce", "all_gather")
+
+LINEAR = ["input", "weight", "bias"]
+aten = torch.ops.aten
+
+
+def linears_behind(movement: fx.Node) -> list[fx.Node]:
+    """The linears whose weights' gradients are made beside the backward of a movement, a reduction;
+    none where there is nothing of the kind, or other readers."""
+    moved, readers = info(movement).movement, list(movement.users)
+    if moved is None or not moved.pending or not info(movement).differentiable:
+        return []
+    if not all(_is_linear_of(reader, movement) for reader in readers):
+        return []
+    learns = any(info(weight_of(reader)).differentiable for reader in readers)
+    return readers if learns else []
+
+
+def linears_together(calls: Iterable[fx.Node]) -> list[list[fx.Node]]:
+    """Of a program that runs eagerly, the linears that become one call with the movement before
+    them, in order: where all that they read is there before any of what they make is read, and
+    each rank computes them alone."""
+    found = []
+    for node in calls:
+        movement = info(node).movement
+        if movement is None or movement.kind not in JOINED or not (some := linears_behind(node)):
+            continue
+        if any(info(one).joint is not None for one in some):
+            continue
+        read = [value for one in some for value in one.all_input_nodes]
+        if max(read) < min(user for one in some for user in one.users):
+            found.append(sorted(some))
+    return found
+
+
+def weight_seconds(facts: Facts, backward: Any) -> Any:
+    """The part of a linear's backward that makes the gradient of its weight."""
+    of_input, of_weight, *_ = facts.differentiable
+    return backward * (of_weight / (of_input + of_weight)) if of_weight else 0.0 * backward
+
+
+def weight_of(linear: fx.Node) -> fx.Node:
+    return (*linear.args, *linear.kwargs.values())[1]  # type: ignore[return-value]
+
+
+def reads_as_linear(reader: fx.Node, value: fx.Node) -> bool:
+    """Whether a reader is a linear of a value, which is no weight of it."""
+    if info(reader).joint is None:
+        given, is_linear = reader.args, reader.target is aten.linear.default and not reader.kwargs
+    else:  # its arguments have names
+        given, is_linear = (*reader.kwargs.values(),), [*reader.kwargs] == LINEAR
+    return is_linear and given[0] is value and value not in given[1:]
+
+
+def _is_linear_of(reader: fx.Node, value: fx.Node) -> bool:
+    region = info(value).region
+    if region is not None and not region.is_full and (info(value).remade or info(reader).remade):
+        return False
+    return reads_as_linear(reader, value) and info(reader).region == region

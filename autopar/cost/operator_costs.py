@@ -1,0 +1,236 @@
+"""What one operator takes under each of its strategies: seconds forward and backward, bytes kept.
+
+The roofline of `model` decides; a rule says the FLOPs and what backward keeps. All strategies of an
+operator are computed at once, as arrays, from the elements of the busiest rank's pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import fx
+
+from autopar.capture.host import CROSSINGS
+from autopar.capture.randomness import is_random
+from autopar.cluster import Device
+from autopar.cost.formula import Formula
+from autopar.cost.rooflines import operator_formula, operator_values
+from autopar.mesh import Mesh
+from autopar.strategies import Extra, Joint, Rule, Strategy
+from autopar.strategies.between import Between
+from autopar.strategies.node_info import info
+from autopar.strategies.registry import is_view
+from autopar.strategies.results import tensors_of
+from autopar.strategies.rule import Dim, Facts
+
+Array = NDArray[np.float64]
+Values = dict[str, Any]  # by symbol: a number, or one for each strategy
+
+HEAVY = 4  # FLOPs per element: with more, what is no product is priced by its arithmetic, too
+
+
+class Work(NamedTuple):
+    """FLOPs and bytes of each strategy, forward and backward, on the busiest rank."""
+
+    flops: Array
+    read: Array
+    written: Array
+    backward_flops: Array
+    backward_read: Array
+    backward_written: Array
+    between: Array  # by the parts of `rule.Between`
+
+
+def _result(joint: Joint) -> str | None:
+    return joint.outputs[0]
+
+
+class ShardSizes:
+    """How large the largest piece of each factor is, under each strategy."""
+
+    def __init__(self, rule: Rule, strategies: Sequence[Strategy], mesh: Mesh) -> None:
+        self.rule, self.strategies, self.count = rule, strategies, len(strategies)
+        self.joints = [
+            (index, rule.joints[name], float(mesh.degree(axes)))
+            for index, strategy in enumerate(strategies)
+            for name, axes in strategy.cuts
+            if name in rule.joints
+        ]
+        lengths: dict[tuple[str, tuple[str, ...]], float] = {}
+        cuts = [rule.cuts_of(strategy) for strategy in strategies]
+        self.lengths: dict[str, Array] = {}
+        for factor, size in rule.sizes.items():
+            column = np.full(self.count, float(size))
+            for index, own in enumerate(cuts):
+                axes = own.get(factor)
+                if axes:
+                    if (factor, axes) not in lengths:
+                        length = size
+                        for axis in axes:
+                            length = -(-length // mesh[axis])
+                        lengths[factor, axes] = float(length)
+                    column[index] = lengths[factor, axes]
+            self.lengths[factor] = column
+
+    def elements(self, dims: Sequence[Dim], cut: Callable[[Joint], str | None] = _result) -> Array:
+        """The elements of a tensor's largest piece; `cut`: what a joint cuts of it, if not what it
+        cuts of the output."""
+        total = np.ones(self.count)
+        for dim in dims:
+            for factor in dim:
+                total = total * self.lengths[factor]
+        for index, joint, degree in self.joints:
+            lost = cut(joint)
+            if lost is not None and any(lost in dim for dim in dims):
+                length = self.lengths[lost][index]
+                total[index] *= math.ceil(length / degree) / length
+        return total
+
+    def inputs(self, facts: Facts) -> list[Array]:
+        """The bytes of each input."""
+        return [
+            self.elements(dims, lambda joint: joint.inputs[place]) * itemsize  # noqa: B023
+            for place, (dims, itemsize) in enumerate(zip(self.rule.inputs, facts.itemsizes))
+        ]
+
+    def outputs(self, facts: Facts) -> list[Array]:
+        """The bytes of each output."""
+        return [
+            self.elements(dims, lambda joint: joint.outputs[place]) * dtype.itemsize  # noqa: B023
+            for place, (dims, dtype) in enumerate(zip(self.rule.outputs, facts.dtypes))
+        ]
+
+    def bytes(self, extra: Extra, dtype: torch.dtype) -> Array:
+        """Of a tensor that is kept besides, the output being of `dtype`."""
+        return self.elements(extra.dims) * (extra.dtype or dtype).itemsize
+
+    def kept_by_joints(self, dtype: torch.dtype) -> Array:
+        """Bytes that the kernels of joints keep besides, the output being of `dtype`."""
+        total = np.zeros(self.count)
+        for index, joint, _ in self.joints:
+            for factors in joint.keeps:
+                dims = [(factor,) for factor in factors if factor in self.lengths]
+                total[index] += self.elements(dims)[index] * dtype.itemsize
+        return total
+
+    def share(self) -> Array:
+        """The part of the whole work that the busiest rank has."""
+        total = np.ones(self.count)
+        for factor, size in self.rule.sizes.items():
+            total = total * (self.lengths[factor] / max(size, 1))
+        for index, _, degree in self.joints:
+            total[index] /= degree
+        if (rows := self.rule.triangle) is not None:
+            total[self.lengths[rows] < self.rule.sizes[rows]] *= 2
+            for index, joint, _ in self.joints:
+                total[index] *= 2 if rows in joint.inputs else 1
+        return total
+
+
+def work(facts: Facts, pieces: ShardSizes) -> Work:
+    """The work of one call under all strategies."""
+    rule = facts.rule
+    nothing = np.zeros(pieces.count)
+    between = np.multiply.outer(pieces.share(), rule.between)
+    if facts.is_view:
+        return Work(*(nothing,) * 6, between)
+    inputs, outputs = pieces.inputs(facts), pieces.outputs(facts)
+    read, output = sum(inputs, nothing), sum(outputs, nothing)
+    # What multiplies nothing and has few FLOPs for its elements is limited by memory alone.
+    elements = sum(_elements(rule, dims) for dims in (*rule.inputs, *rule.outputs))
+    counts = rule.product or rule.flops > HEAVY * elements
+    flops = rule.flops * pieces.share() if counts else nothing
+    learning = [index for index, learns in enumerate(facts.differentiable) if learns]
+    if not learning:
+        return Work(flops, read, output, nothing, nothing, nothing, between)
+    passes = len(learning) if rule.is_contraction else 1
+    extra = sum((pieces.bytes(one, facts.dtype) for one in rule.saved.extra), nothing)
+    kept = sum((inputs[i] for i in rule.saved.inputs if i < len(inputs)), extra)
+    kept = kept + output if rule.saved.output else kept
+    gradients = sum((inputs[index] for index in learning), nothing)
+    if rule.backward_flops is None:
+        backward_flops = flops * (passes if rule.is_contraction else 2)
+    else:
+        backward_flops = rule.backward_flops * pieces.share()
+    backward = backward_flops, passes * output + kept, gradients
+    return Work(flops, read, output + extra, *backward, between)
+
+
+def rooflines(facts: Facts, done: Work, device: Device) -> dict[str, tuple[Formula, Values]]:
+    """What is computed, "forward" and "backward": the formula, and what its symbols stand for."""
+    between = Between(*done.between.T)
+    is_cached = facts.on_host or device.host.is_device
+    forward, backward = between[2:4] if is_cached else between[:2]
+    more = between[4:] if is_cached else (0.0, 0.0)
+    if facts.crosses:
+        device = device.host.link
+    elif facts.on_host:
+        device = device.host.processor
+    ways = (
+        {}
+        if facts.is_view
+        else {"forward": (done.flops + more[0], done.read, done.written, forward)}
+    )
+    if ways and any(facts.differentiable):
+        of_gradients = done.backward_read, done.backward_written
+        ways["backward"] = done.backward_flops + more[1], *of_gradients, backward
+    has_far = facts.rule.product and device.far_seconds > 0
+    products = {"forward": 1, "backward": sum(facts.differentiable)}
+    return {
+        way: (
+            operator_formula(flops, passed, has_far),
+            operator_values(device, facts.dtype, flops, read, written, passed, products[way]),
+        )
+        for way, (flops, read, written, passed) in ways.items()
+    }
+
+
+def seconds(facts: Facts, done: Work, device: Device) -> tuple[Array, Array]:
+    """Seconds forward and backward of each strategy."""
+    taken = {way: line(**values) for way, (line, values) in rooflines(facts, done, device).items()}
+    nothing = np.zeros_like(done.flops)
+    return taken.get("forward", nothing), taken.get("backward", nothing)
+
+
+def _elements(rule: Rule, dims: Sequence[Dim]) -> int:
+    return math.prod(rule.sizes[factor] for dim in dims for factor in dim)
+
+
+def kept_extra(facts: Facts, pieces: ShardSizes) -> Array:
+    """Bytes that backward keeps on the device besides the inputs and outputs that the operator does
+    on one rank."""
+    total = np.zeros(pieces.count)
+    if not any(facts.differentiable) or facts.on_host:
+        return total
+    usual = facts.rule.saved
+    for extra in usual.extra:
+        total = total + pieces.bytes(extra, facts.dtype)
+    for index, strategy in enumerate(pieces.strategies if facts.rule.kept else ()):
+        own = facts.rule.saved_under(strategy)
+        if own is not usual:
+            total[index] = sum(pieces.bytes(extra, facts.dtype)[index] for extra in own.extra)
+            inputs = {*own.inputs_for(facts.differentiable)}
+            for place in inputs.difference(usual.inputs_for(facts.differentiable)):
+                total[index] += pieces.inputs(facts)[place][index]
+            if own.output and not usual.output:
+                total[index] += sum(size[index] for size in pieces.outputs(facts))
+    return total + pieces.kept_by_joints(facts.dtype)
+
+
+def facts_of(node: fx.Node, rule: Rule, inputs: Sequence[fx.Node]) -> Facts:
+    """What the cost of a call depends on, whichever strategy it gets."""
+    return Facts(
+        rule,
+        tuple(info(value).val.dtype.itemsize for value in inputs),
+        tuple(info(node).learns and info(value).learns for value in inputs),
+        tuple(tensor.dtype for tensor in tensors_of(node)),
+        is_view(node),
+        info(node).on_host,
+        node.target in CROSSINGS,
+        is_random(node),
+    )

@@ -1,0 +1,409 @@
+"""Report: the predicted time of a finished program, part by part, from the program itself.
+
+Every node of a rewritten program has one price, from what the node itself carries. The search adds
+up tables; this adds up the nodes that are there, as the stages of a pipeline do. They agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from torch import fx
+
+from autopar.capture.origins import (
+    copied_parameter,
+    gathered_parameter,
+    is_made_of_parameters,
+    state_bytes,
+)
+from autopar.cluster import Cluster
+from autopar.collectives import Movement, moved_bytes
+from autopar.collectives.redistribution import FREE
+from autopar.cost.cluster_price import ClusterPrice
+from autopar.cost.collective import Collective, When
+from autopar.cost.deferred_reductions import linears_behind, weight_seconds
+from autopar.cost.joint_kernels import Computed, collectives_inside, messages_inside
+from autopar.cost.operator_costs import ShardSizes, seconds, work
+from autopar.cost.repeats import NONE, Repeats
+from autopar.cost.saved_tensors import piece_bytes, storage
+from autopar.cost.state_price import SUMS, About, Beside, NodeCost, StatePrice
+from autopar.layout import ParameterPlacement, TensorType
+from autopar.mesh import Mesh
+from autopar.recompute import Keep
+from autopar.strategies import Strategy, tensor_inputs
+from autopar.strategies.node_info import Region, info
+from autopar.strategies.rule import Facts
+
+ROUNDED = 1e-12  # relative: what is left by rounding is nothing
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of a program takes, forward and backward."""
+
+    worked: NodeCost  # of its operators
+    moved: NodeCost  # of its movements, and of keeping parameters where they are
+    # What nothing hides of what it moves: inside of nodes, between them, and with the host.
+    shown: Mapping[str, float]
+    reduced_between: float  # of what only a backward that is not split hides, the part between
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Predicted seconds of one step, forward and backward."""
+
+    compute: float  # of the busiest rank
+    communication: float  # of all movements, and of summing gradients
+    exposed: float  # the part of communication that nothing hides
+    forward: float  # compute alone
+    backward: float
+    gradient_sync: float  # the part of communication that sums gradients, once a step
+    gathered: float = 0.0  # the part of communication that gathers parameters once a step
+    # What shows of copies of states to and from the host, and by how much it updates these more
+    # slowly than the device would.
+    updated: float = 0.0
+    hidden: float = 0.0  # the part of what is moved for each micro-batch that computing hides
+    # How long the busiest rank of a pipeline waits for other ranks, and for their messages.
+    bubble: float = 0.0
+    again: float = 0.0  # the part of computing that is forward once more
+    between: float = 0.0  # the part of `shown` that goes between nodes
+    copied: float = 0.0  # the part of `shown` that is copied between device and host
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exposed + self.updated + self.bubble
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Where these seconds go, in words."""
+        return {
+            "compute": self.compute - self.again,
+            "recomputation": self.again,
+            "inside nodes": self._real(self.shown - self.between - self.copied),
+            "between nodes": self.between,
+            "host": self.copied + self.updated,
+            "gradient sums": self._real(self.exposed - self.shown),  # and gathers, once a step
+            "bubble": self._real(self.bubble),
+        }
+
+    def _real(self, difference: float) -> float:
+        """What is left by rounding is nothing."""
+        return difference if difference > ROUNDED * (self.seconds + self.communication) else 0.0
+
+    @property
+    def shown(self) -> float:
+        """The part of what is moved for each micro-batch that nothing hides."""
+        return self.communication - self.hidden - self.gradient_sync - self.gathered
+
+    @classmethod
+    def of(cls, run: Run, microbatches: int = 1) -> Cost:
+        """Of a step in micro-batches, each of which is such a run: gradients are summed once, and
+        parameters gathered, which computing hides in part."""
+        worked, moved = run.worked, run.moved
+        shown = (moved.forward + moved.backward) * microbatches
+        once = moved.summed + moved.gathered
+        return cls(
+            compute=(worked.forward + worked.backward) * microbatches + worked.cast,
+            communication=shown + moved.hidden * microbatches + once,
+            exposed=shown + once - moved.covered,
+            forward=worked.forward * microbatches + worked.cast,
+            backward=worked.backward * microbatches,
+            gradient_sync=moved.summed,
+            gathered=moved.gathered,
+            updated=moved.updated - moved.behind,
+            hidden=moved.hidden * microbatches,
+            again=worked.again * microbatches,
+            between=run.shown["between"] * microbatches,
+            copied=run.shown["host"] * microbatches,
+        )
+
+    def to_json(self) -> dict[str, float]:
+        return {"seconds": self.seconds, **asdict(self)}
+
+
+class NodePrices:
+    """The one price of every node of a rewritten program, from what the node itself carries."""
+
+    def __init__(self, cluster: Cluster, mesh: Mesh, buffer_bytes: int) -> None:
+        self.mesh, self.device = mesh, cluster.device
+        self.price = ClusterPrice(cluster, mesh, buffer_bytes)
+        self.states = StatePrice(self.price, self.device.overlap)
+        self._known: dict[tuple[Facts, Strategy], NodeCost] = {}
+        self._states: dict[Hashable, NodeCost] = {}
+        # By identity, with what it is of: copies of a program share what is known of calls.
+        self._calls: dict[int, tuple[Sequence[tuple[Facts, Strategy]], NodeCost]] = {}
+
+    def __call__(self, node: fx.Node) -> NodeCost:
+        return sum(self.elsewhere(node).values(), self.own(node))
+
+    def along(self, repeats: Repeats) -> Callable[[fx.Node], NodeCost]:
+        """The price of every node of a program, asked once for those that repeat."""
+        return repeats.along(self)
+
+    def own(self, node: fx.Node) -> NodeCost:
+        """Of the node itself, twice if it runs again."""
+        return self.computed(node) + self.inside(node)
+
+    def computed(self, node: fx.Node) -> NodeCost:
+        """Without what it moves itself, where ranks carry it out together."""
+        price = self._once(node)
+        return price.remade() if info(node).remade else price
+
+    def inside(self, node: fx.Node) -> NodeCost:
+        """What a call moves that ranks carry out together."""
+        if info(node).joint is None:
+            return NodeCost()
+        price = sum((self._inside(*call) for call in info(node).calls), NodeCost())
+        return price.remade() if info(node).remade else price
+
+    def elsewhere(self, node: fx.Node) -> dict[Region, NodeCost]:
+        """What it takes to keep its value elsewhere till backward, by the regions that do."""
+        if not info(node).away or storage(node) is not node:
+            return {}
+        size, away = float(info(node).type.local_bytes(self.mesh)), info(node).away
+        found = {r: self.away(r.how.keep, axes, size) for r, axes in away.items()}
+        if not _stands_alone(node):
+            return found
+        return {region: cost.repeated(region.times) for region, cost in found.items()}
+
+    def away(self, keep: Keep, axes: tuple[str, ...], size: float) -> NodeCost:
+        """What it takes to keep so many bytes cut over `axes`, or on the host."""
+        gathered = float(self.price.seconds("all_gather", axes, size)) if axes else 0.0
+        if keep != "host":
+            return NodeCost(backward=gathered)
+        copied = self.device.host.copied(piece_bytes(size, axes, self.mesh))
+        shown, hidden = 1 - self.device.overlap, 2 * copied * self.device.overlap
+        return NodeCost(copied * shown, gathered + copied * shown, hidden)
+
+    def level(self, axes: tuple[str, ...]) -> str:
+        """Where a movement over `axes` goes; one over none is between device and host."""
+        if not axes:
+            return "host"
+        return "inside" if self.price.link(axes).level == "inside" else "between"
+
+    def _once(self, node: fx.Node) -> NodeCost:
+        if (movement := info(node).movement) is not None:
+            return self._movement(node, movement)
+        if (places := info(node).places) is not None:
+            return self.stored(node, places)
+        calls = info(node).calls
+        if id(calls) not in self._calls:
+            self._calls[id(calls)] = calls, sum((self._call(*one) for one in calls), NodeCost())
+        price = self._calls[id(calls)][1]
+        if copied_parameter(node) is None:
+            return price
+        # A cast that the runtime makes once a step, for all micro-batches and both ways.
+        return price._replace(forward=0.0, cast=price.forward)
+
+    def stored(self, node: fx.Node, places: ParameterPlacement) -> NodeCost:
+        """Of a parameter, if it is in these places."""
+        beside, about = self._beside(node), (places, _about(node), info(node).sync)
+        key = *about, beside
+        if key not in self._states:
+            self._states[key] = self._kept(*about, beside)
+        return self._states[key]
+
+    def _kept(
+        self, places: ParameterPlacement, about: About, sync: tuple[str, ...], beside: Beside
+    ) -> NodeCost:
+        """Of a parameter."""
+        kept = self.states.kept(places, about, sync, beside)
+        if places.storage == places.working:  # no movement of the program stands for the copy
+            kept += self.states.used(places, about, (), beside)
+        return kept
+
+    def _call(self, facts: Facts, strategy: Strategy) -> NodeCost:
+        key = facts, strategy
+        if key not in self._known:
+            done = work(facts, ShardSizes(facts.rule, [strategy], self.mesh))
+            forward, backward = seconds(facts, done, self.device)
+            self._known[key] = NodeCost(float(forward[0]), float(backward[0]))
+        return self._known[key]
+
+    def _inside(self, facts: Facts, strategy: Strategy) -> NodeCost:
+        computed = self._call(facts, strategy)
+        about = facts, strategy, self.price, self.device.overlap
+        return messages_inside(*about, Computed(computed.forward, computed.backward))
+
+    def _movement(self, node: fx.Node, movement: Movement) -> NodeCost:
+        parameter = gathered_parameter(node)
+        if parameter is not None and parameter not in node.all_input_nodes:
+            return NodeCost()  # the first stands for all gathers of it
+        if parameter is not None:
+            return self.states.used(*self._use(parameter, movement), self._beside(parameter))
+        ways = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+        for one in self._moved(node, movement):
+            if one.when == "step":
+                seconds = self.price.bucketed(one.axes, one.bytes, one.kind)
+            else:
+                seconds = self.price.seconds(one.kind, one.axes, one.bytes)
+            ways[one.when] += float(seconds)
+        forward, backward, once = ways.values()
+        behind = self.states.hidden(once, self._beside(node).backward) if once else 0.0
+        hidden = self.states.hidden(backward, self._weights(node)) if backward else 0.0
+        more = {"summed": once, "covered": behind, "reduced": hidden}
+        return NodeCost(forward, backward - hidden, hidden, **more)
+
+    def collectives(self, node: fx.Node) -> list[Collective]:
+        """What a node moves with other ranks, by which it is priced."""
+        about, found = info(node), list[Collective]()
+        if about.movement is not None:
+            found += self._moved(node, about.movement)
+        elif (places := about.places) is not None:
+            found += self.states.moved_once(places, _about(node), about.sync)
+            if places.storage == places.working:
+                again = self._beside(node).learns
+                found += self.states.moved_for_use(places, _about(node), (), again)
+        elif about.joint is not None:
+            for call in about.calls:
+                found += collectives_inside(*call, self.mesh)
+        if about.remade:
+            found += [one._replace(when="backward") for one in found if one.when == "forward"]
+        if storage(node) is node:
+            size = float(about.type.local_bytes(self.mesh)) if about.away else 0.0
+            kept = (axes for axes in about.away.values() if axes)
+            found += [Collective("all_gather", axes, size, "backward") for axes in kept]
+        return found
+
+    def _moved(self, node: fx.Node, movement: Movement) -> list[Collective]:
+        """What a movement of the program moves."""
+        (value,) = node.all_input_nodes
+        before: TensorType = info(value).type
+        axes, learns = movement.axes, info(node).learns
+        if (parameter := gathered_parameter(node)) is not None:
+            if value is not parameter:
+                return []
+            again = self._beside(parameter).learns
+            return self.states.moved_for_use(*self._use(parameter, movement), again)
+        if movement.is_sum_back and is_made_of_parameters(value) and learns:
+            size = float(before.local_bytes(self.mesh))
+            return [Collective("all_reduce", axes, size, "step", SUMS)]
+        about = movement, before.layout, before.shape, before.dtype.itemsize, self.mesh
+        ways: list[tuple[str, When]] = [(movement.kind, "forward")]
+        ways += [(movement.backward, "backward")] if learns else []
+        size = moved_bytes(*about)
+        return [Collective(kind, axes, size, when) for kind, when in ways if kind not in FREE]
+
+    def _use(
+        self, parameter: fx.Node, movement: Movement
+    ) -> tuple[ParameterPlacement, About, tuple[str, ...]]:
+        """Of a parameter that is gathered by a movement of the program: its places, what it is, and
+        the axes over which its readers leave its gradient a partial sum."""
+        places = info(parameter).places
+        assert places is not None
+        return places, _about(parameter), places.storage.axes if movement.pending else ()
+
+    def _weights(self, movement: fx.Node) -> float:
+        """Of the gradients of weights that are made beside the backward of a movement."""
+        if not info(movement).alone:
+            return 0.0  # the search knows of longer ways what they take together
+        calls = [info(reader).calls[0] for reader in linears_behind(movement)]
+        return sum(weight_seconds(facts, self._call(facts, way).backward) for facts, way in calls)
+
+    def _beside(self, value: fx.Node) -> Beside:
+        """What the readers of a parameter compute, of which neighbours do about as much."""
+        readers = list(_readers(value))
+        costs = [self._call(*call) for one in readers for call in _call_of(*one)]
+        learns = any(info(reader).learns for reader, _ in readers)
+        forward, backward = (sum(getattr(c, way) for c in costs) for way in ("forward", "backward"))
+        return Beside(forward, backward, learns)
+
+
+def _stands_alone(node: fx.Node) -> bool:
+    """Whether a value is beside regions that stand for several, all of which read it: not that of
+    a block, which the next one reads."""
+    own = info(node).region
+    if own is None or info(node).times > 1:
+        return own is None
+    same, regions = [node], set[Region | None]()
+    for value in same:
+        same += [user for user in value.users if storage(user) is node]
+        regions |= {info(user).region for user in value.users}
+    return len(regions - {own, None}) > 1
+
+
+def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The operators that read a value, moved or cast or as it is, each with what it reads."""
+    for user in value.users:
+        is_between = is_made_of_parameters(user) and not _leaves_a_sum(user, value)
+        if info(user).movement is not None or is_between:
+            yield from _readers(user)
+        else:
+            yield user, value
+
+
+def _leaves_a_sum(reader: fx.Node, value: fx.Node) -> bool:
+    """Whether an operator that makes something of parameters leaves the gradient of one a sum."""
+    rule, strategy = info(reader).rule, info(reader).strategy
+    if copied_parameter(reader) is not None or rule is None or strategy is None:
+        return False
+    gradients = zip(tensor_inputs(reader), rule.signature(strategy).gradients)
+    return any(gradient.partial for read, gradient in gradients if read is value)
+
+
+def _call_of(reader: fx.Node, value: fx.Node) -> tuple[tuple[Facts, Strategy], ...]:
+    """Of an operator that was made of several, the one that reads `value`."""
+    calls = info(reader).calls
+    if len(calls) < 2:
+        return calls
+    first = len(calls[0][0].rule.inputs)
+    return calls[:1] if value in tensor_inputs(reader)[:first] else calls[1:]
+
+
+def _about(parameter: fx.Node) -> About:
+    """Shape, bytes of an element, and whether it learns."""
+    value = info(parameter).val
+    return tuple(value.shape), state_bytes(parameter), info(parameter).learns
+
+
+def program_run(graph: fx.Graph, prices: NodePrices, repeats: Repeats = NONE) -> Run:
+    """One run of the rewritten `graph`: the sums of its nodes' prices."""
+    worked, moved = NodeCost(), NodeCost()
+    shown, reduced = (dict.fromkeys(("inside", "between", "host"), 0.0) for _ in range(2))
+    take = repeats.along(lambda node: _taken(node, prices))
+    for node in graph.nodes:
+        (work, moves, levels), times = take(node), info(node).times
+        worked = worked if work is None else worked + work.repeated(times)
+        moved = sum((one.repeated(times) for one in moves), moved)
+        for level, seconds_, behind in levels:
+            shown[level] += seconds_ * times
+            reduced[level] += behind * times
+    return Run(worked, moved, shown, reduced["between"] / (sum(reduced.values()) or 1.0))
+
+
+Taken = tuple[NodeCost | None, list[NodeCost], list[tuple[str, float, float]]]
+
+
+def _taken(node: fx.Node, prices: NodePrices) -> Taken:
+    """What a node computes, all that it moves, and by level the seconds of these that show, and
+    those that only a backward that is not split hides."""
+    about, work, cost = info(node), None, NodeCost()
+    if about.movement is not None or about.places is not None:
+        cost = prices.own(node)
+    else:
+        work = prices.computed(node)
+        if about.joint is not None:
+            cost = prices.inside(node)
+    shown = cost.forward + cost.backward
+    moves, levels = [cost], [(prices.level(_axes(node)), shown, cost.reduced)]
+    for region, kept in prices.elsewhere(node).items():
+        moves.append(kept)
+        # What goes to the host comes back; what is gathered is so in backward alone.
+        levels.append(("host", 2 * kept.forward, 0.0))
+        gathered = kept.backward - kept.forward
+        levels.append((prices.level(about.away[region]), gathered, 0.0))
+    return work, moves, levels
+
+
+def _axes(node: fx.Node) -> tuple[str, ...]:
+    """The axes over which a node moves something in each run."""
+    about = info(node)
+    if about.movement is not None:
+        return about.movement.axes
+    if about.joint is not None:
+        return about.joint.axes
+    if about.places is None:
+        return ()
+    stored = about.places.storage.axes
+    return tuple(axis for axis in about.places.gradient.axes if axis not in stored)

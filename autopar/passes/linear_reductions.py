@@ -1,0 +1,62 @@
+"""Reductions: the gradient of what linears read travels while the gradients of weights are made.
+
+For graphs of one rank that run eagerly, after `localize`. A movement whose backward is a reduction,
+and the linears that alone read it, become one call (`collectives/deferred_linears.py`):
+
+    x' = identity(x, "tp"); y = linear(x', w); z = linear(x', v)
+    y, z = linears(x, identity, ("tp",), w, None, v, None)
+
+Where backward is split it has parted the two already, and is left as it is; so is a program that is
+compiled. This moves a collective of backward before others, so all ranks join the same: one without
+elements, too.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from autopar.collectives.deferred_linears import STARTS, linears
+from autopar.cost.deferred_reductions import linears_together
+from autopar.passes.pass_setting import LocalSetting
+from autopar.strategies.node_info import info
+
+
+def hide_reductions(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
+    """Join every such movement and its readers, in place."""
+    if setting.once and not setting.is_split and not setting.compiled:
+        for readers in linears_together(graph.nodes):
+            movement = readers[0].all_input_nodes[0]
+            if movement.target in STARTS:
+                read = [value for reader in readers for value in reader.all_input_nodes]
+                _join(movement, readers, max(read))
+    return graph
+
+
+def _join(movement: fx.Node, readers: list[fx.Node], last: fx.Node) -> None:
+    """`last`: of what the readers read."""
+    graph = movement.graph
+    value, *arguments = movement.args
+    pairs = [(*reader.args[1:], None)[:2] for reader in readers]
+    parameters = [parameter for pair in pairs for parameter in pair]
+    call: Any = (value, movement.target, tuple(arguments), *parameters)
+    with graph.inserting_after(last):
+        joined = graph.call_function(linears, call)
+    joined.meta = {**readers[0].meta, "rule": None}
+    given = [joined]
+    if len(readers) > 1:
+        values: Any = tuple(info(reader).val for reader in readers)
+        info(joined).update(val=values, away={})
+        with graph.inserting_after(joined):
+            given = [
+                graph.call_function(operator.getitem, (joined, index))
+                for index in reversed(range(len(readers)))
+            ][::-1]
+    for reader, new in zip(readers, given):
+        if new is not joined:
+            new.meta = dict(reader.meta)
+        reader.replace_all_uses_with(new)
+        graph.erase_node(reader)
+    graph.erase_node(movement)

@@ -1,0 +1,72 @@
+"""Prices a schedule: when every action runs, what idles, what is kept, what synchronisation adds.
+
+>>> from autopar.pipeline import schedule
+>>> timeline = simulate(schedule("chimera", stages=4, microbatches=4), forward=1, backward=2)
+>>> timeline.peak_activations
+(3.0, 4.0, 4.0, 3.0)
+>>> print(timeline)
+chimera: 4 ranks, 4 micro-batches, makespan 16, bubble 25.0%
+rank 0 |F0 F1 ...f2 b2    f3 b3    ...B0    ......B1    |
+rank 1 |...F0 f2 F1 f3 ...b2    B0    b3    B1    ......|
+rank 2 |...f2 F0 f3 F1 ...B0    b2    B1    b3    ......|
+rank 3 |f2 f3 ...F0 B0    F1 B1    ...b2    ......b3    |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from autopar.pipeline.checker import check
+from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.simulation.action_costs import Costs, per_stage, single, stage_times
+from autopar.pipeline.simulation.action_times import Passages, run
+from autopar.pipeline.simulation.synchronization import synchronize
+from autopar.pipeline.simulation.timeline import Timeline
+
+Sync = Literal["after", "eager", "eager-where-it-helps"]
+_NONE: Mapping[tuple[int, ...], float] = MappingProxyType({})
+
+
+def simulate(
+    schedule: Schedule,
+    forward: Costs = 1,
+    backward: Costs = 2,
+    backward_weight: Costs | None = None,
+    latency: float = 0,
+    sync: Sync | None = None,
+    sync_cost: Costs = 0,
+    after_sync: Costs = 0,
+    activation: Costs = 1,
+    passages: Passages | None = None,
+    shared_sync: Mapping[tuple[int, ...], float] = _NONE,
+) -> Timeline:
+    """The timeline of one step.
+
+    A cost is one number, the time of a rank for one micro-batch on what it holds of one pipe
+    (chunks share it), or a number for each stage. `backward` is the whole of it,
+    `backward_weight` the part that W takes where it is split off (half by default). `latency` is
+    the time a message is under way between two ranks, `passages` what each of them takes. `sync`
+    says when the replicas of a stage all-reduce its gradient (see `synchronization`), which takes
+    `sync_cost`; `shared_sync` is what it takes stages, by their numbers, that share parameters;
+    `after_sync` what a rank does for each of its stages when it has summed all.
+    `activation` is what a micro-batch keeps for backward, 1 by default.
+    """
+    times = stage_times(
+        schedule.stages, forward, backward, backward_weight, schedule.chunks, schedule.parts
+    )
+    delay = single("latency", latency)
+    shares = per_stage("activation", activation, schedule.stages, schedule.chunks)
+    kept = tuple(share / schedule.parts for share in shares)
+    result = run(schedule, times, delay if passages is None else passages)
+    if sum(map(len, result.ends)) != len(schedule.actions):
+        check(schedule)
+    timeline = Timeline(schedule, result.starts, result.ends, result.arrivals, kept)
+    if sync is None:
+        return timeline
+    costs, after = (
+        per_stage(name, cost, schedule.stages, schedule.chunks)
+        for name, cost in (("sync_cost", sync_cost), ("after_sync", after_sync))
+    )
+    return synchronize(timeline, sync, costs, shared_sync, after)

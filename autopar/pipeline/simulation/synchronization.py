@@ -1,0 +1,88 @@
+"""Gradient synchronisation: when the replicas of a stage all-reduce its gradient, and stages that
+share parameters the gradients of these.
+
+- ``after``: when a rank has done all its actions;
+- ``eager``: when a rank has done its last backward on the stage, as the runtime does it;
+- ``eager-where-it-helps``: eagerly for the stages that leave their ranks idle between that moment
+  and the rank's last action, as a running all-reduce slows the work beside it; after for the rest.
+
+An all-reduce starts when all its ranks are ready. A rank runs one at a time, beside its actions.
+What follows for its stages, as updates on the host do, begins when it is done with all of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from autopar.errors import require_one_of
+from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.simulation.timeline import Synchronization, Timeline, Update
+
+MODES = ("after", "eager", "eager-where-it-helps")
+
+
+def early_stages(timeline: Timeline) -> tuple[int, ...]:
+    """The stages whose ranks all idle between their last backward on it and their last action."""
+    schedule = timeline.schedule
+    tolerance = 1e-9 * timeline.makespan
+
+    def idles(stage: int, rank: int) -> bool:
+        after = _completed_at(schedule, rank, stage) + 1
+        ends = [0.0, *timeline.ends[rank]]
+        gaps = zip(timeline.starts[rank][after:], ends[after:])
+        return any(start - end > tolerance for start, end in gaps)
+
+    return tuple(
+        stage
+        for stage in range(schedule.stages)
+        if all(idles(stage, rank) for rank in schedule.replicas_of(stage))
+    )
+
+
+def _completed_at(schedule: Schedule, rank: int, stage: int) -> int:
+    """The position of the action that completes the gradient of `stage` on `rank`; -1: none."""
+    return (-1, *schedule.gradient_positions[rank].get(stage, ()))[-1]
+
+
+def synchronize(
+    timeline: Timeline,
+    mode: str,
+    costs: tuple[float, ...],
+    shared: Mapping[tuple[int, ...], float],
+    after: tuple[float, ...],
+) -> Timeline:
+    """The timeline with the all-reduces of all stages, and of those that share parameters, first
+    ready first."""
+    require_one_of("sync, when gradients are synchronised", mode, MODES)
+    schedule = timeline.schedule
+    done = [ends[-1] if ends else 0.0 for ends in timeline.ends]
+    stages = range(schedule.stages)
+    eager = {"after": (), "eager": tuple(stages)}.get(mode) or (
+        early_stages(timeline) if mode == "eager-where-it-helps" else ()
+    )
+    completed = []
+    for stage in stages:
+        completed.append(0.0)
+        for rank in schedule.replicas_of(stage):
+            position = _completed_at(schedule, rank, stage)
+            gradient = timeline.ends[rank][position] if position >= 0 else 0.0
+            completed[stage] = max(completed[stage], gradient if stage in eager else done[rank])
+    every = {(stage,): cost for stage, cost in enumerate(costs)} | dict(shared)
+    ready = [(max(completed[stage] for stage in some), some) for some in every]
+    free = [0.0] * schedule.ranks
+    found = []
+    for begins, some in sorted(ready):
+        ranks = schedule.holders(some)
+        start = max([begins, *(free[rank] for rank in ranks)])
+        end = start + every[some]
+        for rank in ranks:
+            free[rank] = end
+        early = any(start < done[rank] for rank in ranks)
+        found.append(Synchronization(some, ranks, start, end, early))
+    updates = []
+    for rank, begins in enumerate(map(max, free, done)):
+        seconds = sum(after[stage] for stage in schedule.stages_on(rank))
+        if seconds:
+            updates.append(Update(rank, begins, begins + seconds))
+    return dataclasses.replace(timeline, synchronizations=tuple(found), updates=tuple(updates))

@@ -1,0 +1,312 @@
+"""Text: a plan on a page, equal blocks as one.
+
+plan on Mesh(dp=2, tp=4), dgx-h100: 8 devices in 1 node, mode auto
+  step       18.6 ms: compute 17.2 ms, communication 4.1 ms, 1.4 ms of it exposed
+  memory     41.2 GB of 80 GB at the peak: activations 20.1 GB, optimizer 10.4 GB, ...
+  search     0.8 s, gap 0% to the bound 18.6 ms; 4,210 strategies of 612 nodes
+parameters
+  layers.{0..47}.mlp.up.weight   bf16[6400@tp, 1600]   gradient summed over dp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from autopar.layout import ParameterPlacement
+from autopar.plan.grouping import grouped
+from autopar.plan.plan_value import PlanValue
+from autopar.plan.saved_value import SavedValue
+from autopar.planner.candidate import Alternative
+from autopar.planner.moved import idle_axes
+from autopar.planner.recomputation import summary
+from autopar.planner.trial import rows_of_trials
+from autopar.recompute import Recompute
+from autopar.report.weighed_plans import left_out_words, rows_of, rows_of_meshes
+from autopar.schema import write
+from autopar.search.search_report import Search
+from autopar.strategies.node_info import info
+from autopar.tables import table, titled, wrapped
+from autopar.units import bytes_text, counted, seconds_text, share_text
+
+_LISTED = 8  # meshes, and ways to run a step
+_BESIDE = 13  # characters before what stands beside its name
+
+
+def plan_text(plan: PlanValue) -> str:
+    """The whole page."""
+    memory, host = plan.memory, plan.fullest_host
+    node = f"a rank at most, {bytes_text(host.needed)} of {bytes_text(host.memory)} on a node"
+    facts = [
+        ("step", _step(plan)),
+        *_no_loss(plan),
+        (
+            "memory",
+            _held(memory.peak, memory.parts, f"of {bytes_text(plan.room(plan.limit))} at the peak"),
+        ),
+        *([("host", _held(memory.host, memory.on_host, node))] if memory.host else []),
+        *_about(plan),
+        *_repeated(plan),
+    ]
+    lines = [*_title("plan", plan, f"mode {plan.mode}"), *_facts(facts)]
+    if plan.pipelining is not None:
+        lines += str(plan.pipelining).splitlines()
+    own = plan.program.placeholders.items()
+    sync = {p: info(node).sync if info(node).learns else () for p, node in own}
+    rows = []
+    for placeholder, name in plan.captured.parameters.items():
+        about = _kept(plan, placeholder, name), _summed(sync.get(placeholder))
+        rows.append((name, (str(plan.types[name]), ", ".join(filter(None, about)))))
+    lines += [*_regions(plan.decisions.recompute, _uncut(plan)), "parameters", *_grouped(rows)]
+    lines += [*_movements(plan), *_fallbacks(plan)]
+    return "\n".join(lines + _weighed(plan))
+
+
+def _title(what: str, plan: PlanValue | SavedValue, how: str) -> list[str]:
+    """Which machines it is on."""
+    mesh, cluster = plan.whole_mesh, plan.cluster.first(plan.whole_mesh.size)
+    return wrapped(f"{what} on {mesh}, {cluster.name}: {cluster.taken}, {how}", _BESIDE)
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> list[str]:
+    """Each behind its name."""
+    return [line for name, text in facts for line in wrapped(f"  {name:<9}  {text}", _BESIDE)]
+
+
+def _about(plan: PlanValue | SavedValue) -> list[tuple[str, str]]:
+    """How it was found, and what is not as it always is: devices that are not used, what of
+    parameters is cut, in which dtypes, and which inputs vary."""
+    facts = [("search", _search(plan.search, plan.pipelining is not None))]
+    facts += [("not used", idle) for idle in plan.cluster.first(plan.whole_mesh.size).idle]
+    facts += [] if plan.states.is_whole else [("states", str(plan.states))]
+    facts += [("precision", str(plan.precision))] if plan.precision else []
+    return facts + ([("inputs", f"any size: {plan.dynamic}")] if plan.dynamic else [])
+
+
+def _step(plan: PlanValue) -> str:
+    """Where its seconds go."""
+    cost = plan.cost
+    hidden = f", {seconds_text(cost.exposed)} of it exposed" if cost.communication else ""
+    waits = f", bubble {seconds_text(cost.bubble)}" if cost.bubble else ""
+    host = f", host {seconds_text(cost.updated)}" if cost.updated else ""
+    count = f", {counted(plan.microbatches, 'micro-batch')}" if plan.batches is not None else ""
+    return (
+        f"{seconds_text(cost.seconds)}: compute {seconds_text(cost.compute)}, "
+        f"communication {seconds_text(cost.communication)}{hidden}{waits}{host}{count}"
+    )
+
+
+def _no_loss(plan: PlanValue) -> list[tuple[str, str]]:
+    """What is priced of a model whose loss is outside of it."""
+    if plan.loss is not None:
+        return []
+    cost = plan.cost
+    back = f"; backward of all its outputs, {seconds_text(cost.backward)}" if cost.backward else ""
+    words = (
+        f"none in the model: priced are forward, {seconds_text(cost.forward)}{back}; not a loss "
+        "outside of it, nor in memory what backward makes on its way; stages and micro-batches, "
+        "which need it, are not weighed"
+    )
+    return [("loss", words)]
+
+
+def _repeated(plan: PlanValue) -> list[tuple[str, str]]:
+    """The axes along which all ranks do the same, which is more than is of use."""
+    if not (axes := idle_axes(plan)):
+        return []
+    along, fewer = " and ".join(axes), plan.whole_mesh.size // plan.mesh.degree(axes)
+    words = f"all ranks along {along} do the same: {counted(fewer, 'device')} would do as well"
+    return [("repeated", words)]
+
+
+def _held(most: float, parts: Mapping[str, float], of_what: str) -> str:
+    """Return bytes as text, and what they are made of, the largest first."""
+    largest = sorted(parts.items(), key=lambda item: -item[1])
+    kinds = ", ".join(f"{name} {bytes_text(size)}" for name, size in largest if size)
+    return f"{bytes_text(most)} {of_what}: {kinds}"
+
+
+def saved_text(saved: SavedValue) -> str:
+    """What a plan on disk tells without its model."""
+    rows = [(name, (str(saved.types[name]),)) for name in saved.fingerprint.parameters]
+    count, batches = len(saved.fingerprint.operators), saved.microbatches
+    how = f"mode {saved.mode}, made with torch {saved.fingerprint.torch}"
+    facts = [("operators", f"{count:,}; {counted(batches, 'micro-batch')}"), *_about(saved)]
+    lines = [
+        *_title("saved plan", saved, how),
+        *_facts(facts),
+        *wrapped(
+            "  time and memory are computed once a model is attached: .attach(model, args, kwargs)"
+        ),
+        *_regions(saved.decisions.recompute),
+        "parameters",
+        *_grouped(rows),
+    ]
+    return "\n".join(lines + _weighed(saved))
+
+
+def plan_data(plan: PlanValue) -> dict[str, Any]:
+    """The same page as plain data."""
+    return {
+        "mesh": write(plan.whole_mesh),
+        "cluster": plan.cluster.name,
+        "devices": plan.cluster.devices,
+        "not_used": plan.cluster.first(plan.whole_mesh.size).idle,
+        "mode": plan.mode,
+        "microbatches": plan.microbatches,
+        "cost": plan.cost.to_json(),
+        "memory": plan.memory.to_json(),
+        "search": write(plan.search),
+        "pipeline": write(plan.pipelining),
+        "states": write(plan.states),
+        "precision": write(plan.precision),
+        "dynamic_shapes": write(plan.dynamic),
+        "strict": plan.strict,
+        "recompute": {name: str(how) for name, how in plan.decisions.recompute.items()},
+        "parameters": {n: str(plan.types[n]) for n in plan.captured.parameters.values()},
+        "movements": [asdict(record) for record in plan.movements()],
+        "fallbacks": [{**asdict(f), "cost": f.cost} for f in plan.fallbacks],
+        "alternatives": write(plan.alternatives),
+        "left_out": dict(plan.left_out),
+        "trials": write(plan.trials),
+    }
+
+
+def _search(search: Search | None, is_staged: bool) -> str:
+    if search is None:
+        return "none: layouts were spread from the annotations and the batch"
+    sizes = search.sizes
+    folded = max((count for count, _ in sizes.runs), default=0)
+    blocks = f", {folded} equal blocks folded" if folded else ""
+    cut = "; ended early: what was not weighed may be better" if search.interrupted else ""
+    proof = f"layouts: gap {share_text(search.gap)} to their bound {seconds_text(search.bound)}"
+    proof += " of a step in which no stage waits" * is_staged
+    if not search.bound:
+        proof = "layouts: no bound"
+    return (
+        f"{seconds_text(search.seconds)}, {proof}; {sizes.strategies:,} strategies of "
+        f"{sizes.nodes:,} nodes, {sizes.pruned_strategies:,} after pruning{blocks}{cut}"
+    )
+
+
+def _summed(axes: Sequence[str] | None) -> str:
+    return f"gradient summed over {', '.join(axes)}" if axes else ""
+
+
+def _regions(decided: Mapping[str, Recompute], uncut: Collection[str] = ()) -> list[str]:
+    """What runs again in backward, and where regions keep what it reads."""
+    rows = [
+        (name, (how.words + ": no ranks keep it alike" * (name in uncut),))
+        for name, how in decided.items()
+    ]
+    return ["recomputed in backward", *_grouped(rows)] if rows else []
+
+
+def _uncut(plan: PlanValue) -> set[str]:
+    """The regions that keep pieces where there is nothing to cut."""
+    asked = {name for name, how in plan.decisions.recompute.items() if how.keep == "cut"}
+    cut = {region.name for node in plan.rewritten.nodes for region in info(node).away}
+    return asked - cut
+
+
+def _kept(plan: PlanValue, placeholder: str, name: str) -> str:
+    """Of a parameter that is elsewhere from step to step, or is read elsewhere."""
+    places = plan.decisions.apart.get(placeholder)
+    if places is None:
+        return "on the host" * info(plan.program.placeholders[placeholder]).on_host
+    kept, bytes_ = plan.types[name], info(plan.program.placeholders[placeholder]).state_bytes
+    is_cast = plan.precision is not None and bytes_ is not None and bytes_.copy != bytes_.master
+    read = replace(kept, dtype=plan.precision.compute) if is_cast and plan.precision else kept
+    said = {
+        "kept as": (kept, places.optimizer),
+        "read as": (read, places.working),
+        "gradient as": (kept, places.gradient),
+    }
+    found = [
+        f"{how} {replace(type_, layout=layout)}"
+        for how, (type_, layout) in said.items()
+        if layout != places.storage
+    ]
+    return ", ".join(found + [_there(places)] * bool(places.on_host))
+
+
+def _there(places: ParameterPlacement) -> str:
+    """What of a parameter is on the host."""
+    if places.goes_up is None:
+        return "on the host"
+    return "kept on the host" if places.goes_up[0] == "optimizer" else "stored on the host"
+
+
+def _movements(plan: PlanValue) -> list[str]:
+    records = plan.movements()
+    if not records:
+        return ["movements: none besides gradients"]
+    rows = [
+        (
+            record.module or "the model",
+            (
+                f"{record.forward} over {record.axis}",
+                record.tensor,
+                record.backward or "nothing",
+                bytes_text(record.bytes),
+                seconds_text(record.seconds),
+            ),
+        )
+        for record in records
+    ]
+    total = seconds_text(sum(record.seconds for record in records))
+    where = "a micro-batch" if plan.batches else "a step"
+    heading = "", "movement", "of", "backward", "bytes", "time"
+    return [f"movements: {len(records)} in {where}, {total}", *_grouped(rows, heading)]
+
+
+def _fallbacks(plan: PlanValue) -> list[str]:
+    if not plan.fallbacks:
+        return []
+    rows = [(f.operator, (f.reason, seconds_text(f.cost), f.source or "")) for f in plan.fallbacks]
+    total = sum(fallback.cost for fallback in plan.fallbacks)
+    title = f"replicated for want of a rule: {len(rows)}, {seconds_text(total)} of a step"
+    return [title, *_grouped(rows, ("", "why", "costs", "at"))]
+
+
+def _weighed(plan: PlanValue | SavedValue) -> list[str]:
+    """The meshes and the ways to run a step that were weighed, where there are several."""
+    considered, alternatives = plan.search.considered if plan.search else (), plan.alternatives
+    lines = []
+    if len(considered) > 1:
+        stages = "" if plan.pipelining is None else " inside a stage, without bubbles"
+        lines += [f"meshes{stages}, by the search for layouts (* taken)"]
+        lines += table(rows_of_meshes(considered, plan.mesh), _LISTED)
+    if len(alternatives) > 1:
+        rows = rows_of(alternatives, [one.how for one in alternatives], taken(plan))
+        lines += ["ways to run a step (* taken)", *titled(rows, _LISTED)]
+    if plan.trials:
+        lines += ["ways that were run (* taken)", *titled(rows_of_trials(plan.trials))]
+    if plan.left_out:
+        lines += wrapped(f"ruled out by bounds, unbuilt: {left_out_words(plan.left_out)}")
+    return lines
+
+
+def taken(plan: PlanValue | SavedValue) -> Alternative | None:
+    """What a plan is, among the ways that were weighed."""
+    made = None if plan.pipelining is None else plan.pipelining.schedule
+    count = plan.microbatches if made is None else made.microbatches
+    run = ("", ()) if made is None else (made.name, made.options)
+    about = plan.whole_mesh, plan.states, summary(plan.decisions.recompute), count, *run
+    for one in plan.alternatives:
+        way = one.mesh, one.states, one.recompute, one.microbatches, one.schedule, one.options
+        if way == about:
+            return one
+    return None
+
+
+def _grouped(
+    rows: Iterable[tuple[str, tuple[str, ...]]], heading: tuple[str, ...] = ()
+) -> list[str]:
+    """Names and their cells, equal blocks as one row; under a heading, at its end how often."""
+    found = grouped(rows)
+    if not heading:
+        return table([(name, *cells) for name, cells, _ in found])
+    often = ("" if count == 1 else f"x {count}" for *_, count in found)
+    return table([(*heading, ""), *((*one[:1], *one[1], n) for one, n in zip(found, often))])

@@ -1,0 +1,240 @@
+"""PlanValue: every decision about one model on one mesh, with the program that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, Self, TypeVar
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.capture.dynamic import DynamicShapes
+from autopar.capture.fingerprint import Fingerprint, fingerprint_of
+from autopar.capture.listing import Listing
+from autopar.capture.origins import moved_dtype
+from autopar.errors import InvalidInput
+from autopar.layout import Layout, TensorType
+from autopar.passes.microbatches import Microbatches, cut_batch
+from autopar.passes.stages import split_stages
+from autopar.plan.fallbacks import FallbackCost, fallback_costs
+from autopar.plan.restaged import forward_batches, restaged, without_gradients
+from autopar.plan.runtime_program import Program
+from autopar.planner.beside import spread_beside
+from autopar.planner.candidate import Alternative, Candidate
+from autopar.planner.request import Mode
+from autopar.planner.trial import Trial
+from autopar.progress import Report
+from autopar.search.constraints import Constraints
+from autopar.search.cost_graph_builder import Builder, Built
+from autopar.strategies.node_info import info
+from autopar.strategies.results import has_results
+
+Made = TypeVar("Made", bound="PlanValue")
+_TOLD = ("trials", "file")  # what says how a plan was chosen
+
+
+@dataclass(frozen=True)
+class MovementRecord:
+    """One movement of a program."""
+
+    forward: str
+    backward: str | None  # None where no gradient flows
+    axis: str  # several axes are joined by commas, outermost first
+    tensor: str  # the type of what is moved, before
+    bytes: int  # the larger of one rank's pieces before and after
+    node: str
+    module: str  # of its reader
+    seconds: float  # predicted, forward and backward
+
+
+@dataclass(frozen=True)
+class PlanValue(Candidate):
+    """The candidate that was taken, and what was asked. `program` is what runs."""
+
+    mode: Mode = "propagate"  # how it was made
+    limit: float | None = None  # bytes of each device that the search kept to
+    constraints: Constraints | None = None  # what annotations asked
+    alternatives: tuple[Alternative, ...] = ()  # ways to run a step that were weighed
+    # How many more were ruled out by bounds, unbuilt, of each kind.
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    trials: tuple[Trial, ...] = ()  # what some of them took when they were run, the fastest first
+    dynamic: DynamicShapes | None = None  # the sizes of inputs that it serves beside its own
+    strict: bool = False  # whether operators without rules are refused, of later programs too
+    # What is told of the searches of later programs.
+    progress: Report | bool = field(default=False, compare=False, repr=False)
+
+    @classmethod
+    def of(cls: type[Made], candidate: Candidate, **asked: Any) -> Made:
+        """With all that is known of a candidate."""
+        made = cls(**{f.name: getattr(candidate, f.name) for f in fields(Candidate)}, **asked)
+        vars(made).update(vars(candidate))
+        return made
+
+    def tried(self, trials: tuple[Trial, ...]) -> Self:
+        """The same plan, which was chosen by these."""
+        made = replace(self, trials=trials)
+        vars(made).update({name: value for name, value in vars(self).items() if name not in _TOLD})
+        return made
+
+    @cached_property
+    def program(self) -> Program:
+        """The rewritten program of all ranks."""
+        program = Program(
+            self.captured,
+            self.decisions,
+            self.rewritten,
+            self.batches,
+            buffer_bytes=self.states.buffer_bytes,
+        )
+        if self.pipelining is None:
+            return program
+        stages = split_stages(self.cut(self.pipelining), self.mesh)
+        return replace(program, pipelining=self.pipelining, stages=stages)
+
+    @cached_property
+    def whole_program(self) -> Program:
+        """The program of a whole batch, for calls beside steps: in one go, or forward through the
+        stages of a pipeline."""
+        if self.pipelining is not None:
+            return self.forward_program(self.original, self.microbatches)
+        return self.program if self.batches is None else self._beside(self.batches.whole)
+
+    @cached_property
+    def telling_program(self) -> Program:
+        """The program of a step that gives outputs beside the loss."""
+        if self.batches is None:
+            return self.program
+        try:
+            batches = cut_batch(self.batches.whole, self.batches.count, tells=True)
+        except InvalidInput as error:
+            raise InvalidInput(
+                "the outputs of a step in micro-batches are joined from those of each, or summed",
+                got=error.got,
+                remedy="microbatches=1, or outputs=False",
+                source=error.source,
+            ) from error
+        beside = self._told(batches.captured, batches)
+        return beside if self.pipelining is None else restaged(self, beside)
+
+    def _told(self, captured: Captured, batches: Microbatches) -> Program:
+        """The program of a step with more outputs, whose operators are as they are in the step."""
+        decisions = self.decisions
+        if {node.name for node in captured.operators} != {n.name for n in self.captured.operators}:
+            return self._beside(captured, batches)
+        last = self.captured.graph.output_node().name
+        ways = {key: way for key, way in decisions.ways.items() if key[1] != last}
+        decisions = replace(decisions, ways=ways)
+        about = captured, self.cluster, decisions, batches
+        made = Candidate(*about, states=self.states, line=self.line)
+        size = self.states.buffer_bytes
+        return Program(captured, decisions, made.rewritten, batches, buffer_bytes=size)
+
+    def _beside(self, captured: Captured, batches: Microbatches | None = None) -> Program:
+        """Another program on the parameters of this one, whose layouts spread from theirs."""
+        made = spread_beside(self, self.mode, captured, batches)
+        size = self.states.buffer_bytes
+        return Program(captured, made.decisions, made.rewritten, batches, buffer_bytes=size)
+
+    def forward_program(self, captured: Captured, count: int) -> Program:
+        """The program of a call in a pipeline, of this batch and mode or of others: in `count`
+        micro-batches where their outputs make those of the batch, else in one go."""
+        batches = forward_batches(captured, count)
+        program = captured if batches is None else batches.captured
+        return restaged(self, self._beside(without_gradients(program), batches), forward=True)
+
+    @cached_property
+    def types(self) -> dict[str, TensorType]:
+        """The type of every parameter and buffer by its name, of every value by its node's."""
+        found = {
+            node.name: info(node).type
+            for node in self.rewritten.nodes
+            if node.op != "output" and not has_results(node)
+        }
+        named = self.captured.parameters | self.captured.buffers
+        marked = {
+            node.name: TensorType.of(info(node).val, self.decisions.fixed[node.name])
+            for node in self.captured.graph.nodes
+            if node.name in self.decisions.fixed
+        }
+        return {name: found[placeholder] for placeholder, name in named.items()} | found | marked
+
+    @cached_property
+    def cost_graph(self) -> Built:
+        """All that the search had to choose from; built again when it is first asked for."""
+        constraints = self.constraints or Constraints()
+        about = self.captured, self.mesh, self.cluster, constraints, self.microbatches
+        return Builder(*about, self.states).run()
+
+    @property
+    def graph(self) -> Listing:
+        """The program of all ranks: prints one line a node."""
+        return Listing(self.rewritten)
+
+    @cached_property
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of every parameter and buffer by its name, of every value by its node's."""
+        return {name: type_.layout for name, type_ in self.types.items()}
+
+    @property
+    def annotated(self) -> Mapping[str, str]:
+        """The user's line for each parameter that is annotated."""
+        said = self.constraints.parameters if self.constraints is not None else {}
+        return {name: constraint.source for name, constraint in said.items()}
+
+    @property
+    def original(self) -> Captured:
+        """The captured program of a whole batch."""
+        return self.captured if self.batches is None else self.batches.whole
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What the model is, for files and other ranks."""
+        return fingerprint_of(self.original)
+
+    @cached_property
+    def fallbacks(self) -> tuple[FallbackCost, ...]:
+        """Operators that run replicated for want of a rule, and what that costs."""
+        return fallback_costs(self.decisions.fallbacks, self.rewritten, self.prices)
+
+    def movements(self) -> list[MovementRecord]:
+        """What moves inside the program, in forward or backward, once each, in its order.
+
+        What a step moves of states is in `cost`: gradients that are summed at the end (or with
+        each micro-batch, where they are cut), copies that live a step, and those that are gathered
+        again for backward."""
+        records = []
+        for node in self.rewritten.nodes:
+            if info(node).joint is not None:
+                records.append(self._inside(node))
+            if (movement := info(node).movement) is None:
+                continue
+            records.append(
+                MovementRecord(
+                    forward=movement.kind,
+                    backward=movement.backward if info(node).learns else None,
+                    axis=",".join(movement.axes),
+                    tensor=str(replace(info(node.args[0]).type, dtype=moved_dtype(node))),
+                    bytes=info(node).bytes,
+                    node=node.name,
+                    module=info(node).module,
+                    seconds=self.prices.own(node).seconds,
+                )
+            )
+        return records
+
+    def _inside(self, node: fx.Node) -> MovementRecord:
+        """What a call moves that ranks carry out together."""
+        call = info(node).joint
+        assert call is not None
+        return MovementRecord(
+            forward=call.joint.forward.__name__,
+            backward=call.joint.backward.__name__ if info(node).learns else None,
+            axis=",".join(call.axes),
+            tensor=", ".join(map(str, info(node).types)),
+            bytes=info(node).bytes,
+            node=node.name,
+            module=info(node).module,
+            seconds=self.prices.inside(node).seconds,
+        )

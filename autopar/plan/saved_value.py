@@ -1,0 +1,160 @@
+"""SavedValue: a plan as it stands on disk, field by field, without the model that it is for.
+
+Times and bytes are not saved: they are computed anew for the model that the plan is attached to.
+What a plan comes to hold besides gets a field here: files, `diff` and what ranks compare follow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from autopar.capture.dynamic import DynamicShapes
+from autopar.capture.fingerprint import Fingerprint
+from autopar.cluster import Cluster
+from autopar.errors import InvalidInput
+from autopar.layout import Layout, TensorType
+from autopar.mesh import Mesh
+from autopar.pipeline.pipelining import Pipelining
+from autopar.plan.plan_value import PlanValue
+from autopar.planner.candidate import Alternative
+from autopar.planner.request import Mode
+from autopar.planner.trial import Trial
+from autopar.precision import Precision
+from autopar.schema import Count, Positive, write
+from autopar.search.decisions import Decisions, TypedDecisions
+from autopar.search.search_report import Search
+from autopar.states import States
+
+# How a plan was found, and where it was asked for: plans that differ in this alone decide the same.
+_ACCOUNT = {"decides": False}
+# What machines were taken to be: each rank may know its own.
+_OF_RANK = {"is_of_rank": True}
+
+
+@dataclass(frozen=True)
+class SavedValue:
+    """Everything that was decided, and the fingerprint of the model it was decided for."""
+
+    mode: Mode
+    # Bytes of each device that the search kept to.
+    limit: Positive | None = field(metadata={"key": "memory_limit"} | _OF_RANK)
+    # Micro-batches of a step; None: the batch was not cut.
+    microbatch_count: Count | None = field(metadata={"key": "microbatches"})
+    typed: TypedDecisions = field(metadata={"key": "decisions"})
+    cluster: Cluster = field(metadata=_OF_RANK)
+    precision: Precision | None
+    pipelining: Pipelining | None = field(metadata={"key": "pipeline"})
+    search: Search | None = field(metadata=_ACCOUNT)
+    states: States  # what the places of parameters follow from
+    # Ways to run a step that were weighed.
+    alternatives: tuple[Alternative, ...] = field(metadata=_ACCOUNT)
+    left_out: Mapping[str, Count] = field(metadata=_ACCOUNT)  # how many were not built
+    trials: tuple[Trial, ...] = field(metadata=_ACCOUNT)  # of plans that were run to choose
+    annotated: Mapping[str, str] = field(metadata=_ACCOUNT)  # parameter -> the user's line
+    # Of parameters and buffers by name, of all values but placeholders by node.
+    others: Mapping[str, TensorType] = field(metadata={"key": "types"})
+    dynamic: DynamicShapes | None = field(metadata={"key": "dynamic_shapes"})
+    strict: bool
+    fingerprint: Fingerprint = field(metadata={"key": "model"})
+
+    @cached_property
+    def decisions(self) -> Decisions:
+        return self.typed.untyped
+
+    @cached_property
+    def types(self) -> dict[str, TensorType]:
+        """The type of every parameter and buffer by its name, of every value by its node's."""
+        placed = self.typed.placeholders
+        stored = {
+            name: replace(placed[name], layout=places.storage)
+            for name, places in self.typed.apart.items()
+        }
+        return {**placed, **stored, **self.typed.fixed, **self.others}
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of every parameter and buffer by its name, of every value by its node's."""
+        return {name: type_.layout for name, type_ in self.types.items()}
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.typed.mesh
+
+    @property
+    def whole_mesh(self) -> Mesh:
+        """The mesh of all ranks, the axis of a pipeline among its axes."""
+        return self.mesh if self.pipelining is None else self.pipelining.mesh
+
+    @property
+    def microbatches(self) -> int:
+        return self.microbatch_count or 1
+
+
+def deciding() -> tuple[Field[Any], ...]:
+    """The fields in which plans that decide the same are equal."""
+    return tuple(one for one in fields(SavedValue) if one.metadata.get("decides", True))
+
+
+def values_to_save(plan: PlanValue) -> dict[str, Any]:
+    """What of a plan goes to disk, by field."""
+    placeholders = plan.decisions.placeholders
+    made = {
+        "microbatch_count": None if plan.batches is None else plan.batches.count,
+        "typed": TypedDecisions.of(plan.decisions, plan.types),
+        "others": {name: t for name, t in plan.types.items() if name not in placeholders},
+    }
+    names = (field.name for field in fields(SavedValue))
+    return {name: made[name] if name in made else getattr(plan, name) for name in names}
+
+
+def digest(plan: PlanValue) -> str:
+    """Of what a plan does: equal where no more than machines were taken to be others."""
+    data, kept = write(SavedValue(**values_to_save(plan))), {}
+    for one in deciding():
+        if not one.metadata.get("is_of_rank"):
+            key = one.metadata.get("key", one.name)
+            kept[key] = data[key]
+    if kept["pipeline"] is not None:  # what its stages take is told by the machines
+        starts = [stage["starts"] for stage in kept["pipeline"]["stages"]]
+        kept["pipeline"] = {**kept["pipeline"], "stages": starts}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_file(path: str | Path) -> Any:
+    """The data in a plan's file."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+        return json.loads(text, object_pairs_hook=_once)
+    except OSError as error:
+        raise InvalidInput(
+            "a plan file can be read",
+            got=f"{path}: {error.strerror}",
+            remedy="give the path of a file that plan.save() wrote",
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise malformed(str(path), f"no JSON: {error}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, with each key once."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} twice")
+    return found
+
+
+def malformed(source: str, what: str) -> InvalidInput:
+    """The error of a file that is no plan's as it was written."""
+    return InvalidInput(
+        "a plan file is as plan.save() wrote it",
+        got=f"{source}: {what}",
+        remedy="save the plan again",
+    )

@@ -1,0 +1,265 @@
+"""Ways: why a step runs in this many stages, by this schedule, with states in these places.
+
+    print(plan.explain("stages"))        # or "schedule", "microbatches", "mesh", "states", ...
+
+Of what was weighed, the best with each other decision, all else free, and where it loses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.pipeline.schedule_labels import schedule_words
+from autopar.plan.next_mesh import next_mesh
+from autopar.plan.plan_value import PlanValue
+from autopar.planner.candidate import Alternative
+from autopar.planner.trial import measured
+from autopar.report.weighed_plans import left_out_words, rows_of, rows_of_meshes
+from autopar.schema import write
+from autopar.search.search_report import Considered
+from autopar.tables import table, titled, wrapped
+from autopar.units import bytes_text, change_text, counted, seconds_text
+
+_IN_WORDS = 3  # of those that lose
+_LISTED = 24
+_SAME = 1e-9  # relative
+_AS_FAST = "is as fast"
+
+
+def _depth(one: Alternative) -> str:
+    return f"{counted(one.mesh[one.axis], 'rank')} deep" if one.axis else "no pipeline"
+
+
+def _schedule(one: Alternative) -> str:
+    return schedule_words(one.schedule, dict(one.options)) if one.schedule else "no pipeline"
+
+
+def _inside(one: Alternative) -> str:
+    if not one.axis:
+        return str(one.mesh)
+    stages = counted(one.mesh[one.axis], "stage")
+    return f"{one.mesh.without(one.axis)} in each of {stages}"
+
+
+# What is explained of a whole plan, and what an alternative has for it.
+QUESTIONS: Mapping[str, Callable[[Alternative], str]] = {
+    "stages": _depth,
+    "schedule": _schedule,
+    "microbatches": lambda one: counted(one.microbatches, "micro-batch"),
+    "mesh": _inside,
+    "states": lambda one: str(one.states),
+    "recompute": lambda one: one.recompute or "nothing",
+}
+
+
+# What is left only where memory is short.
+_LEAST = {
+    ("states", "whole"): "cut ones are looked at where memory is short",
+    ("recompute", "nothing"): "nothing is computed twice",
+}
+
+_OF_A_LOSS = ("stages", "schedule", "microbatches")
+
+
+@dataclass(frozen=True)
+class WeighedValue:
+    """The best way with one decision."""
+
+    value: str
+    best: Alternative
+    count: int  # ways with it that were weighed
+
+
+@dataclass(frozen=True)
+class WayExplanation:
+    """Why one decision about the whole step is what it is."""
+
+    name: str
+    chosen: str
+    way: Alternative  # that was taken
+    others: tuple[WeighedValue, ...]  # those that fit before others, the fastest first
+    limit: float  # bytes of each device
+    left_out: Mapping[str, int]  # how many bounds ruled out, of each kind, or a guess
+    searched: bool  # not asked for by name
+    meshes: tuple[Considered, ...] = ()  # that the search for layouts looked at
+    is_cut_short: bool = False  # by time, or Ctrl-C
+    has_loss: bool = True  # stages and micro-batches need it
+    # Measured seconds of those that were run, by how they run: they decided.
+    ran: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def why(self) -> str:
+        """Why it was chosen, in a sentence."""
+        first, *rest = self._reason()
+        return first + (f": {'; '.join(rest)}" if rest else "")
+
+    def _reason(self) -> list[str]:
+        """The same in parts."""
+        if not self.others:
+            return [self._alone()]
+        first = self.others[0]
+        if not first.best.fits:
+            return [f"nothing else that was built fits into {bytes_text(self.limit)}"]
+        takes, *rest = self._told(first.best)
+        rest += ["of equals the first that was found is taken"] if takes == _AS_FAST else []
+        return [f"the next, {first.value}, {takes}", *rest]
+
+    def _alone(self) -> str:
+        """Why there is no other."""
+        if least := _LEAST.get((self.name, self.chosen)):
+            held = f"{bytes_text(self.way.memory)} of {bytes_text(self.limit)}"
+            return f"nothing else was weighed: {least}, and {held} are held with it"
+        if not self.has_loss and self.name in _OF_A_LOSS:
+            needed = "stages and micro-batches need the loss, which the model does not return"
+            return f"nothing else was weighed: {needed}"
+        if not self.searched:
+            return "it was asked for: nothing was searched"
+        if self.is_cut_short:
+            return "nothing else was weighed before the search ended early"
+        if self.left_out:
+            why = "cannot be faster by a bound, or is not likely to be"
+            return f"nothing else was weighed: it was asked for, or all else {why}"
+        return "nothing else was weighed: it was asked for, or there is no other"
+
+    def against(self, other: Alternative) -> str:
+        """What another way takes beside the one that was chosen, and where it loses and wins."""
+        first, *rest = self._told(other)
+        return first + (f": {'; '.join(rest)}" if rest else "")
+
+    def _told(self, other: Alternative) -> list[str]:
+        more = _more(self.way.seconds, other.seconds)
+        told = [f"takes {more}" if more else _AS_FAST]
+        if (ran := self.ran.get(self.way.how)) and (other_ran := self.ran.get(other.how)):
+            told = [
+                f"took {_more(ran, other_ran) or 'as long'} when both were run",
+                f"was predicted to take {more or 'as long'}",
+            ]
+        told += [f"{what} {parts}" for what, parts in self._changes(other).items() if parts]
+        held, own = bytes_text(other.memory), bytes_text(self.way.memory)
+        if not other.fits:
+            told.append(f"but holds {held} of {bytes_text(self.limit)}")
+        elif held != own:
+            told.append(f"holds {held}, not {own}")
+        return told
+
+    @property
+    def _too_large(self) -> list[WeighedValue]:
+        """The fastest that would be faster, if it had room."""
+        left = (one for one in self.others[_IN_WORDS:] if not one.best.fits)
+        return [one for one in left if one.best.seconds < self.way.seconds][:1]
+
+    def _changes(self, other: Alternative) -> dict[str, str]:
+        """The parts of a step in which it loses, and wins, those that weigh most first."""
+        before, after = self.way.cost.parts, other.cost.parts
+        found = {name: after[name] - before[name] for name in before}
+        told = [name for name in found if abs(found[name]) > 1e-3 * self.way.seconds]
+        told.sort(key=lambda name: -abs(found[name]))
+        words = {name: f"{name} {seconds_text(abs(found[name]))}" for name in told}
+        return {
+            "loses": ", ".join(words[name] for name in told if found[name] > 0),
+            "wins": ", ".join(words[name] for name in told if found[name] < 0),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """All that was weighed."""
+        others = [
+            {"value": o.value, "count": o.count, "parts": o.best.cost.parts, **write(o.best)}
+            for o in self.others
+        ]
+        own = {"parts": self.way.cost.parts, **write(self.way)}
+        words = {"name": self.name, "chosen": self.chosen, "why": self.why}
+        more = {"left_out": dict(self.left_out), "meshes": write(self.meshes)}
+        return {**words, "way": own, "others": others, **more}
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.chosen}", *self._fastest(), *_lines(self._reason())]
+        if self.is_cut_short:
+            lines.append("  the search ended early: what was not weighed may be better")
+        for one in (*self.others[1:_IN_WORDS], *self._too_large):
+            takes, *rest = self._told(one.best)
+            lines += _lines([f"{one.value} {takes}", *rest])
+        if self.others:
+            lines += ["", *titled(self._rows(), _LISTED)]
+        if self.meshes:
+            own = self.way.mesh.without(self.way.axis) if self.way.axis else self.way.mesh
+            lines += ["", "  meshes by the search for layouts (* taken)"]
+            lines += table(rows_of_meshes(self.meshes, own), _LISTED)
+        if self.left_out:
+            words = f"  ruled out by bounds, unbuilt: {left_out_words(self.left_out)}"
+            lines += ["", *wrapped(words)]
+        return "\n".join(lines)
+
+    def _fastest(self) -> list[str]:
+        """What it takes, if nothing that fits takes less."""
+        fitting = [one.best.seconds for one in self.others if one.best.fits]
+        if ran := self.ran.get(self.way.how):
+            return [f"  the fastest that was run: {seconds_text(ran)} a step when it was measured"]
+        if not fitting or min(fitting) < self.way.seconds * (1 - _SAME):
+            return []
+        held = f"{bytes_text(self.way.memory)} of {bytes_text(self.limit)}"
+        return [f"  the fastest that fits: {seconds_text(self.way.seconds)} a step, {held}"]
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        own = WeighedValue(self.chosen, self.way, 1)
+        found = [own, *self.others]
+        widest = max(len(one.value) for one in found)
+        names = [f"{one.value:<{widest}}  {self._rest(one)}" for one in found]
+        return rows_of([one.best for one in found], names, self.way)
+
+    def _rest(self, one: WeighedValue) -> str:
+        """How the best with one decision runs besides."""
+        mesh = "" if self.name == "mesh" else str(one.best.mesh)
+        return ": ".join(part for part in (mesh, one.best.said(self.name)) if part)
+
+
+def explain_way(plan: PlanValue, name: str) -> WayExplanation:
+    """The explanation of one of the `QUESTIONS`."""
+    limit = plan.cluster.device.memory if plan.limit is None else plan.limit
+    ask, way = QUESTIONS[name], plan.alternative(limit)
+    weighed = plan.alternatives
+    if name == "mesh" and (beside := next_mesh(plan, limit)) is not None:
+        weighed = (*weighed, beside)
+    found: dict[str, list[Alternative]] = {}
+    for one in weighed:
+        found.setdefault(ask(one), []).append(one)
+    chosen = ask(way)
+    others = [
+        WeighedValue(value, _best(ways), len(ways))
+        for value, ways in found.items()
+        if value != chosen
+    ]
+    others.sort(key=lambda one: (not one.best.fits, one.best.seconds))
+    considered = () if plan.search is None or name != "mesh" else plan.search.considered
+    about = limit, plan.left_out, plan.search is not None
+    return WayExplanation(
+        name,
+        chosen,
+        way,
+        tuple(others),
+        *about,
+        meshes=tuple(considered),
+        is_cut_short=plan.search is not None and plan.search.interrupted,
+        has_loss=plan.loss is not None,
+        ran=measured(plan.trials),
+    )
+
+
+def _more(before: float, after: float) -> str:
+    """By how much something takes more or less; empty: by nothing."""
+    more = after - before
+    if abs(more) <= _SAME * before:
+        return ""
+    word = "more" if more > 0 else "less"
+    return f"{seconds_text(abs(more))} {word} ({change_text(before, after)})"
+
+
+def _best(ways: Sequence[Alternative]) -> Alternative:
+    return min(ways, key=lambda one: (not one.fits, one.seconds))
+
+
+def _lines(told: Sequence[str]) -> list[str]:
+    """A reason and its parts, one below the other."""
+    first, *rest = told
+    return [*wrapped(f"  {first}"), *(line for part in rest for line in wrapped(f"    {part}"))]

@@ -1,0 +1,450 @@
+"""The real mesh: this process is one rank, under torch.distributed.
+
+Parameters are DTensors under their original names. Autograd works on their local tensors: the
+program reads those, and at the end of backward their gradients, summed over the ranks that have a
+part in them, are given to the parameters as DTensors.
+
+In a pipeline this process is a rank of the stages that the schedule gives to its place on the
+pipeline's axis. It holds their parameters, each once, on the mesh inside the stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from autopar._torch import local_of, wait_for
+from autopar.collectives.eager_movements import LateSum
+from autopar.cost.copy_groups import copy_groups
+from autopar.layout import Layout, TensorType
+from autopar.passes import localize
+from autopar.passes.localize import axes_used
+from autopar.passes.stages import Stage
+from autopar.pipeline.running.executor import MessageKey
+from autopar.pipeline.running.weight_halves import WeightHalves
+from autopar.pipeline.running.worker import Value, sum_in_order
+from autopar.plan.runtime_program import Program
+from autopar.runtime.backends.backend import Backend, Batch
+from autopar.runtime.backends.piece_collection import collect
+from autopar.runtime.backends.process_groups import Groups
+from autopar.runtime.backends.stage_messages import Messages, Shape
+from autopar.runtime.backends.stage_ranks import StageRanks, Users, gradient_sums, slot_of
+from autopar.runtime.backends.world import world
+from autopar.runtime.execution.activation_offload import Keeper, mover
+from autopar.runtime.execution.compiled_regions import Compiler
+from autopar.runtime.execution.eager_program import compile_graph
+from autopar.runtime.launching.failures import local_checks, one_fails_all_stop, tell_call
+from autopar.runtime.module.batch_slices import Slices
+from autopar.runtime.module.call_outputs import Outputs, OutputsLike
+from autopar.runtime.module.direct_calls import DirectCalls
+from autopar.runtime.module.gradient_accumulation import Passes
+from autopar.runtime.module.torch_contexts import refused_in_backward
+from autopar.runtime.parameters.gradient_buckets import GradientSync
+from autopar.runtime.parameters.gradient_norm import norm_over_world
+from autopar.runtime.parameters.local_parameters import Leaves
+from autopar.runtime.parameters.parameter_movement import routes_of
+from autopar.runtime.parameters.parameter_storage import KeptTensors
+from autopar.runtime.parameters.placing import Placing, Read
+from autopar.strategies.node_info import info
+
+
+class TorchBackend(Backend):
+    """Runs this rank's part of a program. One of the two places where a program runs."""
+
+    def __init__(
+        self,
+        program: Program,
+        local_inputs: bool,
+        device: torch.device,
+        outputs: OutputsLike = "whole",
+        compiler: Compiler | None = None,
+        leaves: Leaves | None = None,
+    ) -> None:
+        """`leaves`: those of another program on the same parameters."""
+        self.world, self.local_inputs = world(), local_inputs
+        self.ranks = ranks = StageRanks(program, self.world.rank)
+        super().__init__(program, device, [ranks.place], compiler)
+        whole_mesh = self.world.mesh_of(program.whole_mesh, device.type)
+        self.device_mesh = whole_mesh[self.mesh.names] if program.pipelining else whole_mesh
+        # Pieces are joined over one axis at a time.
+        of_states = {(axis,) for n in program.placeholders for axis in program.kept_layout(n).axes}
+        of_outputs = {(axis,) for n in program.outputs for axis in info(n).type.layout.axes}
+        wanted = axes_used(program.graph) | of_states | of_outputs
+        self.groups = Groups(self.mesh, wanted, ranks.meshes)
+        is_sliced = local_inputs and program.batches is not None
+        self.slices = Slices(program, self.groups, ranks.inner) if is_sliced else None
+        self._leave = Outputs(outputs, self.device_mesh, self.groups, ranks.inner)
+        self.placing = Placing(self.mesh, ranks.inner, device, self.device_mesh)
+        self._kept = KeptTensors(program, device)
+        self.constants: dict[str, Tensor] = {}  # those that have been read, this rank's pieces
+        self._late: list[LateSum] = []
+        self._works: list[dist.Work] = []
+        # Groups are made here: none in the middle of a step.
+        self._line = ranks.group(range(self.schedule.ranks), purpose="line")
+        self._statistics_groups = self._replica_groups()
+        self._users = Users(program)
+        self.routes = routes_of(program)
+        self.leaves = leaves or self._make_leaves()
+        link = self.leaves.link
+        about = program, self._users, ranks, self.routes, self.groups, link
+        self._sums = gradient_sums(*about) if self.schedule.goes_back else {}
+        self._loss: tuple[Tensor, dist.Work] | None = None  # the shares of all ranks, being summed
+        # All forwards of a rank are done before its last action.
+        self._last_forward = len(self.schedule.orders[ranks.place]) - 2
+        self._syncs: dict[frozenset[str], GradientSync] = {}  # by the parameters that learn
+        self._sync: GradientSync | None = None  # that of a step under way
+        self._version = 0  # of the leaves that they are made for
+        self.passes = Passes(self.leaves, self.routes, self.device_mesh)
+        self._calls = DirectCalls(program, self.leaves, self.world, self.passes)
+        self.messages = Messages(ranks, self._shapes, device)
+        self._prepare(self.messages, self._after)
+
+    def _make_leaves(self) -> Leaves:
+        plans = copy_groups(self.routes.values(), self.mesh, self.program.buffer_bytes)
+        wanted = {plan.kind.axes for plan in plans if plan.kind.axes}
+        gathering = Groups(self.mesh, wanted, self.ranks.meshes, "gathers")
+        return Leaves(plans, gathering.__getitem__, self.mesh, self.ranks.inner, self.device)
+
+    def graph(self, stage: int | None = None) -> fx.Graph:
+        """The program of the first stage that this rank holds, or of any stage."""
+        held = self.stages.get(min(self.stages) if stage is None else stage)
+        if held is not None and isinstance(held.run, TorchGraph):
+            return held.run.graph
+        return self.program.stages[stage or 0].graph
+
+    def prepare_graph(
+        self, graph: fx.Graph, halves: WeightHalves | None = None, is_whole: bool = False
+    ) -> TorchGraph:
+        copies = self.leaves.copies(self.routes)
+        how = {"copies": copies, "window": self.leaves.window}
+        if not is_whole:
+            return TorchGraph(self, graph, halves=halves, **how)
+        whole = None if self.local_inputs else graph
+        outputs = len(self.program.outputs)
+        how |= {"late": self._late, "outputs": outputs, "whole": whole, "mesh": self.mesh}
+        return TorchGraph(self, graph, **how)
+
+    def place_tensor(self, name: str, value: Tensor, type_: TensorType) -> Tensor | None:
+        """This rank's piece, if a stage of it reads that."""
+        places = self.ranks.of(self._users.stages(name))
+        piece = self.placing.receive(value, type_, [self.ranks.meshes[place] for place in places])
+        return piece if piece is None else self._kept(name, piece)
+
+    def place_part(self, name: str, like: Tensor, type_: TensorType, read: Read) -> Tensor | None:
+        is_here = self.ranks.place in self.ranks.of(self._users.stages(name))
+        return self._kept(name, self.placing.read(like, type_, read)) if is_here else None
+
+    def cut(self, name: str, whole: Tensor, layout: Layout) -> Tensor:
+        return self._kept(name, self.placing.cut(whole, layout))
+
+    def joined(self, values: Sequence[Value], types: Sequence[TensorType]) -> list[Tensor]:
+        """This rank's pieces."""
+        return [value[0] for value in values]
+
+    def bind(self, kept: Mapping[str, Tensor]) -> None:
+        """Let leaves follow what the module holds now."""
+        self.leaves.bind(kept)
+
+    def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors, from the ranks that hold them to all."""
+        return collect(values, self.ranks, self._line, self.groups, self.device)
+
+    def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor:
+        """The norm of all stages' gradients; of those in several places the first one counts."""
+        own = {
+            name: value
+            for name, value in gradients.items()
+            if self.ranks.of(self._users.stages(name))[0] == self.ranks.place
+        }
+        here = self.mesh.coordinate(self.ranks.inner)
+        return norm_over_world(self.program, own, norm_type, here, self.device)
+
+    def input_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole tensors, or with local inputs this rank's pieces."""
+        if not self.local_inputs:
+            return super().input_shapes()
+        return {
+            name: self.program.type_of(name).layout.local_shape(shape, self.mesh, self.ranks.inner)
+            for name, shape in self.program.whole_shapes.items()
+        }
+
+    def split(self, inputs: Batch) -> list[dict[str, Tensor]]:
+        """With local inputs, of this rank's slices."""
+        return super().split(inputs) if self.slices is None else self.slices.split(inputs)
+
+    @property
+    def parts(self) -> int:
+        return 1 if self.slices is None else self.slices.parts
+
+    def require_callable(self) -> None:
+        if self.leaves.are_passed:
+            raise refused_in_backward()
+
+    def local_checks(self) -> AbstractContextManager[None]:
+        return local_checks(self.world)
+
+    def guard(self, agreed: bool = False) -> AbstractContextManager[None]:
+        return one_fails_all_stop(self.world, agreed)
+
+    def draw(self, program: Program) -> dict[str, Tensor]:
+        return self.world.told(super().draw(program))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A pipeline sums once a step, as the micro-batches of its stages come."""
+        return nullcontext() if self.program.pipelining else self.passes.no_sync()
+
+    def sum_waiting(self) -> None:
+        with self.guard():
+            self.passes.sum_waiting(self._sync_of)
+
+    def close(self) -> None:
+        super().close()
+        self.leaves.close()
+        self.constants.clear()
+        self._calls.close()
+        self._syncs.clear()
+        self._sync = None
+
+    def of(self, program: Program) -> TorchBackend:
+        how = self._leave.form, self.compiler, self.leaves
+        return TorchBackend(program, self.local_inputs, self.device, *how)
+
+    def beside(self, program: Program, plainly: bool = False) -> TorchBackend:
+        how = () if plainly else (self._leave.form, self.compiler)
+        made = TorchBackend(program, self.local_inputs, self.device, *how)
+        made.bind(self.leaves.parameters)
+        return made
+
+    def everyones(self, said: str, text: str) -> list[str]:
+        return tell_call(self.world, said, text)
+
+    def enter(self, value: Tensor, layout: Layout) -> Tensor:
+        """This rank's piece of an input."""
+        value = value.to(self.device)
+        if self.local_inputs:
+            return value
+        if not value.requires_grad:
+            return self.placing.view(value, layout)
+        for dim, axes in enumerate(layout.dims):
+            for axis in axes:
+                place = (self.groups.name((axis,)), self.mesh[axis])
+                index = self.mesh.coordinate(self.ranks.inner)[axis]
+                value = torch.ops.autopar.slice(value, dim, *place, index)
+        return value
+
+    # A step.
+
+    def _run(self, is_first: bool) -> Tensor:
+        reached = self.program.learned[self.program.captured.loss_index]
+        sync = self._sync = self._sync_of(reached | self.passes.waiting)
+        self._late.clear()  # of a step that broke off
+        self.leaves.window.forget()
+        self.passes.start(sync, reached, is_first)
+        sync.after(-1)
+        self._carry_out()
+        self._update_buffers()
+        self.leaves.window.forget()
+        with torch.no_grad():
+            self._wait_for_sums()
+            self.passes.finish(sync, reached)
+        self.messages.finish()
+        return self._total_loss()
+
+    def _carry_out(self) -> None:
+        (runner,) = self.runners
+        runner.start()
+        while not runner.done:
+            runner.advance()
+
+    def _after(self, position: int) -> None:
+        """The action of a step at `position` is done: start the sums of what it completes."""
+        sync = self._sync
+        if sync is None:  # of a call: there is nothing to sum
+            return
+        sync.after(position)
+        is_last = position == self._last_forward
+        for late in self._late:
+            if not (is_last and sync.takes_along(late)):
+                self._works.append(late.start())
+        self._late.clear()
+        if is_last and self._line is not None:
+            # Only the last stages know the loss: its sum travels beside the last action.
+            dtype, count = self.program.loss_dtype, self.schedule.all_parts
+            shares = torch.zeros(count, dtype=dtype, device=self.device)
+            for number, loss in self._losses().items():
+                shares[number] = loss
+            self._loss = shares, dist.all_reduce(shares, group=self._line, async_op=True)
+
+    def _wholes(
+        self, own: Mapping[tuple[int, int], Tensor], wanted: range, count: int
+    ) -> list[list[Tensor]]:
+        """Each rank of the stage that gives an output sends its pieces to all of its line."""
+        types, found = [info(node).type for node in self.program.outputs], list[list[Tensor]]()
+        givers = {output: s.index for s in self.program.stages for output in s.outputs}
+        for number in range(count):
+            pieces = {output: own.get((number, output)) for output in wanted}
+            for output, piece in pieces.items() if self._line is not None else ():
+                place = self.schedule.rank_of(self.schedule.pipe_of[number], givers[output])
+                pieces[output] = self._from_line(piece, types[output], place)
+            wholes = ((piece, types[output]) for output, piece in pieces.items())
+            found.append([self._leave.whole(p, type_) for p, type_ in wholes if p is not None])
+        return found
+
+    def _from_line(self, piece: Tensor | None, type_: TensorType, place: int) -> Tensor:
+        """What the rank at a place of this rank's line has."""
+        if piece is None or place != self.ranks.place:
+            shape = type_.layout.local_shape(type_.shape, self.mesh, self.ranks.inner)
+            piece = torch.empty(shape, dtype=type_.dtype, device=self.world.carrier)
+        piece = piece.contiguous().to(self.world.carrier)
+        if piece.numel():
+            dist.broadcast(piece, self.ranks.line[place], group=self._line)
+        return piece.to(self.device)
+
+    def _total_loss(self) -> Tensor:
+        """The sum of all shares in the order of the micro-batches, the same on every rank."""
+        if self._loss is None:
+            return sum_in_order(self._losses())
+        (shares, work), self._loss = self._loss, None
+        wait_for(work)
+        return sum_in_order(dict(enumerate(shares))).clone()
+
+    def _wait_for_sums(self) -> None:
+        for work in self._works:
+            wait_for(work)
+        self._works.clear()
+
+    def _sync_of(self, names: frozenset[str]) -> GradientSync:
+        """What sums the gradients of those of some parameters that learn now, in the order of the
+        program: of a step those that its loss reaches, of a direct call those of any output."""
+        for sync in self._syncs.values():
+            sync.clear()
+        if self._version != self.leaves.version:
+            for sync in self._syncs.values():
+                sync.close()
+            self._syncs.clear()
+            self._version = self.leaves.version
+        if names not in self._syncs:
+            keys = {r: self._users.key(r) for r in self.routes.values() if r.name in names}
+            slots = [
+                (slot_of(route, key, self.leaves, self.mesh, self.ranks.inner), key)
+                for route, key in keys.items()
+                if self.leaves.learns(route.name)
+            ]
+            cut = {k: self.leaves.cut_bytes(k.stages) for k, s in self._sums.items() if s.is_cut}
+            self._syncs[names] = GradientSync(slots, self._sums, cut, self.program.buffer_bytes)
+        return self._syncs[names]
+
+    def _shapes(self, key: MessageKey) -> list[Shape]:
+        """What a message to one of this rank's stages holds."""
+        stage = self.program.stages[key.stage]
+        names = stage.receives if key.forward else stage.sends
+        nodes = [stage.nodes[name] for name in names]
+        return [
+            (self._local_shape(node), info(node).type.dtype)
+            for node in nodes
+            if key.forward or info(node).differentiable
+        ]
+
+    def _local_shape(self, node: fx.Node) -> tuple[int, ...]:
+        at = info(node).type
+        return at.layout.local_shape(at.shape, self.mesh, self.ranks.inner)
+
+    def _replica_groups(self) -> dict[int, dist.ProcessGroup]:
+        """For stages with statistics and several pipes: the ranks like this one that hold them."""
+        groups = {}
+        for stage in self.program.stages:
+            if stage.statistics and self.schedule.pipes > 1:
+                places = self.schedule.replicas_of(stage.index)
+                group = self.ranks.group(places, purpose="statistics")
+                if group is not None:
+                    groups[stage.index] = group
+        return groups
+
+    def _statistics(self, stage: Stage, own: dict[int, list[Value]]) -> dict[int, list[Value]]:
+        """Those of all micro-batches, from the replicas that ran them."""
+        group = self._statistics_groups.get(stage.index)
+        if group is None:
+            return own
+        nodes, found = [stage.nodes[name] for name in stage.statistics], {}
+        for microbatch, pipe in enumerate(self.schedule.pipe_of):
+            source = self.ranks.line[self.schedule.rank_of(pipe, stage.index)]
+            found[microbatch] = own.get(microbatch) or [
+                [torch.empty(self._local_shape(n), dtype=info(n).type.dtype, device=self.device)]
+                for n in nodes
+            ]
+            for value in found[microbatch]:
+                value[0] = value[0].contiguous()
+                dist.broadcast(value[0], source, group=group)
+        return found
+
+    # A direct call.
+
+    def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
+        """The outputs in the form that was asked for."""
+        window = self.leaves.window
+        window.forget()
+        if self.program.stages:
+            outputs = self._through(kept, inputs)
+            self.messages.finish()
+            window.forget()
+            return outputs
+        outputs = self.whole.forward(kept, inputs)
+        if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
+            sync = self._sync_of(frozenset().union(*self.program.learned))
+            outputs = self._calls.watch(outputs, sync, len(self.schedule.actions) - 2)
+        else:
+            window.forget()
+        self._works += [late.start() for late in self._late]
+        self._late.clear()
+        self._wait_for_sums()
+        pairs = zip(outputs, self.program.outputs)
+        return [self._leave(value, info(node).type) for value, node in pairs]
+
+
+class TorchGraph:
+    """This rank's program as a function."""
+
+    def __init__(self, backend: TorchBackend, graph: fx.Graph, **how: Any) -> None:
+        self._backend = backend
+        mesh, rank, device = backend.mesh, backend.ranks.inner, backend.device
+        self.graph = localize(graph, mesh, rank, device, backend.groups.name)
+        if backend.slices is not None:
+            backend.slices.placed(self.graph)
+        self._keeper = Keeper(mover(mesh, rank, backend.groups.name))
+        how |= {"keeper": self._keeper, "compiling": backend.compiler}
+        self._function = compile_graph(self.graph, **how)
+        nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
+        self._reads = [(node.name, *info(node).origin) for node in nodes]
+        self._buffers = [name for _, kind, name in self._reads if kind in ("buffer", "before")]
+        layouts = {node.name: info(node).type.layout for node in nodes}
+        self._inputs = {name: layouts[key] for key, kind, name in self._reads if kind == "input"}
+        for key, kind, name in self._reads:
+            if kind == "constant" and name not in backend.constants:
+                whole = backend.program.captured.constants[name]
+                backend.constants[name] = backend.placing.piece(whole, layouts[key])
+
+    def __call__(
+        self, kept: Mapping[str, Tensor], inputs: Batch, given: Mapping[str, Value]
+    ) -> list[Value]:
+        backend = self._backend
+        self._keeper.begin()
+        buffers = {name: local_of(kept[name]) for name in self._buffers}
+        pieces = {name: backend.enter(inputs[name], at) for name, at in self._inputs.items()}
+        sources: dict[str, Mapping[str, Tensor]] = {
+            "parameter": backend.leaves.by_name,
+            "buffer": buffers,
+            "before": buffers,
+            "constant": backend.constants,
+            "input": pieces,
+        }
+        arguments = [
+            given[key][0] if key in given else sources[kind][name]
+            for key, kind, name in self._reads
+        ]
+        wholes = [inputs[name].to(backend.device) for name in self._function.whole_inputs]
+        return [[result] for result in self._function(*arguments, *wholes)]

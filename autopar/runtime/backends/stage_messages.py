@@ -1,0 +1,142 @@
+"""Messages: what pipeline stages send one another, under torch.distributed.
+
+Sends are asynchronous and never wait. A receive is posted when its rank begins the action before
+the one that needs it, early enough to travel beside that action and late enough to hold no memory
+before.
+
+NCCL knows no tags: it matches what one rank sends another by order, and what one communicator does
+between two ranks it does one after another, whatever the direction. So every sender has a group of
+its own with each of its receivers, and receives are posted in the order of the sends: what is sent
+before the message that is needed is received before it. Tags, where a backend has them, guard this.
+
+gloo does not say when a send is done. What a rank sends after it has read a message says that this
+one has arrived: its memory is let go then, at the same action of every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar._torch import wait_for
+from autopar.pipeline.running.executor import MessageKey, messages_of
+from autopar.pipeline.running.worker import Value
+from autopar.runtime.backends.stage_ranks import StageRanks
+from autopar.runtime.backends.world import world
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class Messages:
+    """The transport of one rank."""
+
+    def __init__(
+        self,
+        ranks: StageRanks,
+        shapes: Callable[[MessageKey], Sequence[Shape]],
+        device: torch.device,
+    ) -> None:
+        """`shapes` of the values of a message to this rank."""
+        self.schedule, self.place, self.line = ranks.schedule, ranks.place, ranks.line
+        self.shapes, self.device = shapes, device
+        orders: dict[tuple[int, int], list[MessageKey]] = {}  # of a step, by sender and receiver
+        self._sent_at: dict[MessageKey, int] = {}  # which action of its rank
+        self._read_at: dict[MessageKey, int] = {}
+        for sender, order in enumerate(self.schedule.orders):
+            for position, action in enumerate(order):
+                for key, receiver in messages_of(self.schedule, action, sent=True):
+                    self._sent_at[key] = position
+                    if receiver != sender:
+                        orders.setdefault((sender, receiver), []).append(key)
+                for key, _ in messages_of(self.schedule, action, sent=False):
+                    self._read_at[key] = position
+        self._groups: dict[tuple[int, int], Any] = {}  # by sender and receiver
+        self._carrier = world().carrier
+        for line in ranks.lines:
+            for sender, receiver in orders:
+                group = world().channel(line[sender], line[receiver])
+                if group is not None:
+                    self._groups[sender, receiver] = group
+        self._orders = {sender: keys for (sender, to), keys in orders.items() if to == self.place}
+        # By sender: what is not yet expected of a step.
+        self._due: dict[int, Iterator[MessageKey]] = {}
+        self._own: dict[MessageKey, list[Value]] = {}  # to another stage of this rank
+        self._expected: dict[MessageKey, list[tuple[Tensor, dist.Work | None]]] = {}
+        # On their way: to whom, and which of its actions reads it.
+        self._sent: list[tuple[dist.Work, Tensor, int, int]] = []
+
+    def start(self) -> None:
+        """Before a step."""
+        self._due = {sender: iter(keys) for sender, keys in self._orders.items()}
+
+    def expect(self, key: MessageKey, sender: int) -> None:
+        if sender != self.place:
+            while key not in self._expected:
+                due = next(self._due[sender])
+                self._expected[due] = [
+                    self._begin_receive(due, sender, number, shape, dtype)
+                    for number, (shape, dtype) in enumerate(self.shapes(due))
+                ]
+
+    def receive(self, key: MessageKey, sender: int) -> list[Value]:
+        if sender == self.place:
+            return self._own.pop(key)
+        self.expect(key, sender)
+        values = []
+        for value, work in self._expected.pop(key):
+            if work is not None:
+                wait_for(work)
+            values.append([value.to(self.device)])
+        self._have_arrived(sender, self._sent_at[key])
+        return values
+
+    def _have_arrived(self, by: int, position: int) -> None:
+        """Let go of what another rank had read before it did the action at `position`."""
+        left = []
+        for one in self._sent:
+            work, _, receiver, read_at = one
+            if receiver == by and read_at <= position:
+                wait_for(work)
+            elif not work.is_completed():
+                left.append(one)
+        self._sent = left
+
+    def send(self, key: MessageKey, receiver: int, values: list[Value]) -> None:
+        if receiver == self.place:
+            self._own[key] = values
+            return
+        for number, (value,) in enumerate(values):
+            if value.numel():
+                value = value.contiguous().to(self._carrier)
+                group = self._groups[self.place, receiver]
+                work = dist.isend(value, self.line[receiver], group, self._tag(key, number))
+                assert work is not None
+                self._sent.append((work, value, receiver, self._read_at[key]))
+
+    def arrived(self, key: MessageKey) -> bool:
+        """A process of one rank waits in `receive`."""
+        return True
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has left."""
+        for work, *_ in self._sent:
+            wait_for(work)
+        self._sent.clear()
+
+    def _begin_receive(
+        self, key: MessageKey, sender: int, number: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[Tensor, dist.Work | None]:
+        value = torch.empty(shape, dtype=dtype, device=self._carrier)
+        if not value.numel():
+            return value, None
+        group = self._groups[sender, self.place]
+        return value, dist.irecv(value, self.line[sender], group, self._tag(key, number))
+
+    def _tag(self, key: MessageKey, number: int) -> int:
+        made = self.schedule
+        tag = (number * 2 + key.forward) * made.pipes + key.pipe
+        return (tag * made.stages + key.stage) * made.all_parts + key.microbatch

@@ -1,0 +1,79 @@
+"""Outputs: what a call on processes gives of a value that its ranks hold in pieces.
+
+    parallelize(model, inputs)                        whole, plain tensors, as on one device
+    parallelize(model, inputs, outputs="dtensor")     DTensors, of which nothing is gathered
+    parallelize(model, inputs, outputs="local")       this rank's piece, a plain tensor
+
+A local piece is of this rank's samples alone, and gradients of pieces are summed over ranks, as on
+one device over samples: who makes a mean of each divides by the number of pieces as well.
+
+A whole output is a replica, and so is its gradient, which every rank makes from the whole: backward
+takes this rank's piece of it and moves nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.collectives.movement import apart, together
+from autopar.errors import InvalidInput
+from autopar.layout import Layout, TensorType
+from autopar.mesh import Mesh
+from autopar.runtime.backends.process_groups import Groups
+from autopar.runtime.parameters.placing import wrapper
+
+OutputsLike = Literal["whole", "dtensor", "local"]
+FORMS: tuple[OutputsLike, ...] = get_args(OutputsLike)
+
+
+class Outputs:
+    """Gives the outputs of one program in the form that was asked for."""
+
+    def __init__(self, form: OutputsLike, mesh: DeviceMesh, groups: Groups, rank: int) -> None:
+        """`rank` is this one's place on the mesh, `groups` are those over each axis alone."""
+        self.form, self._mesh, self._groups, self._rank = form, mesh, groups, rank
+
+    def __call__(self, value: Tensor, type_: TensorType) -> Tensor:
+        """From this rank's piece, with a gradient if it has one."""
+        if self.form == "local" or type_.layout.is_replicated:
+            return value
+        if self.form == "dtensor":
+            return wrapper(type_.layout, type_.shape, self._mesh)(value)
+        return self.whole(value, type_)
+
+    def whole(self, value: Tensor, type_: TensorType) -> Tensor:
+        """The same, made whole in any case."""
+        return joined(value, type_, Mesh.from_device_mesh(self._mesh), self._groups, self._rank)
+
+
+def joined(piece: Tensor, type_: TensorType, mesh: Mesh, groups: Groups, rank: int) -> Tensor:
+    """The whole of which `rank` has a piece, dim by dim, the innermost cut first."""
+    layout: Layout = type_.layout
+    if parts := layout.parts:
+        inside, shape = layout.seen(type_.shape)
+        seen = TensorType(shape, type_.dtype, inside)
+        return together(joined(apart(piece, parts), seen, mesh, groups, rank), parts)
+    for dim, axes in enumerate(layout.dims):
+        for count in reversed(range(len(axes))):
+            axis, layout = axes[count], layout.with_dim(dim, axes[:count])
+            size = layout.local_shape(type_.shape, mesh, rank)[dim]
+            place = groups.name((axis,)), mesh[axis], mesh.position(rank, (axis,))
+            piece = torch.ops.autopar.all_gather(piece, dim, size, *place, False)
+    return piece
+
+
+def is_wanted(outputs: object) -> bool:
+    """Whether a step is to give its outputs, as a caller says, if at all."""
+    if outputs is None:
+        return False
+    if not isinstance(outputs, bool):
+        raise InvalidInput(
+            "outputs= of a step says whether it gives them",
+            got=f"outputs= of type {type(outputs).__name__}",
+            remedy="outputs=True",
+        )
+    return outputs

@@ -1,0 +1,155 @@
+"""Direct calls on processes: their backward passes, which give parameters their gradients.
+
+A call may be differentiated by any of its outputs, or by several one after another. At the end of a
+pass every parameter that it leads to gets its gradient, summed over ranks. Of a pass that is
+restricted, as by `torch.autograd.grad`, torch itself gives the gradients that are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from autopar._torch import backward_under_way, call_after_backward, will_reach
+from autopar.collectives import require_one
+from autopar.errors import InvalidInput
+from autopar.plan.runtime_program import Program
+from autopar.runtime.backends.world import World, require_living
+from autopar.runtime.launching.failures import one_fails_all_stop
+from autopar.runtime.module.gradient_accumulation import Passes
+from autopar.runtime.module.submodule_view import refuse_gradient_hooks
+from autopar.runtime.parameters.gathered_copies import changed_in_between
+from autopar.runtime.parameters.gradient_buckets import GradientSync, Slot
+from autopar.runtime.parameters.local_parameters import Leaves
+
+
+class DirectCalls:
+    """Those of one program."""
+
+    def __init__(
+        self,
+        program: Program,
+        leaves: Leaves,
+        world: World,
+        passes: Passes,
+    ) -> None:
+        self._program, self._leaves, self._world, self._passes = program, leaves, world, passes
+        self._sync: GradientSync | None = None
+        self._last = 0  # the action after which a pass begins
+        self._pending = False  # a backward pass is under way
+        self._reached: frozenset[str] = frozenset()  # parameters that it leads to
+        # Of passes that are restricted to some inputs, none reaches it.
+        self._anchor = torch.empty(0, requires_grad=True)
+
+    def close(self) -> None:
+        """Let go of parameters; a backward pass that comes later is refused."""
+        self._sync = None
+
+    def watch(self, outputs: list[Tensor], sync: GradientSync, last: int) -> list[Tensor]:
+        """Have `sync` sum what any backward pass through these outputs of a call makes; it comes
+        after the action `last` of a step."""
+        self._sync, self._last = sync, last
+        self._pending, self._reached = False, frozenset()
+        return [
+            self._watched(output, [slot for slot in sync.slots if slot.name in names], names)
+            if output.requires_grad
+            else output
+            for output, names in zip(outputs, self._program.learned)
+        ]
+
+    def _watched(self, output: Tensor, slots: list[Slot], names: frozenset[str]) -> Tensor:
+        come = partial(self._comes, get_gradient_edge(output), slots, names, self._leaves.age)
+        parameters = [slot.parameter for slot in slots]
+        return _Watched.apply(come, output, self._anchor, *parameters)
+
+    def _comes(
+        self, output: GradientEdge, slots: list[Slot], names: frozenset[str], age: int, grad: Tensor
+    ) -> list[Tensor | None]:
+        """A backward pass goes through an output: to the parameters `names`, or to some that are
+        asked for, whose gradients are made here and given to torch. `age` is that of the leaves
+        when the output was made.
+
+        Which it is is the same on all ranks, whatever each of them finds there.
+        """
+        require_one(grad)
+        if torch.is_grad_enabled():
+            raise InvalidInput(
+                "on processes a call has gradients, and these have none of their own",
+                got="a backward pass with create_graph=True",
+                remedy='backend="virtual", or a penalty that is part of forward',
+            )
+        if age != self._leaves.age:
+            raise changed_in_between()
+        assert self._sync is not None
+        refuse_gradient_hooks({slot.name: slot.parameter for slot in slots})
+        self._leaves.passing = backward_under_way()
+        window = self._leaves.window
+        window.bring_lasting()
+        if not self._pending:
+            call_after_backward(window.forget)
+        if not will_reach(self._anchor):
+            return self._to_some(output, slots, grad)
+        self._reached |= names
+        if not self._pending:
+            require_living(self._world)
+            self._pending = True
+            self._passes.start(self._sync, {slot.name for slot in self._sync.slots})
+            self._sync.after(self._last)
+            call_after_backward(self._finish)
+        return [None] * len(slots)
+
+    def _to_some(
+        self, output: GradientEdge, slots: list[Slot], grad: Tensor
+    ) -> list[Tensor | None]:
+        """The gradients of those parameters that a restricted pass is to reach.
+
+        It goes on to inputs by itself, so this one inside of it leaves everything as it is."""
+        asked = [slot for slot in slots if will_reach(slot.parameter)]
+        if not asked:
+            return [None] * len(slots)
+        assert self._sync is not None
+        require_living(self._world)
+        names = frozenset(slot.name for slot in asked)
+        with one_fails_all_stop(self._world):
+            self._sync.start(names)
+            self._sync.after(self._last)
+            leaves = [slot.leaf for slot in asked]
+            self._leaves.is_asked = True
+            try:
+                torch.autograd.backward(output, grad, retain_graph=True, inputs=leaves)
+            finally:
+                self._leaves.is_asked = False
+            with torch.no_grad():
+                found = self._sync.finish(names)
+                self._sync.clear()
+        return [found.get(slot.name) for slot in slots]
+
+    def _finish(self) -> None:
+        """Give every parameter its gradient of this backward pass."""
+        assert self._sync is not None
+        self._pending = False
+        with torch.no_grad(), one_fails_all_stop(self._world):
+            self._passes.finish(self._sync, self._reached)
+            self._sync.clear()
+        self._reached = frozenset()
+
+
+class _Watched(torch.autograd.Function):
+    """The same value, of which a backward pass is told; it leads to an anchor and to parameters
+    too, which have their gradients from `come`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, come: Callable[[Tensor], list[Tensor | None]], value: Tensor, *others: Tensor
+    ) -> Tensor:
+        ctx.come = come
+        return value.detach()  # no view: the caller may change what he gets in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, grad, None, *ctx.come(grad)

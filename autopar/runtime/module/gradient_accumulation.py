@@ -1,0 +1,115 @@
+"""No sync: gradients that add up on each rank alone, until a later pass sums them over the ranks.
+
+    with pm.no_sync():
+        criterion(pm(x), y).backward()      # parameter.grad is a partial sum over the ranks
+    criterion(pm(x), y).backward()          # sums both at once
+
+Such a gradient is a DTensor that says so (`Partial()` over the axes over which it is summed later):
+whoever reads it has the right numbers, and who drops it drops it. A pass that sums begins with what
+there is of them; one of another program on the same parameters sums them first. What is kept in
+pieces through a step, or adds up in another dtype, does not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar._torch import local_of
+from autopar.errors import InvalidInput
+from autopar.runtime.parameters.gradient_buckets import GradientSync
+from autopar.runtime.parameters.local_parameters import Leaves
+from autopar.runtime.parameters.parameter_movement import Route
+from autopar.runtime.parameters.placing import wrapper
+
+
+class Passes:
+    """Backward passes, which give parameters their gradients, summed over ranks or to be summed."""
+
+    def __init__(
+        self, leaves: Leaves, routes: Mapping[str, Route], device_mesh: DeviceMesh
+    ) -> None:
+        self._leaves, self._routes, self._device_mesh = leaves, routes, device_mesh
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients wait, those of other programs on the same parameters too."""
+        before, self._leaves.waits = self._leaves.waits, True
+        try:
+            yield
+        finally:
+            self._leaves.waits = before
+
+    @property
+    def waiting(self) -> frozenset[str]:
+        """The parameters with a gradient that is still to be summed: who drops it, drops it."""
+        parameters, names = self._leaves.parameters, self._leaves.unsummed
+        names.intersection_update([n for n in names if is_partial(parameters[n].grad)])
+        return frozenset(names)
+
+    def start(self, sync: GradientSync, reached: Set[str], is_first: bool = True) -> None:
+        """A pass begins that reaches `reached`, or some of them. What is summed already takes no
+        more parts: then the pass is summed too. Unless it `is_first`, some was taken aside."""
+        waiting = self.waiting
+        with torch.no_grad():
+            for slot in sync.slots if waiting else ():
+                gradient = slot.parameter.grad
+                if slot.name in waiting and gradient is not None:
+                    slot.leaf.grad = local_of(gradient).clone()
+        gradients = (slot.parameter.grad for slot in sync.slots)
+        waits = self._leaves.waits and is_first
+        sync.start(reached, waits and all(one is None or is_partial(one) for one in gradients))
+
+    def finish(self, sync: GradientSync, reached: Set[str]) -> None:
+        """It has ended: parameters get their gradients."""
+        parameters, unsummed = self._leaves.parameters, self._leaves.unsummed
+        reached = (self.waiting & {slot.name for slot in sync.slots}) | reached
+        for name, gradient in sync.finish(reached).items():
+            parameter = parameters[name]
+            if name not in unsummed and is_partial(parameter.grad):  # by another program
+                earlier, at = cast(DTensor, parameter.grad), cast(DTensor, parameter).placements
+                parameter.grad = earlier.redistribute(placements=at)
+            if parameter.grad is None or name in unsummed:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+            unsummed.discard(name)
+        for slot, local in sync.left(reached):
+            parameters[slot.name].grad = self._partial(slot.name, local)
+            unsummed.add(slot.name)
+
+    def _partial(self, name: str, local: Tensor) -> DTensor:
+        route, parameter = self._routes[name], self._leaves.parameters[name]
+        layout = route.leaf.with_partial(route.pending)
+        return wrapper(layout, tuple(parameter.shape), self._device_mesh)(local)
+
+    def sum_waiting(self, sync_of: Callable[[frozenset[str]], GradientSync]) -> None:
+        """Sum what no pass comes for; all ranks together."""
+        waiting = self.waiting
+        if not waiting:
+            return
+        sync = sync_of(waiting)
+        if len(sync.slots) < len(waiting):
+            raise InvalidInput(
+                "gradients of no_sync() are summed before their parameters are frozen",
+                got=", ".join(sorted(waiting - {slot.name for slot in sync.slots})),
+                remedy="a pass outside of no_sync(), or zero_grad(), before requires_grad_()",
+            )
+        waits, self._leaves.waits = self._leaves.waits, False
+        try:
+            with torch.no_grad():
+                self.start(sync, waiting)
+                self.finish(sync, waiting)
+        finally:
+            self._leaves.waits = waits
+
+
+def is_partial(gradient: Tensor | None) -> bool:
+    """Whether a gradient is still to be summed."""
+    return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)

@@ -1,0 +1,384 @@
+"""What a parallel module and its parts have of the model: classes, methods and attributes.
+
+Code that looks through a model (`isinstance(module, nn.LayerNorm)`, `model.config`,
+`model.num_parameters()`) finds there what it looks for. What they do as modules is theirs alone.
+
+A part is a submodule of a parallel module. It holds tensors and a mode, and does not run itself:
+hooks, calls and attributes that would change what it computes are refused, since the program is
+captured.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from functools import wraps
+from types import FunctionType, MethodType
+from typing import Any, NoReturn
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autopar import _torch
+from autopar._torch_gradients import gradient_hooks, have_gradient_hooks
+from autopar.capture.effects import Effect
+from autopar.capture.failure import Parallel
+from autopar.capture.holders import HOOKS, MODEL_STATE, attribute_at
+from autopar.errors import InvalidInput
+from autopar.layout import TensorType
+from autopar.lines import frames_to_caller
+from autopar.runtime.parameters.tensor_tree import AGAIN, HOLDERS, require_place
+
+_OF_TORCH = vars(nn.Module()).keys() | {"forward"}
+_REMEDY = "change the model itself and parallelize it again"
+
+
+class Plain(nn.Module):
+    """Does as a module what any does, whatever the class of a model does otherwise there."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Without what the class of a model does to those that are made of it."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    def _refuse_state_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise InvalidInput(
+            "a parallel module has the state dict of the model, as it is without hooks",
+            got="a hook on what it saves or loads",
+            remedy="change what state_dict() or full_state_dict() gives, or what "
+            "load_state_dict() is given",
+        )
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refuse another module."""
+        require_place(self, name, module)
+
+    register_module = add_module
+
+    def __delattr__(self, name: str) -> None:
+        require_place(self, name)
+        nn.Module.__delattr__(self, name)
+
+    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_state_hook
+    register_load_state_dict_pre_hook = _refuse_state_hook
+    register_load_state_dict_post_hook = _refuse_state_hook
+    _register_state_dict_hook = _register_load_state_dict_pre_hook = _refuse_state_hook
+
+
+for _name, _method in vars(nn.Module).items():
+    if isinstance(_method, FunctionType) and _name not in (*vars(Plain), "extra_repr"):
+        setattr(Plain, _name, _method)
+
+
+class Closed:
+    """Where a closed module runs: nowhere."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise InvalidInput(
+            "a closed module has let go of its parameters and programs",
+            got="a use of a ParallelModule after close()",
+            remedy="parallelize the model again with plan=module.plan",
+        )
+
+
+def require_names(model: nn.Module, own: Container[str]) -> None:
+    """Refuse a model whose tensors or submodules are named as what a ParallelModule has itself."""
+    held = [vars(model)[kind] for kind in HOLDERS] if isinstance(model, nn.Module) else []
+    names = [name for one in held for name in one if name in own]
+    if names:
+        raise InvalidInput(
+            "parameters, buffers and submodules of the model keep their names, beside those that a "
+            "ParallelModule has itself",
+            got=", ".join(names),
+            remedy="another name, or a module that holds the model as one of its own",
+        )
+
+
+def require_own_attributes(effects: Iterable[Effect], own: Container[str]) -> None:
+    """Refuse effects that set an attribute of the model that a ParallelModule has itself."""
+    for effect in effects:
+        if effect.attribute is not None and effect.attribute in own:
+            raise InvalidInput(
+                "what forward keeps in an attribute of the model has another name than what a "
+                "ParallelModule has itself",
+                got=effect.attribute,
+                remedy="another name",
+                source=effect.source,
+            )
+
+
+class Part(Plain, Parallel):
+    """Takes no attributes or hooks, which the captured program would not see."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        kept = (self._parameters, self._buffers, self._modules)
+        is_kept = isinstance(value, nn.Parameter | nn.Module) or any(name in held for held in kept)
+        if not (is_kept or name == "training" or name.startswith("_")):
+            raise refused_attribute(name, "a submodule")
+        require_place(self, name, value)
+        nn.Module.__setattr__(self, name, value)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise InvalidInput(
+            "submodules of a parallel module do not run themselves: hooks on them would not either",
+            got="a hook on a submodule",
+            remedy=_REMEDY,
+        )
+
+    register_forward_hook = register_forward_pre_hook = _refuse
+    register_backward_hook = register_full_backward_hook = _refuse
+    register_full_backward_pre_hook = _refuse
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise InvalidInput(
+            "submodules of a parallel module do not run themselves",
+            got=f"a call of a {type(self).__name__} in it",
+            remedy="call the parallel module, or have the model's forward return what is wanted",
+        )
+
+    def extra_repr(self) -> str:
+        """That of the model's submodule, and the types of tensors that are cut."""
+        try:
+            said = super().extra_repr()
+        except Exception:  # of one that looks at tensors of another rank
+            said = ""
+        types: Mapping[str, TensorType] = vars(self).get("_tensor_types", {})
+        cut = [f"{name}: {t}" for name, t in types.items() if not t.layout.is_replicated]
+        return ", ".join(filter(None, [said, *cut]))
+
+
+def refused_attribute(name: str, where: str) -> InvalidInput:
+    """What comes of another value for something that forward may have read."""
+    return InvalidInput(
+        "what modules do is part of the program that was captured",
+        got=f"another {name} for {where} of a parallel module",
+        remedy=_REMEDY,
+    )
+
+
+class Described(Plain):
+    """Has the attributes of a model that are no tensors, such as its configuration, to look at.
+
+    They are the model's own objects: what is changed inside of one (`module.config.x = 1`) changes
+    the model, and no program, whose forward runs with what they were when it was captured.
+    """
+
+    _attributes: Set[str]
+
+    def describe(self, model: nn.Module, own: Container[str]) -> None:
+        """Take those of `model`, but for `own` names."""
+        found = {name: value for name, value in attributes_of(model).items() if name not in own}
+        vars(self).update(found)
+        of_class = {name for name in dir(type(model)) if name[0] != "_" and name not in own}
+        self._attributes = found.keys() | of_class - {*dir(nn.Module)}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self).get("_attributes", ()):
+            raise refused_attribute(name, "the model")
+        require_place(self, name, value)
+        super().__setattr__(name, value)
+
+
+class Listed:
+    """In the place of a Sequential or a ModuleList: its children by place."""
+
+    _modules: dict[str, nn.Module | None]
+
+    def __getitem__(self, place: int | slice) -> Any:
+        return list(self._modules.values())[place]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._modules.values())
+
+
+class Keyed:
+    """In the place of a ModuleDict: its children by name."""
+
+    _modules: dict[str, nn.Module | None]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._modules[name]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+
+def add_parts(root: nn.Module, model: nn.Module) -> None:
+    """A part for every submodule of a model, in its order, and one for one that has several names;
+    containers are indexed as there."""
+    made = {id(model): root}
+    for path, module in model.named_modules(remove_duplicate=False):
+        owner, _, name = path.rpartition(".")
+        if id(module) in made:
+            if path:
+                part_at(root, owner)._modules[name] = made[id(module)]
+            continue
+        part = made[id(module)] = part_at(root, owner)._modules[name] = _made(type(module))
+        vars(part).update(attributes_of(module))
+        for name, tensor in module._parameters.items():
+            if tensor is None:
+                part.register_parameter(name, None)
+
+
+def keep_state(root: nn.Module, model: nn.Module, effects: Sequence[Effect]) -> None:
+    """Let a parallel module and its parts know what else of the model forward changes: what its
+    hooks are bound to, and the attributes in which effects put something, or find it."""
+    holders = [holder for effect in effects for holder in effect.holders()]
+    attributes = {attribute_at(holder.path) for holder in holders if holder.path}
+    for path, module in model.named_modules():
+        held: dict[str, Any] = {kind: dict(getattr(module, kind)) for kind in HOOKS}
+        held |= {
+            name: value
+            for name, value in vars(module).items()
+            if (path, name) in attributes and name not in _OF_TORCH
+        }
+        vars(part_at(root, path))[MODEL_STATE] = held
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """What a module has beside tensors and modules, by name: those would be other ones here."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not (name in _OF_TORCH or hasattr(nn.Module, name))
+        and not any(map(_is_of_model, pytree.tree_leaves(value)))
+    }
+
+
+def _is_of_model(value: object) -> bool:
+    owner = value.__self__ if isinstance(value, MethodType) else value
+    return isinstance(owner, nn.Module | Tensor)
+
+
+def part_at(root: nn.Module, path: str) -> nn.Module:
+    """The submodule at `path`."""
+    for name in path.split(".") if path else ():
+        found = root._modules[name]
+        assert found is not None
+        root = found
+    return root
+
+
+_kinds = WeakValueDictionary[tuple[Any, Any], Any]()  # each lives as long as it has objects
+
+
+def kind_of(base: Any, model: Any) -> Any:
+    """The class of what is a `base`, in the place of modules of a class, which it belongs to."""
+    kind = _kinds.get((base, model))
+    if kind is None:
+        kind = _kinds[base, model] = _make_kind(base, model)
+    return kind
+
+
+def _make_kind(base: Any, model: Any) -> Any:
+    is_list = issubclass(model, nn.Sequential | nn.ModuleList)
+    is_dict = issubclass(model, nn.ModuleDict)
+    bases = (*[Listed] * is_list, *[Keyed] * is_dict, base)
+    names: dict[str, Any] = {"__module__": model.__module__, "__qualname__": model.__qualname__}
+    if hasattr(model, "__del__"):
+        names["__del__"] = lambda self: None  # the model lives on
+    if issubclass(base, Described):
+        names["forward"] = _forward_of(base, model)
+        names |= _of_transformers(base, model)
+    if not (model is nn.Module or issubclass(model, torch.jit.ScriptModule)):
+        with suppress(TypeError):  # a class that does not let others be made of it
+            return type(model)(model.__name__, (*bases, model), names)
+    return type(base)(base.__name__, bases, names)
+
+
+def _forward_of(base: Any, model: Any) -> Any:
+    """That of `base`, with the signature of the model's, which others look up."""
+
+    @wraps(model.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return base.forward(self, *args, **kwargs)
+
+    return forward
+
+
+def _of_transformers(base: Any, model: Any) -> dict[str, Any]:
+    """Methods of transformers' models, and of others in their manner, that see whole tensors."""
+    names: dict[str, Any] = {}
+    if (save := getattr(model, "save_pretrained", None)) is not None:
+
+        @wraps(save)
+        def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return base._written_whole(self, save, *args, **kwargs)
+
+        names["save_pretrained"] = save_pretrained
+    if (resize := getattr(model, "resize_token_embeddings", None)) is not None:
+
+        @wraps(resize)
+        def resize_token_embeddings(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not [value for value in (*args, *kwargs.values()) if value is not None]:
+                return resize(self)  # which says how large they are
+            raise InvalidInput(
+                "a parallel module has the parameters that the model had when it was parallelized",
+                got="resize_token_embeddings() of a ParallelModule",
+                remedy=AGAIN,
+            )
+
+        names["resize_token_embeddings"] = resize_token_embeddings
+    return names
+
+
+def _made(model: Any) -> Part:
+    part = object.__new__(kind_of(Part, model))
+    nn.Module.__init__(part)
+    return part
+
+
+def refuse_late_hooks(root: nn.Module, kept: Mapping[str, Tensor], step: bool) -> None:
+    """Refuse hooks on the gradients of what a parallel module has, and on itself in a step."""
+    refuse_gradient_hooks(kept)
+    if step and _torch.has_hooks(root):
+        raise _late("a hook on the parallel module, in step()")
+    if step and "forward" in vars(root):
+        raise refused_attribute("forward", "the model, in step(),")
+
+
+def refuse_gradient_hooks(kept: Mapping[str, Tensor]) -> None:
+    """Refuse hooks that run when parameters get their gradients."""
+    if have_gradient_hooks(kept.values()):
+        named = (name for name, value in kept.items() if gradient_hooks(value))
+        raise _late(f"a hook on the gradient of {next(named)}")
+
+
+def _late(got: str) -> InvalidInput:
+    return InvalidInput(
+        "gradients are summed over ranks and micro-batches when a step ends, without hooks",
+        got=got,
+        remedy="take the hook away, and change parameter.grad after step()",
+    )
+
+
+def tell_of_state_hooks(model: nn.Module) -> None:
+    """And of states that are no tensors."""
+    named = list(model.named_modules())
+    of_tensors = "the names of parameters and buffers"
+    for has_some, what, so in (
+        (_torch.state_hooks, "hooks of {} on state_dict", f"full_state_dict() has {of_tensors}"),
+        (_torch.load_hooks, "hooks of {} on load_state_dict", f"it takes {of_tensors}"),
+        (_has_extra_state, "get_extra_state() of {}", "give ap.save what it gives as extra="),
+    ):
+        paths = [path or "the model" for path, module in named if has_some(module)]
+        if paths:
+            more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+            does = "does" if has_some is _has_extra_state else "do"
+            warnings.warn(
+                f"{what.format(paths[0] + more)} {does} not run: {so}",
+                stacklevel=frames_to_caller(),
+            )
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state

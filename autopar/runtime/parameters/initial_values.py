@@ -1,0 +1,192 @@
+"""Values: where those of a parallel module's parameters and buffers come from.
+
+From weights that were given; else from rank 0's model; what has no data there, because it was built
+on the meta device, from the model's initialisers, which every rank runs by itself. A rank keeps its
+pieces, and holds no more than one whole module beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autopar import _torch
+from autopar.capture.captured import Captured
+from autopar.capture.fake import has_no_data
+from autopar.errors import InvalidInput
+from autopar.layout import TensorType
+from autopar.runtime.backends.backend import Backend
+from autopar.runtime.parameters.initialisers import Initialisers
+from autopar.runtime.parameters.placing import is_convertible, part_of
+from autopar.runtime.parameters.weight_files import Held, Weights, open_weights
+from autopar.strategies.node_info import info
+
+Told = tuple[list[str], Tensor | None]  # what has no data on rank 0, and its random numbers' state
+
+
+class Values:
+    """Of one model, `init` and `weights` as `parallelize` takes them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        init: Callable[[nn.Module], object] | None = None,
+        weights: Any = None,
+    ) -> None:
+        self._model, self._init, self._given = model, init, weights
+        self._weights: Weights | None = None
+        self._read_as: dict[str, list[str]] = {}  # name of a tensor -> those in the weights
+        self._deferred: list[str] = []  # what initialisers make, from that state of their numbers
+        self._initialisers: Initialisers | None = None
+
+    def validate(self) -> None:
+        """Refuse what this process sees by itself, before anything is read or made."""
+        if self._init is not None and not callable(self._init):
+            raise InvalidInput(
+                "init is a function that fills the tensors of one module in place",
+                got=f"init={self._init!r}",
+                remedy="init=fn, which is called as model.apply(fn) calls it",
+            )
+        if self._given is not None:
+            self._weights = open_weights(self._given)
+            self._read_as = _require_names(self._model, self._weights)
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers, those that are tied under their first name."""
+        return dict([*self._model.named_parameters(), *self._model.named_buffers()])
+
+    @cached_property
+    def told(self) -> Told:
+        """What holds for all ranks: that of rank 0."""
+        without = [name for name, value in self.tensors.items() if value.is_meta]
+        draws = any(name not in self._read_as for name in without)
+        return without, torch.get_rng_state() if draws else None
+
+    def accept(self) -> None:
+        """Refuse a model of which something would stay without values."""
+        without, _ = self.told
+        if self._init is not None and not without:
+            raise InvalidInput(
+                "init makes the values of what was built on the meta device",
+                got="init= with a model that has its values",
+                remedy="model.apply(init) before",
+            )
+        self._deferred = [n for n in without if n not in self._read_as and n in self.tensors]
+        if self._deferred:
+            self._initialisers = Initialisers(self._model, self._init)
+            wanted = {id(self.tensors[name]): name for name in self._deferred}
+            unmade = self._initialisers.unmade([self.tensors[name] for name in self._deferred])
+            if unmade:
+                raise InvalidInput(
+                    "every parameter and buffer has values, or an initialiser that makes them",
+                    got=f"on the meta device: {', '.join(wanted[id(one)] for one in unmade)}",
+                    remedy="parallelize(..., init=fn), whose fn(module) fills a module's own "
+                    "tensors in place; or a reset_parameters() of the module that does so; or "
+                    "weights=; or build these with device='cpu'",
+                )
+
+    def place(self, backend: Backend, types: Mapping[str, TensorType]) -> dict[str, Tensor | None]:
+        """What is kept here of each parameter and buffer; all ranks place together."""
+        placed: dict[str, Tensor | None] = {}
+        for name, like in self.tensors.items():
+            if name in self._read_as:
+                assert self._weights is not None
+                read = partial(self._weights.read_alike, self._read_as[name])
+                placed[name] = backend.place_part(name, like, types[name], read)
+            elif name not in self._deferred:
+                placed[name] = backend.place_tensor(name, like, types[name])
+        if self._initialisers is not None:
+            assert self.told[1] is not None
+            names = {id(self.tensors[name]): name for name in self._deferred}
+            wanted = [self.tensors[name] for name in self._deferred]
+            with _numbers_from(self.told[1]):
+                for like, value in self._initialisers.make(wanted):
+                    name, read = names[id(like)], partial(part_of, value)
+                    placed[name] = backend.place_part(name, like, types[name], read)
+                    del value, read
+        return placed
+
+
+@contextmanager
+def _numbers_from(state: Tensor) -> Iterator[None]:
+    """Draw random numbers from a state; those of this process go on there if it was its own."""
+    own = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        if not torch.equal(own, state):
+            torch.set_rng_state(own)
+
+
+def _require_names(model: nn.Module, weights: Weights) -> dict[str, list[str]]:
+    """Under which of its names each tensor of the model is in the weights, if all of them fit."""
+    first: dict[int, str] = {}
+    names: dict[str, Tensor] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            first.setdefault(id(tensor), name)
+            names[name] = tensor
+    found: dict[str, list[str]] = {}
+    wrong = []
+    for name, tensor in names.items():
+        held = weights.held.get(name)
+        if held is None:
+            continue
+        found.setdefault(first[id(tensor)], []).append(name)
+        if held.shape != tuple(tensor.shape) or not is_convertible(held.dtype, tensor.dtype):
+            wrong.append(f"misshapen: {name} {_type(held)}, not {_type(tensor)}")
+    needed = dict.fromkeys(first[id(names[name])] for name in _torch.state_names(model))
+    wrong += [f"missing: {name}" for name in needed if name not in found]
+    wrong += [f"unexpected: {name}" for name in weights.held if name not in names]
+    if wrong:
+        raise InvalidInput(
+            "weights have the names and shapes of the model's parameters and buffers, and their "
+            "dtypes, but for the precision of floating-point numbers",
+            got="\n".join(wrong),
+            remedy="give the weights of this model, or a mapping of its names to tensors",
+        )
+    return found
+
+
+def _type(tensor: Tensor | Held) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def require_constants(captured: Captured) -> None:
+    """Refuse tensors on the meta device that are no buffers: nothing makes their values."""
+    unknown = [name for name, value in captured.constants.items() if has_no_data(value)]
+    if unknown:
+        users = [
+            info(user).source
+            for name in unknown
+            for node in captured.graph.find_nodes(op="placeholder")
+            if node.name == name
+            for user in node.users
+        ]
+        raise InvalidInput(
+            "tensors that are plain attributes of a module have values when it is built",
+            got=f"{', '.join(unknown)} on the meta device",
+            remedy="build them with device='cpu', or make them buffers",
+            source=next(iter(users), None),
+        )
+
+
+def require_data(model: nn.Module, inputs: Any, doing: str, remedy: str) -> None:
+    """Refuse what is on the meta device."""
+    given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, value in [*named, *(("an input", leaf) for leaf in given)]:
+        if value.is_meta:
+            raise InvalidInput(
+                f"{doing} needs parameters and inputs with data",
+                got=f"{name} is on the meta device",
+                remedy=remedy,
+            )

@@ -1,0 +1,428 @@
+"""Build: the cost graph of a captured model on one mesh.
+
+An operator is a node: its strategies, what each takes and keeps. A parameter is a node: the layouts
+it may be stored in, and the bytes of its states. A value with several readers gets a node for the
+layout in which they share it, and one more for readers that work on cut data and so ask for a
+gradient that is summed: what they share is moved once. An edge costs the shortest redistribution.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.capture.listing import operator_of
+from autopar.capture.marker import ANNOTATE
+from autopar.capture.origins import copied_parameter, is_of_parameters, summed_parameter
+from autopar.capture.regions import runs
+from autopar.cluster import Cluster
+from autopar.cost.cluster_price import ClusterPrice
+from autopar.cost.footprint import HELD, parameter_bytes
+from autopar.cost.saved_tensors import SavedTensors
+from autopar.cost.state_price import Beside
+from autopar.errors import InvalidInput
+from autopar.garbage import collected_later
+from autopar.layout import ParameterPlacement, Parts, Placement
+from autopar.mesh import Mesh
+from autopar.search.candidates import Candidates, NodeClasses, storage_states, uncut
+from autopar.search.constraints import Constraints
+from autopar.search.counted_bytes import Reading, bytes_of, moments, readings_of_input
+from autopar.search.edge_costs import Edges, Late
+from autopar.search.overlapped_work import Way, computed
+from autopar.search.prologue import find_prologue, is_whole
+from autopar.search.reshard_table import Placements
+from autopar.solver.cost_graph import CostGraph
+from autopar.states import WHOLE, States
+from autopar.strategies.node_info import Region, info
+from autopar.strategies.results import maker, place_of, values_of
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """What a node of the cost graph decides: of an operator, of a value that is stored or shared,
+    or of what some readers of it share."""
+
+    number: int
+    states: Placements  # of an operator those of its first result
+    candidates: Candidates | None = None  # of operators
+    readings: tuple[Reading, ...] = ()  # of a group of readers
+
+    def chosen(self, choice: Sequence[int]) -> Placement:
+        """What a choice of strategies says of it."""
+        return self.states[choice[self.number]]
+
+
+@dataclass
+class Built:
+    """A cost graph and what its nodes mean."""
+
+    captured: Captured
+    mesh: Mesh
+    constraints: Constraints
+    graph: CostGraph = field(default_factory=CostGraph)
+    operators: dict[str, Variable] = field(default_factory=dict)
+    parameters: dict[str, Variable] = field(default_factory=dict)
+    values: dict[str, Variable] = field(default_factory=dict)
+    groups: dict[str, list[Variable]] = field(default_factory=dict)
+    prologue: Collection[str] = ()  # operators that are whole on every rank, and no question
+    slack: float = 0.0  # seconds that a plan could save with a prologue that is cut, at most
+    alone: float = 0.0  # seconds that its operators take at least, if nothing moves
+    fixed_bytes: float = 0.0  # of inputs and buffers
+
+
+@dataclass
+class Builder:
+    """Makes the cost graph of `captured` on `mesh`, with `constraints` kept and `states` cut.
+
+    `captured` is the program of one of the step's `microbatches`; the costs are those of one.
+    Operators are looked at first: what they take `alone` may be enough to know."""
+
+    captured: Captured
+    mesh: Mesh
+    cluster: Cluster
+    constraints: Constraints
+    microbatches: int = 1
+    states: States = WHOLE
+
+    @collected_later()
+    def __post_init__(self) -> None:
+        price = ClusterPrice(self.cluster, self.mesh, self.states.buffer_bytes)
+        self.classes = NodeClasses(
+            self.captured, self.mesh, self.cluster.device, price, self.microbatches
+        )
+        given, named = self.constraints.parameters, self.captured.parameters
+        parts = {node: given[name].layout.parts for node, name in named.items() if name in given}
+        self.edges = Edges(self.mesh, self.cluster, price, self.microbatches, self.states, parts)
+        self.built = Built(self.captured, self.mesh, self.constraints)
+        self.nodes = {node.name: node for node in self.captured.graph.nodes}
+        self.readings: dict[str, list[Reading]] = {}
+        self._shared: dict[tuple, Placements] = {}
+        self._stored: dict[tuple, tuple[Placements, Array]] = {}
+        self._offers: dict[str, tuple[Candidates, Array]] = {}
+        self.producers: dict[str, Variable] = {}  # of values, by name
+        self.pieces: dict[str, list[Reading]] = {}  # of inputs, by their only readers
+        of_parameters = partial(is_of_parameters, captured=self.captured)
+        decided, self.regions = self.constraints.recompute, dict[str, Region]()
+        self.runs = runs(self.captured.graph, decided, of_parameters) if decided else []
+        for number, (name, nodes) in enumerate(self.runs):
+            region = Region(name, decided[name], number)
+            self.regions |= {node.name: region for node in nodes}
+        calls = self.captured.operators
+        asked = {*self.constraints.values, *self.constraints.bound}
+        self.prologue = find_prologue(self.captured, calls, self.classes, asked)
+        self.built.prologue, self.built.slack = self.prologue.names, self.prologue.slack
+        for node in calls:
+            self._look_at(node)
+        facts = {name: candidates.facts for name, (candidates, _) in self._offers.items()}
+        self.saved = SavedTensors(facts, self.readings, self.regions)
+        full = [nodes for _, nodes in self.runs if self.regions[nodes[0].name].is_full]
+        self.remade = set[str]().union(*map(self.saved.remade, full))
+        about = self.captured, self.readings, self.saved, self.microbatches
+        self.counts_activations, self.counts_gradients = moments(*about)
+        for node in calls:
+            cost = self._cost(node.name)
+            self.built.alone += float(cost.min()) * info(node).times
+
+    @collected_later()
+    def run(self) -> Built:
+        # Nodes stand in the order of the program, so that repeated blocks can be found.
+        for node in self.captured.graph.nodes:
+            if node.op == "placeholder" and node.name in self.captured.parameters:
+                self._add_parameter(node)
+            elif node.op == "placeholder":
+                self._add_bytes(node)
+                if node.name in self.readings:
+                    self._add_input(node)
+            elif node.name in self.captured.classes:
+                self._add_operator(node)
+            if len(self.readings.get(node.name, ())) > 1:
+                self._add_shares(node)
+        if self.captured.times > 1:
+            self.built.graph.repeat(self._repeated(), self.captured.times)
+        for name, readings in self.readings.items():
+            self._connect(self.nodes[name], readings)
+        self._add_results()
+        return self.built
+
+    def _repeated(self) -> list[int]:
+        """The nodes of what stands for several."""
+        made, groups = self.built, self.built.groups
+        found = []
+        for name in (node.name for node in self.nodes.values() if info(node).times > 1):
+            for every in (made.operators, made.parameters, made.values):
+                found += [every[name].number] if name in every else []
+            found += [group.number for group in groups.get(name, ())]
+        return found
+
+    # Nodes
+
+    def _add_parameter(self, node: fx.Node) -> None:
+        name, known = self.captured.parameters[node.name], info(node)
+        constraint = self.constraints.parameters.get(name)
+        shape = tuple(known.val.shape)
+        back = known.differentiable, known.learns
+        key = shape, known.val.dtype, *back, constraint and constraint.layout, known.parts
+        if key not in self._stored:
+            states = (
+                Placements([Placement(constraint.layout)])
+                if constraint is not None
+                else self._stored_at(shape, known.parts)
+            )
+            places = [self.edges.places(node, state.layout) for state in states]
+            held = [self._held(node, at) for at in places]
+            self._stored[key] = states, np.array(held)
+        states, memory = self._stored[key]
+        number = self.built.graph.add_node(self.edges.zeros(len(states)), memory, name=name)
+        self.producers[node.name] = self.built.parameters[node.name] = Variable(number, states)
+
+    def _stored_at(self, shape: tuple[int, ...], parts: Parts) -> Placements:
+        """The layouts of a parameter of which nothing was said."""
+        states = storage_states(shape, self.mesh, parts)
+        left = self.constraints.batch_axis
+        return Placements(state for state in states if left not in state.layout.axes)
+
+    def _held(self, node: fx.Node, places: ParameterPlacement) -> float:
+        """The bytes of a parameter at the moment that is counted."""
+        held = dict(zip(HELD, parameter_bytes(node, places, self.mesh)))
+        return float(sum(held.values()) - (0 if self.counts_gradients else held["gradients"]))
+
+    def _look_at(self, node: fx.Node) -> None:
+        """Find the candidates of an operator, and who reads what."""
+        candidates = self._allowed(node, self.classes.candidates(node))
+        if node.name in self.prologue.names:
+            candidates = candidates.taken([uncut(candidates)])
+        cost = candidates.cost
+        for position, value in enumerate(self.classes.inputs(node)):
+            if is_whole(value, self.captured, self.prologue):
+                cost = cost + self.edges.from_whole(candidates, position, value)
+            else:
+                reading = Reading(value.name, node.name, position)
+                self.readings.setdefault(value.name, []).append(reading)
+        self._offers[node.name] = candidates, cost
+
+    def _cost(self, name: str) -> Array:
+        """Of each candidate of an operator, with what runs again."""
+        candidates, cost = self._offers[name]
+        again = candidates.forward + candidates.inside_forward
+        return cost + again if name in self.remade else cost
+
+    def _add_operator(self, node: fx.Node) -> None:
+        candidates, cost = self._offers[node.name][0], self._cost(node.name)
+        region = self.regions.get(node.name)
+        is_full = region is not None and region.is_full
+        memory = candidates.extra * (self.counts_activations and not is_full)
+        if self.counts_activations and self.saved.keeps_output(node.name):
+            for value in values_of(node):
+                states = candidates.results[place_of(value)]
+                memory = memory + self.edges.bytes(value, states)
+        for piece in self.pieces.get(node.name, ()):
+            states = candidates.inputs[piece.position]
+            memory = memory + self.edges.bytes(self.nodes[piece.value], states)
+        number = self.built.graph.add_node(
+            self.edges.same(cost, "cost"), self.edges.same(memory, "memory"), name=node.name
+        )
+        variable = Variable(number, candidates.outputs, candidates)
+        self.built.operators[node.name] = variable
+        for value in values_of(node):
+            states = candidates.results[place_of(value)]
+            self.producers[value.name] = replace(variable, states=states)
+
+    def _add_bytes(self, node: fx.Node) -> None:
+        """What an input or a buffer takes: a piece of it, where all its readers want that one. Of
+        several readers no less than the smallest is known."""
+        readings, size = readings_of_input(self.captured, node), bytes_of(node) * info(node).times
+        if readings is not None and len(readings) == 1:
+            (reading,) = readings
+            self.pieces.setdefault(reading.reader, []).append(reading)
+        else:
+            self.built.fixed_bytes += size / (self.mesh.size if readings else 1)
+
+    def _add_input(self, node: fx.Node) -> None:
+        """An input of the model that wants a gradient: whole on every rank."""
+        whole = Placements([Placement.whole(info(node).val.ndim)])
+        self.producers[node.name] = self._share(node.name, whole)
+
+    def _add_shares(self, value: fx.Node) -> None:
+        """A node for the layout that the readers of a value share, and one for each group."""
+        readings = self.readings[value.name]
+        is_parameter = value.name in self.built.parameters
+        groups: dict[bool, list[Reading]] = {}
+        for reading in readings:
+            groups.setdefault(is_parameter or self._sums(reading), []).append(reading)
+        base = self._states(self.producers[value.name].states, readings, pending=False)
+        self.built.values[value.name] = self._share(f"{value.name} value", base)
+        for members in groups.values():
+            if len(members) > 1:
+                states = self._states(base, members, pending=True)
+                group = self._share(f"{value.name} group", states, tuple(members))
+                self.built.groups.setdefault(value.name, []).append(group)
+
+    def _share(self, name: str, states: Placements, readings: tuple[Reading, ...] = ()) -> Variable:
+        """A layout that costs nothing in itself."""
+        number = self.built.graph.add_node(self.edges.zeros(len(states)), name=name)
+        return Variable(number, states, readings=readings)
+
+    def _states(self, given: Placements, readings: Sequence[Reading], pending: bool) -> Placements:
+        """The `given` states and those that readers want, found once for all equal blocks."""
+        wants = [self._offers[r.reader][0].inputs[r.position] for r in readings]
+        key = (given, *wants, pending)
+        if key not in self._shared:
+            found = dict.fromkeys(given)
+            for state in itertools.chain(*wants):
+                found[state if pending else Placement(state.layout)] = None
+            self._shared[key] = Placements(found)
+        return self._shared[key]
+
+    def _add_results(self) -> None:
+        """What the output wants: no partial sums; new values of buffers whole."""
+        output = self.captured.graph.output_node()
+        results = output.args[0]
+        first_mutation = len(results) - len(self.captured.mutations)  # type: ignore[arg-type]
+        for index, value in enumerate(results):  # type: ignore[arg-type]
+            if value.op != "call_function":
+                continue
+            variable = self.producers[value.name]
+            learns = index in self.captured.differentiated
+            table, seconds = self.edges.seconds(value, learns)
+            costs = np.zeros(len(variable.states))
+            for number, state in enumerate(variable.states):
+                target = Placement(state.layout.with_partial(()))
+                if index >= first_mutation:
+                    target = Placement.whole(table.ndim)
+                costs[number] = seconds[table.index[state], table.index[target]]
+            if costs.any():
+                sink = self.built.graph.add_node(self.edges.zeros(1), name=f"{value.name} out")
+                costs = self.edges.same(costs[:, None], "out")
+                self.built.graph.add_edge(variable.number, sink, costs)
+
+    def _allowed(self, node: fx.Node, candidates: Candidates) -> Candidates:
+        """The candidates that keep the annotations, and leave the batch its axis."""
+        constraint = self.constraints.values.get(node.name) if node.target is ANNOTATE else None
+        bound = self.constraints.bound.get(node.name, {})
+        if constraint is None and not bound:
+            if not self.constraints.batch_axis or node.name in self.prologue.names:
+                return candidates
+            agrees = partial(self.constraints.agrees, node.name)
+            kept = [i for i, way in enumerate(candidates.strategies) if agrees(way)]
+            return candidates.taken(kept) if kept else candidates
+        for offered in (candidates, self.classes.candidates(node, every=True)):
+            kept = [
+                index
+                for index in range(len(offered.strategies))
+                if (constraint is None or offered.outputs[index].layout == constraint.layout)
+                and all(
+                    offered.inputs[position][index].layout == w.layout
+                    for position, w in bound.items()
+                )
+            ]
+            if kept:
+                return offered.taken(kept)
+        asked = constraint or next(iter(bound.values()))
+        raise InvalidInput(
+            "an annotation asks for what no strategy of the operator gives",
+            got=f"{asked.layout} for {operator_of(node)} in {info(node).module or 'the model'}",
+            remedy="cut dims that the operator can cut, and shared dims the same way",
+            source=asked.source,
+        )
+
+    # Edges
+
+    def _connect(self, value: fx.Node, readings: Sequence[Reading]) -> None:
+        """Edges from the producer of a value to its readers, by way of what they share."""
+        late = Late() if is_of_parameters(value, self.captured) else None
+        producer, shared = self.producers[value.name], self.built.values.get(value.name)
+        groups = self.built.groups.get(value.name, [])
+        grouped = {reading for group in groups for reading in group.readings}
+        alone = [reading for reading in readings if reading not in grouped]
+        # Those that may ask for the sum of the gradient stand together: there its states count.
+        last = late and Late(summed_parameter(value))
+        asking = [reading for reading in readings if self._sums(reading)] or readings
+        if shared is None:
+            self._join(value, producer, readings[0], last, "always")
+            return
+        kept_at_all = self._keeps(readings)
+        # What several readers keep is counted once: where they part.
+        storing = [group for group in groups if self._keeps(group.readings)]
+        early = self._keeps(alone) or len(storing) > 1 or not self._makes(value)
+        self._link(value, producer, shared, late, "always" if early and kept_at_all else "")
+        for group in groups:
+            kept = "" if group not in storing else "moved" if early else "always"
+            sums = last if asking[0] in group.readings else late
+            self._link(value, shared, group, sums, kept)
+        for group in groups:
+            for reading in group.readings:
+                self._join(value, group, reading, late, "moved")
+        for reading in alone:
+            sums = last if reading in asking else late
+            self._join(value, shared, reading, sums, "moved")
+
+    def _keeps(self, readings: Sequence[Reading]) -> bool:
+        return self.counts_activations and any(
+            self.saved.keeps(r.value, r.reader, r.position)
+            and copied_parameter(self.nodes[r.value]) is None
+            for r in readings
+        )
+
+    def _sums(self, reading: Reading) -> bool:
+        """Whether a reader may ask for a summed gradient: it has factors that this input lacks."""
+        facts = self._offers[reading.reader][0].facts
+        if facts is None:
+            return False
+        own = {factor for dim in facts.rule.inputs[reading.position] for factor in dim}
+        return not set(facts.rule.cuttable) <= own
+
+    def _link(
+        self,
+        value: fx.Node,
+        first: Variable,
+        second: Variable,
+        late: Late | None,
+        kept: str,
+        reader: str | None = None,
+    ) -> None:
+        """An edge between two layouts of one value; `kept` "always", or only if it is "moved".
+        What the readings of the second compute runs beside what brings the gradient back. The
+        second is a `reader` alone, a group of them, or what all share."""
+        kept = "moved" if kept and not self._makes(value) else kept
+        ways = [
+            Way(self.nodes[r.reader], self._offers[r.reader][0], r.position)
+            for r in second.readings
+        ]
+        parts = computed(value, ways, second.states, bool(late))
+        forward, backward = (self.edges.same(part, "beside") for part in parts)
+        readings = second.readings or self.readings[value.name]
+        names = [reader] if reader else [reading.reader for reading in readings]
+        beside = Beside(forward, backward, any(info(self.nodes[name]).learns for name in names))
+        regions = {self.regions[name].name if name in self.remade else None for name in names}
+        again = late is None and len(regions) == 1 and None not in regions
+        about = first.states, second.states, late, kept, beside, again
+        cost, memory = self.edges.table(value, *about)
+        self.built.graph.add_edge(first.number, second.number, cost, memory)
+
+    def _join(
+        self, value: fx.Node, first: Variable, reading: Reading, late: Late | None, kept: str
+    ) -> None:
+        """An edge from a layout of a value to a reader."""
+        wants = self._offers[reading.reader][0].inputs[reading.position]
+        # What several share is hidden where it is moved: on the way to all of them.
+        alone = () if first.readings and not late else (reading,)
+        number = self.built.operators[reading.reader].number
+        reader = Variable(number, wants, readings=alone)
+        kept = kept if self._keeps([reading]) else ""
+        self._link(value, first, reader, late, kept, reading.reader)
+
+    def _makes(self, value: fx.Node) -> bool:
+        """Whether a value has memory that nothing else has counted yet."""
+        if value.op == "placeholder" or self.saved.keeps_output(maker(value).name):
+            return False
+        facts = self._offers[maker(value).name][0].facts
+        return facts is None or not facts.is_view

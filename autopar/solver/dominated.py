@@ -1,0 +1,175 @@
+"""Dominated strategies, dropped: those that another one could replace wherever they stand.
+
+>>> from autopar.solver.cost_graph import CostGraph
+>>> graph = CostGraph()
+>>> a = graph.add_node([1.0, 2.0, 0.5], memory=[4, 4, 9])
+>>> b = graph.add_node([0.0, 0.0])
+>>> graph.add_edge(a, b, [[0.0, 1.0], [0.5, 1.0], [0.0, 1.0]])
+>>> pruned = prune(graph.packed)
+>>> pruned.sizes.tolist(), pruned.strategy[pruned.node_table[0]].tolist()
+([2, 1], [0, 2])
+
+Strategy j of a node is dominated by i when, whatever the neighbours choose, putting i in the place
+of j costs no more seconds and no more memory: the sum over node and edges of the least difference
+is not negative, in both. Nodes with equal surroundings are looked at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.solver.cost_graph import Array, Integers, Packed, Table
+
+ROUNDS = 2
+_MOST_EDGES = 24  # a node with more is left as it is
+_MOST_STRATEGIES = 64  # a node with more takes longer to compare than to eliminate
+_AT_ONCE = 1 << 20  # differences that are held at a time
+_SAMPLES = 4  # columns of an edge that are tried before all of them
+
+
+def prune(packed: Packed, rounds: int = ROUNDS) -> Packed:
+    """The same graph without dominated strategies; it has the same optimum under any limit."""
+    for _ in range(rounds):
+        smaller = _round(packed)
+        if smaller is packed:
+            break
+        packed = smaller
+    return packed
+
+
+def _round(packed: Packed) -> Packed:
+    """Drop in all nodes at once what is dominated with every strategy of the neighbours present:
+    one replacement after the other then never makes a choice worse."""
+    kinds, examples = _surroundings(packed)
+    kept: list[Integers] = []
+    around = packed.tables_at(examples)
+    for example in examples.tolist():
+        table, edges = packed.node_tables[packed.node_table[example]], around[example]
+        if len(edges) > _MOST_EDGES or len(table.cost) > _MOST_STRATEGIES:
+            kept.append(np.arange(len(table.cost)))
+        else:
+            kept.append(_undominated(table, edges))
+    if all(len(k) == packed.sizes[example] for k, example in zip(kept, examples)):
+        return packed
+    return restricted(packed, kinds, kept)
+
+
+def _undominated(table: Table, edges: list[Table]) -> Integers:
+    """The strategies of one node that stay."""
+    count = len(table.cost)
+    if count == 1:
+        return np.arange(1)
+    dominates = np.ones((count, count), bool)  # [i, j]: i may replace j
+    for kind in ("cost", "memory"):
+        vector = getattr(table, kind)
+        rows = [matrix for edge in edges if (matrix := getattr(edge, kind)) is not None]
+        if vector is None and not rows:
+            continue
+        vector = np.zeros(count) if vector is None else vector
+        dominates &= _no_worse(_capped(vector, rows), dominates)
+    for j in range(count - 1, -1, -1):
+        others = dominates[:, j].copy()
+        others[j] = False
+        if others.any():
+            dominates[j, :] = False  # what is dropped can no longer replace another
+    np.fill_diagonal(dominates, False)
+    return np.flatnonzero(~dominates.any(axis=0))
+
+
+def _capped(vector: Array, rows: list[Array]) -> tuple[Array, list[Array]]:
+    """Infinity as a number larger than every finite sum, so that differences are numbers."""
+    finite = sum(float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) for a in (vector, *rows))
+    if np.isfinite(vector).all() and all(np.isfinite(row).all() for row in rows):
+        return vector, rows
+    large = 4 * finite + 1
+    return np.minimum(vector, large), [np.minimum(row, large) for row in rows]
+
+
+def _no_worse(weights: tuple[Array, list[Array]], candidates: np.ndarray) -> np.ndarray:
+    """[i, j]: whether i in the place of j never weighs more."""
+    vector, rows = weights
+    least = vector[None, :] - vector[:, None]
+    for row in rows:  # a few columns first: the least over them is not less than over all
+        columns = row[:, :: max(1, row.shape[1] // _SAMPLES)]
+        least = least + (columns[None, :, :] - columns[:, None, :]).min(axis=-1)
+    i, j = np.nonzero(candidates & (least >= 0))
+    off = i != j
+    i, j = i[off], j[off]
+    exact = vector[j] - vector[i]
+    for row in rows:
+        exact = exact + _least_difference(row, i, j)
+        still = exact >= 0 if row is rows[-1] else slice(None)
+        i, j, exact = i[still], j[still], exact[still]
+    answer = np.zeros_like(candidates)
+    answer[i[exact >= 0], j[exact >= 0]] = True
+    return answer
+
+
+def _least_difference(row: Array, i: Integers, j: Integers) -> Array:
+    """The least of row[j] - row[i], for many pairs, some at a time."""
+    step = max(1, _AT_ONCE // row.shape[1])
+    parts = [
+        (row[j[at : at + step]] - row[i[at : at + step]]).min(axis=-1)
+        for at in range(0, len(i), step)
+    ]
+    return np.concatenate([np.zeros(0), *parts])
+
+
+def _surroundings(packed: Packed) -> tuple[Integers, Integers]:
+    """A number for each node, equal where the node and its edges are equal; an example of each."""
+    n = len(packed)
+    ends = np.concatenate([packed.low, packed.high])
+    codes = np.concatenate([2 * packed.edge_table, 2 * packed.edge_table + 1])
+    order = np.lexsort((codes, ends))
+    ends, codes = ends[order], codes[order]
+    degree = np.bincount(ends, minlength=n)
+    rank = np.arange(len(ends)) - np.searchsorted(ends, ends)
+    kind = packed.node_table.copy()
+    for column in range(min(_MOST_EDGES, int(degree.max(initial=0)))):
+        code = np.zeros(n, np.int64)
+        here = rank == column
+        code[ends[here]] = codes[here] + 1
+        kind = np.unique(kind * (2 * len(packed.edge_tables) + 2) + code, return_inverse=True)[1]
+    # Nodes with many edges all count as one more kind of their table, which keeps everything.
+    many = degree > _MOST_EDGES
+    kind[many] = kind.max(initial=0) + 1 + packed.node_table[many]
+    _, example, kind = np.unique(kind, return_index=True, return_inverse=True)
+    return kind.ravel(), example
+
+
+def restricted(packed: Packed, kinds: Integers, kept: list[Integers]) -> Packed:
+    """The graph with only the strategies `kept[kinds[i]]` of node i."""
+    tables: dict[tuple[int, bytes], int] = {}
+    node_tables: list[Table] = []
+    strategy: list[Integers] = []
+    masks: list[Integers] = []
+    number = np.empty(len(kept), np.int64)
+    first = np.unique(kinds, return_index=True)[1]
+    for kind, (keep, example) in enumerate(zip(kept, first)):
+        old = int(packed.node_table[example])
+        key = (old, keep.tobytes())
+        if key not in tables:
+            tables[key] = len(node_tables)
+            node_tables.append(packed.node_tables[old].taken(keep))
+            strategy.append(packed.strategy[old][keep])
+            masks.append(keep)
+        number[kind] = tables[key]
+    node_table = number[kinds]
+    count = len(node_tables)
+    code = (packed.edge_table * count + node_table[packed.low]) * count + node_table[packed.high]
+    distinct, edge_table = np.unique(code, return_inverse=True)
+    edge_tables = []
+    for entry in distinct.tolist():
+        rest, high = divmod(entry, count)
+        old, low = divmod(rest, count)
+        edge_tables.append(packed.edge_tables[old].taken(masks[low], masks[high]))
+    return replace(
+        packed,
+        node_tables=node_tables,
+        edge_tables=edge_tables,
+        node_table=node_table,
+        edge_table=edge_table.ravel(),
+        strategy=strategy,
+    )
