@@ -16,7 +16,7 @@ import autopar as ap
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.options import PlanOptions
 from autopar.planning import make_plans
-from autopar.runtime.module.parallel_module import trials
+from autopar.runtime.module import trials
 from autopar.runtime.observation.timing import in_turns
 from autopar.units import seconds_text
 from tests import models
