@@ -76,7 +76,8 @@ def test_any_change_of_any_source_is_another_identity(tmp_path: Path, monkeypatc
     (tmp_path / "room").mkdir()
     first, second = tmp_path / "a.py", tmp_path / "room" / "b.py"
     seen = set()
-    monkeypatch.setattr(same_sources, "_HOUSE", tmp_path)
+    assert Path(ap.__file__).parent == same_sources._LIBRARY
+    monkeypatch.setattr(same_sources, "_LIBRARY", tmp_path)
     for one, two in (("x", "y"), ("x", "z"), ("w", "y"), ("xy", "")):
         first.write_text(one)
         second.write_text(two)
