@@ -1,4 +1,4 @@
-.PHONY: demo test gpu lint types setup dist docs clean
+.PHONY: demo test test-full gpu lint types setup dist docs clean
 PYTHON ?= python3
 RUN := .venv/bin/python
 WORKERS ?= 2  # processes of the tests
@@ -8,6 +8,10 @@ demo: .venv/ready
 
 test: .venv/ready lint types
 	$(RUN) -m pytest --numprocesses $(strip $(WORKERS)) --dist loadfile --no-loadscope-reorder
+
+# Every case of the laws that `test` samples.
+test-full: .venv/ready lint types
+	$(RUN) -m pytest --full --numprocesses $(strip $(WORKERS)) --dist loadfile --no-loadscope-reorder
 
 # In any environment with torch and the packages of pyproject.toml: nothing is installed.
 GPU_PYTHON := $(if $(filter command,$(firstword $(origin PYTHON))),$(PYTHON),$(or $(wildcard .venv/bin/python),$(PYTHON)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from autopar.planner.patience import SECONDS, Patience
+from tests import sampling
 
 torch.set_num_threads(1)  # tiny tensors: threads only cost
 gc.set_threshold(20_000, 50, 100)  # of the many small objects of graphs few are in cycles
@@ -33,8 +34,24 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Bring the longest files to the front; the others stay in their order."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    sampling.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    sampling.fix_seed(config)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return sampling.header(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Draw the cases of sampled laws, and bring the longest files to the front."""
+    if not sampling.runs_all(config):
+        chosen = sampling.sample(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
 
     def rank(item: pytest.Item) -> int:
         path = item.path.as_posix()
