@@ -38,7 +38,7 @@ from autopar.cluster.cluster import Link, Node
 from autopar.passes.microbatches import cut_batch
 from autopar.search import layout_search
 from autopar.search.constraints import Constraints
-from autopar.search.cost_graph_builder import Builder
+from autopar.search.cost_graph_builder import CostGraphBuilder
 from autopar.solver.cost_graph import CostGraph
 from autopar.solver.lagrangian import NoRoom
 from autopar.solver.optimum import SECONDS
@@ -128,7 +128,7 @@ def measure_family(name: str, part: float, seconds: float) -> Iterator[dict[str,
         machine = Node(WEAK, mesh.size, Link(alpha=1e-7, bandwidth=1e9))
         clock = time.process_time()
         machines = Cluster((machine,), Link(1e-7, 1e9), "weak")
-        built = Builder(captured, mesh, machines, Constraints()).run()
+        built = CostGraphBuilder(captured, mesh, machines, Constraints()).run()
         about = {
             "case": name,
             "mesh": str(mesh),

@@ -29,7 +29,7 @@ from autopar.planner import choose, deep
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.offers import offers
 from autopar.recompute import Recompute
-from autopar.search.layout_search import Known
+from autopar.search.layout_search import SearchCache
 from autopar.search.smallest_footprint import NothingFits
 from autopar.states import HOSTED, NAMED
 from tests.models import Case
@@ -127,12 +127,12 @@ def shared_searches() -> Iterator[None]:
             raise error
         return value
 
-    built: dict[tuple[object, ...], Known] = {}
+    built: dict[tuple[object, ...], SearchCache] = {}
 
-    def graphs(self: Layouts, asked: LayoutRequest) -> Known:
+    def graphs(self: Layouts, asked: LayoutRequest) -> SearchCache:
         regions = tuple(sorted(asked.recompute.items()))
         about = asked.batch_axis, asked.states, regions, asked.line
-        return built.setdefault((id(asked.captured), self.request.cluster, *about), Known())
+        return built.setdefault((id(asked.captured), self.request.cluster, *about), SearchCache())
 
     batches: dict[tuple[int, int], Microbatches] = {}
 

@@ -11,7 +11,7 @@ import pytest
 import autopar as ap
 from autopar.cluster import Link
 from autopar.mesh import Mesh
-from autopar.search.search_report import Search
+from autopar.search.search_report import SearchReport
 from tests.annotations import megatron, sequence, stored, vocabulary
 from tests.models import ZOO, Case
 from tests.pipeline.models import share_captures  # noqa: F401
@@ -59,7 +59,7 @@ def case_of(name: str) -> Case:
 
 
 @cache
-def automatic(name: str, where: str) -> Search:
+def automatic(name: str, where: str) -> SearchReport:
     case = case_of(name)
     options = {"mode": "auto", "mesh": MESH, "cluster": CLUSTERS[where]}
     plan = ap.plan(case.model, case.args, case.kwargs, **options)

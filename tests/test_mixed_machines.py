@@ -19,7 +19,7 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.choose import Planner
 from autopar.planner.offers import offers
 from autopar.planner.promises import Size
-from autopar.search.layout_search import too_early
+from autopar.search.layout_search import nothing_found_yet
 from tests.models import Case, gpt, mlp
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 from tests.pipeline.models import share_captures  # noqa: F401
@@ -140,7 +140,7 @@ def test_an_interrupt_ends_the_choice_with_the_best_so_far(when: int, monkeypatc
     def best(planner: Planner) -> Candidate:
         begun.append(planner)
         if len(begun) > when:
-            raise too_early()
+            raise nothing_found_yet()
         return kept(planner)
 
     monkeypatch.setattr(Planner, "best", best)

@@ -30,7 +30,7 @@ from autopar.planner.layouts import Layouts
 from autopar.progress import fitted
 from autopar.runtime.module.plan_broadcast import require_equal
 from autopar.search.decisions import TypedDecisions
-from autopar.search.layout_search import Known
+from autopar.search.layout_search import SearchCache
 from autopar.search.smallest_footprint import SmallestFootprint
 from autopar.units import seconds_text
 from tests.models import gpt, mlp
@@ -571,7 +571,7 @@ def test_an_interrupt_keeps_the_best_so_far():
 def test_an_interrupt_while_a_mesh_is_solved_ends_the_search(interrupted, monkeypatch):
     """Also where what that mesh has so far is not the best, and nothing is known of it before."""
     case, solved = gpt(layers=1), []
-    monkeypatch.setattr(Layouts, "_graphs", lambda *_: Known())
+    monkeypatch.setattr(Layouts, "_graphs", lambda *_: SearchCache())
 
     def interrupt(phase: str, detail: str) -> None:
         mesh = detail.partition(",")[0]

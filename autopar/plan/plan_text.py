@@ -25,7 +25,7 @@ from autopar.planner.trial import rows_of_trials
 from autopar.recompute import Recompute
 from autopar.report.weighed_plans import left_out_words, rows_of, rows_of_meshes
 from autopar.schema import write
-from autopar.search.search_report import Search
+from autopar.search.search_report import SearchReport
 from autopar.strategies.node_info import info
 from autopar.tables import table, titled, wrapped
 from autopar.units import bytes_text, counted, seconds_text, share_text
@@ -173,7 +173,7 @@ def plan_data(plan: PlanValue) -> dict[str, Any]:
     }
 
 
-def _search(search: Search | None, is_staged: bool) -> str:
+def _search(search: SearchReport | None, is_staged: bool) -> str:
     if search is None:
         return "none: layouts were spread from the annotations and the batch"
     sizes = search.sizes

@@ -27,7 +27,7 @@ from autopar.planner.request import Mode
 from autopar.planner.trial import Trial
 from autopar.progress import Report
 from autopar.search.constraints import Constraints
-from autopar.search.cost_graph_builder import Builder, Built
+from autopar.search.cost_graph_builder import CostGraphBuilder, MeshCostGraph
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results
 
@@ -161,11 +161,11 @@ class PlanValue(Candidate):
         return {name: found[placeholder] for placeholder, name in named.items()} | found | marked
 
     @cached_property
-    def cost_graph(self) -> Built:
+    def cost_graph(self) -> MeshCostGraph:
         """All that the search had to choose from; built again when it is first asked for."""
         constraints = self.constraints or Constraints()
         about = self.captured, self.mesh, self.cluster, constraints, self.microbatches
-        return Builder(*about, self.states).run()
+        return CostGraphBuilder(*about, self.states).run()
 
     @property
     def graph(self) -> Listing:

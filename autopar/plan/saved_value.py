@@ -28,7 +28,7 @@ from autopar.planner.trial import Trial
 from autopar.precision import Precision
 from autopar.schema import Count, Positive, write
 from autopar.search.decisions import Decisions, TypedDecisions
-from autopar.search.search_report import Search
+from autopar.search.search_report import SearchReport
 from autopar.states import States
 
 # How a plan was found, and where it was asked for: plans that differ in this alone decide the same.
@@ -50,7 +50,7 @@ class SavedValue:
     cluster: Cluster = field(metadata=_OF_RANK)
     precision: Precision | None
     pipelining: Pipelining | None = field(metadata={"key": "pipeline"})
-    search: Search | None = field(metadata=_ACCOUNT)
+    search: SearchReport | None = field(metadata=_ACCOUNT)
     states: States  # what the places of parameters follow from
     # Ways to run a step that were weighed.
     alternatives: tuple[Alternative, ...] = field(metadata=_ACCOUNT)

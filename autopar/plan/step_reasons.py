@@ -18,7 +18,7 @@ from autopar.planner.candidate import Alternative
 from autopar.planner.trial import measured
 from autopar.report.weighed_plans import left_out_words, rows_of, rows_of_meshes
 from autopar.schema import write
-from autopar.search.search_report import Considered
+from autopar.search.search_report import ConsideredMesh
 from autopar.tables import table, titled, wrapped
 from autopar.units import bytes_text, change_text, counted, seconds_text
 
@@ -83,7 +83,7 @@ class WayExplanation:
     limit: float  # bytes of each device
     left_out: Mapping[str, int]  # how many bounds ruled out, of each kind, or a guess
     searched: bool  # not asked for by name
-    meshes: tuple[Considered, ...] = ()  # that the search for layouts looked at
+    meshes: tuple[ConsideredMesh, ...] = ()  # that the search for layouts looked at
     is_cut_short: bool = False  # by time, or Ctrl-C
     has_loss: bool = True  # stages and micro-batches need it
     # Measured seconds of those that were run, by how they run: they decided.

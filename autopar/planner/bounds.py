@@ -20,8 +20,8 @@ from autopar.errors import Interrupted
 from autopar.mesh import Mesh
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.request import Request
-from autopar.search.layout_search import TimeIsOver
-from autopar.search.search_report import Search
+from autopar.search.layout_search import OutOfTime
+from autopar.search.search_report import SearchReport
 from autopar.states import States
 from autopar.strategies.node_info import info
 
@@ -63,13 +63,13 @@ def most_saved(captured: Captured, cluster: Cluster, meshes: Sequence[Mesh]) -> 
 
 
 def lowered(
-    known: Search,
+    known: SearchReport,
     states: States,
     asked: LayoutRequest,
     layouts: Layouts,
     is_huge: bool,
     least: float,
-) -> Search:
+) -> SearchReport:
     """What is known of a plan with these `states`, with a bound for all cut ones if it was chosen
     to have some.
 
@@ -81,7 +81,7 @@ def lowered(
         return known
     stages = 1 if asked.line is None else asked.line.stages
     asked = replace(asked, states=CHEAPEST)
-    with suppress(KeyboardInterrupt, Interrupted, TimeIsOver):
+    with suppress(KeyboardInterrupt, Interrupted, OutOfTime):
         search = None if is_huge else layouts.find(asked)[0].search
         if search is not None and not search.interrupted:
             return known.lowered(search.bound / stages)

@@ -51,7 +51,7 @@ from autopar.precision import Precision
 from autopar.recompute import Recompute
 from autopar.schema import Count
 from autopar.search.decisions import Decisions
-from autopar.search.search_report import Search
+from autopar.search.search_report import SearchReport
 from autopar.search.smallest_footprint import SmallestFootprint
 from autopar.states import WHOLE, States
 from autopar.units import counted
@@ -105,7 +105,7 @@ class Candidate:
     decisions: Decisions
     batches: Microbatches | None = None  # `captured` is then the program of one micro-batch
     pipelining: Pipelining | None = None  # `mesh` is then the mesh inside each stage
-    search: Search | None = None  # the account of the search, where there was one
+    search: SearchReport | None = None  # the account of the search, where there was one
     states: States = WHOLE  # what the places of `decisions` follow from
     line: Line | None = None  # the places of a pipeline, if it is to be cut into stages
 
@@ -202,7 +202,7 @@ class Candidate:
         """What is the same on the same machines."""
         return {"prices": self.prices, "machines": self.machines, "_kinds": self._kinds}
 
-    def changed(self, search: Search | None, pipelining: Pipelining | None = None) -> Self:
+    def changed(self, search: SearchReport | None, pipelining: Pipelining | None = None) -> Self:
         """The same program, found so and in these stages; it is not rewritten again."""
         made = replace(self, search=search, pipelining=pipelining or self.pipelining)
         names = "rewritten", "flow", "run", "_forms", "_taken", "_look_at"

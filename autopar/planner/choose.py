@@ -44,8 +44,8 @@ from autopar.planner.whole import Whole
 from autopar.progress import Report
 from autopar.recompute import Recompute
 from autopar.search.constraints import Constraints, read_constraints
-from autopar.search.layout_search import NothingFaster, TimeIsOver, is_large, too_early
-from autopar.search.search_report import Search
+from autopar.search.layout_search import NothingFaster, OutOfTime, is_large, nothing_found_yet
+from autopar.search.search_report import SearchReport
 from autopar.search.smallest_footprint import NothingFits
 from autopar.solver.cost_graph import UnequalBlocks
 from autopar.states import States
@@ -120,7 +120,7 @@ class Planner:
                 ways = self._on_host if is_hosted else self._candidates
                 for candidate in ways(stages, parts):
                     self._weigh(candidate)
-            except TimeIsOver:
+            except OutOfTime:
                 self.ended = "time"
             except (KeyboardInterrupt, Interrupted):
                 self.ended = "Ctrl-C"
@@ -152,7 +152,7 @@ class Planner:
             self.ended = self._weigh_all(self._leanest_of(sizes))
         if (best := self.ledger.kept.best) is None:
             if self.ended == "Ctrl-C":
-                raise too_early()
+                raise nothing_found_yet()
             raise self.ledger.refusal(self.regions, self.captured) or no_size(reasons, self.request)
         return self._finished(best)
 
@@ -207,7 +207,7 @@ class Planner:
             return best.changed(search.cut_short(bound))
         return best.changed(self._lowered(best, search))
 
-    def _lowered(self, best: Candidate, search: Search) -> Search:
+    def _lowered(self, best: Candidate, search: SearchReport) -> SearchReport:
         """With a bound for all cut states, if the search chose these."""
         asked, least = self._layout_request(*size_of(best)[:2]), self._promises.least_run
         return lowered(search, best.states, asked, self._layouts, self._is_huge, least)
@@ -217,7 +217,7 @@ class Planner:
         try:
             for way in ways:
                 self._weigh(way)
-        except TimeIsOver:
+        except OutOfTime:
             return "time"
         except (KeyboardInterrupt, Interrupted):
             return "Ctrl-C"

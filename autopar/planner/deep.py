@@ -25,7 +25,7 @@ from autopar.planner.whole import Whole
 from autopar.progress import Report
 from autopar.recompute import Recompute
 from autopar.search.constraints import Constraints, require_used
-from autopar.search.layout_search import too_early
+from autopar.search.layout_search import nothing_found_yet
 
 
 class DeepPlanner:
@@ -86,6 +86,6 @@ class DeepPlanner:
             with suppress(NotAlike):
                 return self._planner.best()
             if self._planner.ended == "Ctrl-C":
-                raise too_early()
+                raise nothing_found_yet()
             self._planner = self._of(None)
         return self._planner.best()

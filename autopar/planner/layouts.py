@@ -34,7 +34,7 @@ from autopar.progress import Report
 from autopar.recompute import Recompute
 from autopar.search.constraints import Constraints
 from autopar.search.decisions import Decisions
-from autopar.search.layout_search import Known, LayoutSearch, NothingFaster
+from autopar.search.layout_search import LayoutSearch, NothingFaster, SearchCache
 from autopar.search.propagation import propagate, with_batch_axis
 from autopar.search.smallest_footprint import NothingFits
 from autopar.states import WHOLE, States
@@ -75,7 +75,7 @@ class Layouts:
     report: Report
     whole: Whole | None = None  # if it is asked for layouts of a short program
     _known: dict[tuple[object, ...], tuple[Candidate, float]] = field(default_factory=dict)
-    _built: dict[tuple[object, ...], Known] = field(default_factory=dict)
+    _built: dict[tuple[object, ...], SearchCache] = field(default_factory=dict)
     # What meshes take at least, by what was asked and the micro-batches.
     _least: dict[tuple[object, ...], dict[int, dict[Mesh, float]]] = field(default_factory=dict)
 
@@ -187,7 +187,7 @@ class Layouts:
             self._known[*key, asked.memory] = self._searched(asked)
         return self._known[*key, asked.memory]
 
-    def _graphs(self, asked: LayoutRequest) -> Known:
+    def _graphs(self, asked: LayoutRequest) -> SearchCache:
         """The cost graphs of a program, which is looked at under several limits: those that take
         longest to build stay."""
         regions = tuple(sorted(asked.recompute.items()))
@@ -198,7 +198,7 @@ class Layouts:
             self._built[key] = self._known_of(asked, *key[1:])
         return self._built[key]
 
-    def _known_of(self, asked: LayoutRequest, *about: object) -> Known:
+    def _known_of(self, asked: LayoutRequest, *about: object) -> SearchCache:
         """Of a program that was not looked at: what meshes take in a step with as many
         micro-batches, or with larger ones of which its own are parts."""
         parts = 1 if asked.batches is None else asked.batches.count
@@ -208,7 +208,7 @@ class Layouts:
         for count in (count for count in known if parts % count == 0):
             for mesh, seconds in known[count].items():
                 fewer[mesh] = max(fewer.get(mesh, 0.0), seconds * count)
-        return Known(least=known.setdefault(parts, {}), fewer=fewer)
+        return SearchCache(least=known.setdefault(parts, {}), fewer=fewer)
 
     def _constraints(self, asked: LayoutRequest, mesh: Mesh) -> Constraints:
         found = self.constraints(asked.captured, asked.recompute, mesh)
@@ -255,6 +255,6 @@ class Layouts:
         return replace(candidate(found.decisions), search=found.search), found.memory
 
 
-def _strategies(known: Known) -> int:
+def _strategies(known: SearchCache) -> int:
     """Of all nodes of some cost graphs."""
     return sum(int(one.graph.packed.sizes.sum()) for one in known.graphs.values())

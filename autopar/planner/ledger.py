@@ -23,7 +23,7 @@ from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request
 from autopar.planner.staged import StagedWay
 from autopar.planner.verdict import nothing, too_large
-from autopar.search.layout_search import TimeIsOver
+from autopar.search.layout_search import OutOfTime
 from autopar.search.smallest_footprint import SmallestFootprint
 
 EQUAL = 1e-9  # relative: what differs by less is as fast, and the first is taken
@@ -78,7 +78,7 @@ class Ledger:
         several times as late, unless what takes least is looked for."""
         patience, has_some = self.request.patience, self.kept.found or self.is_beside
         if patience.is_over() and (has_some or (patience.is_late() and not self.is_last)):
-            raise TimeIsOver
+            raise OutOfTime
 
     @property
     def is_beside(self) -> bool:

@@ -30,7 +30,7 @@ from autopar.report.weighed_plans import (
     parts_of,
     weighed_plans,
 )
-from autopar.search.search_report import Search
+from autopar.search.search_report import SearchReport
 from autopar.units import bytes_text, counted, scaled, seconds_text, share_text, visible
 
 _COSTS = 200  # that are shown
@@ -162,7 +162,7 @@ def _schedule(candidate: Candidate) -> str:
     return f"{words}, {counted(len(pipelining.stages), 'stage')} over {pipelining.axis}"
 
 
-def _search(search: Search | None) -> tuple[str, str]:
+def _search(search: SearchReport | None) -> tuple[str, str]:
     if search is None:
         return "none", "layouts were spread from annotations and the batch"
     gap = f"gap {share_text(search.gap)}" if search.bound else "no bound"

@@ -10,7 +10,7 @@ from autopar.drawing import Axis, Drawing
 from autopar.mesh import Mesh
 from autopar.planner.candidate import Alternative
 from autopar.planner.trial import Trial, measured
-from autopar.search.search_report import Considered
+from autopar.search.search_report import ConsideredMesh
 from autopar.units import bytes_text, counted, seconds_text, share_text
 
 # What bounds rule out, and what a guess does, as people call one or more of it.
@@ -175,11 +175,11 @@ def rows_of(
     return [("", "a step", *parts, "memory"), *rows]
 
 
-def rows_of_meshes(considered: Sequence[Considered], chosen: Mesh) -> list[tuple[str, ...]]:
+def rows_of_meshes(considered: Sequence[ConsideredMesh], chosen: Mesh) -> list[tuple[str, ...]]:
     """Return the meshes that a layout search looked at, the fastest first."""
     rows: list[tuple[str, ...]] = [("", "a step")]
 
-    def order(mesh: Considered) -> tuple[bool, float, bool]:
+    def order(mesh: ConsideredMesh) -> tuple[bool, float, bool]:
         return mesh.seconds is None, float(f"{mesh.seconds or 0.0:.6g}"), mesh.mesh != chosen
 
     for mesh in sorted(considered, key=order):

@@ -33,9 +33,9 @@ from autopar.layout import ParameterPlacement, Parts, Placement
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates, NodeClasses, storage_states, uncut
 from autopar.search.constraints import Constraints
-from autopar.search.counted_bytes import Reading, bytes_of, moments, readings_of_input
-from autopar.search.edge_costs import Edges, Late
-from autopar.search.overlapped_work import Way, computed
+from autopar.search.counted_bytes import Use, bytes_of, count_moments, uses_of_input
+from autopar.search.edge_costs import DeferredReduction, EdgeCosts
+from autopar.search.overlapped_work import ReaderWork, overlapped_seconds
 from autopar.search.prologue import find_prologue, is_whole
 from autopar.search.reshard_table import Placements
 from autopar.solver.cost_graph import CostGraph
@@ -54,7 +54,7 @@ class Variable:
     number: int
     states: Placements  # of an operator those of its first result
     candidates: Candidates | None = None  # of operators
-    readings: tuple[Reading, ...] = ()  # of a group of readers
+    readings: tuple[Use, ...] = ()  # of a group of readers
 
     def chosen(self, choice: Sequence[int]) -> Placement:
         """What a choice of strategies says of it."""
@@ -62,7 +62,7 @@ class Variable:
 
 
 @dataclass
-class Built:
+class MeshCostGraph:
     """A cost graph and what its nodes mean."""
 
     captured: Captured
@@ -80,7 +80,7 @@ class Built:
 
 
 @dataclass
-class Builder:
+class CostGraphBuilder:
     """Makes the cost graph of `captured` on `mesh`, with `constraints` kept and `states` cut.
 
     `captured` is the program of one of the step's `microbatches`; the costs are those of one.
@@ -101,15 +101,17 @@ class Builder:
         )
         given, named = self.constraints.parameters, self.captured.parameters
         parts = {node: given[name].layout.parts for node, name in named.items() if name in given}
-        self.edges = Edges(self.mesh, self.cluster, price, self.microbatches, self.states, parts)
-        self.built = Built(self.captured, self.mesh, self.constraints)
+        self.edges = EdgeCosts(
+            self.mesh, self.cluster, price, self.microbatches, self.states, parts
+        )
+        self.built = MeshCostGraph(self.captured, self.mesh, self.constraints)
         self.nodes = {node.name: node for node in self.captured.graph.nodes}
-        self.readings: dict[str, list[Reading]] = {}
+        self.readings: dict[str, list[Use]] = {}
         self._shared: dict[tuple, Placements] = {}
         self._stored: dict[tuple, tuple[Placements, Array]] = {}
         self._offers: dict[str, tuple[Candidates, Array]] = {}
         self.producers: dict[str, Variable] = {}  # of values, by name
-        self.pieces: dict[str, list[Reading]] = {}  # of inputs, by their only readers
+        self.pieces: dict[str, list[Use]] = {}  # of inputs, by their only readers
         of_parameters = partial(is_of_parameters, captured=self.captured)
         decided, self.regions = self.constraints.recompute, dict[str, Region]()
         self.runs = runs(self.captured.graph, decided, of_parameters) if decided else []
@@ -127,13 +129,13 @@ class Builder:
         full = [nodes for _, nodes in self.runs if self.regions[nodes[0].name].is_full]
         self.remade = set[str]().union(*map(self.saved.remade, full))
         about = self.captured, self.readings, self.saved, self.microbatches
-        self.counts_activations, self.counts_gradients = moments(*about)
+        self.counts_activations, self.counts_gradients = count_moments(*about)
         for node in calls:
             cost = self._cost(node.name)
             self.built.alone += float(cost.min()) * info(node).times
 
     @collected_later()
-    def run(self) -> Built:
+    def run(self) -> MeshCostGraph:
         # Nodes stand in the order of the program, so that repeated blocks can be found.
         for node in self.captured.graph.nodes:
             if node.op == "placeholder" and node.name in self.captured.parameters:
@@ -205,7 +207,7 @@ class Builder:
             if is_whole(value, self.captured, self.prologue):
                 cost = cost + self.edges.from_whole(candidates, position, value)
             else:
-                reading = Reading(value.name, node.name, position)
+                reading = Use(value.name, node.name, position)
                 self.readings.setdefault(value.name, []).append(reading)
         self._offers[node.name] = candidates, cost
 
@@ -239,7 +241,7 @@ class Builder:
     def _add_bytes(self, node: fx.Node) -> None:
         """What an input or a buffer takes: a piece of it, where all its readers want that one. Of
         several readers no less than the smallest is known."""
-        readings, size = readings_of_input(self.captured, node), bytes_of(node) * info(node).times
+        readings, size = uses_of_input(self.captured, node), bytes_of(node) * info(node).times
         if readings is not None and len(readings) == 1:
             (reading,) = readings
             self.pieces.setdefault(reading.reader, []).append(reading)
@@ -255,7 +257,7 @@ class Builder:
         """A node for the layout that the readers of a value share, and one for each group."""
         readings = self.readings[value.name]
         is_parameter = value.name in self.built.parameters
-        groups: dict[bool, list[Reading]] = {}
+        groups: dict[bool, list[Use]] = {}
         for reading in readings:
             groups.setdefault(is_parameter or self._sums(reading), []).append(reading)
         base = self._states(self.producers[value.name].states, readings, pending=False)
@@ -266,12 +268,12 @@ class Builder:
                 group = self._share(f"{value.name} group", states, tuple(members))
                 self.built.groups.setdefault(value.name, []).append(group)
 
-    def _share(self, name: str, states: Placements, readings: tuple[Reading, ...] = ()) -> Variable:
+    def _share(self, name: str, states: Placements, readings: tuple[Use, ...] = ()) -> Variable:
         """A layout that costs nothing in itself."""
         number = self.built.graph.add_node(self.edges.zeros(len(states)), name=name)
         return Variable(number, states, readings=readings)
 
-    def _states(self, given: Placements, readings: Sequence[Reading], pending: bool) -> Placements:
+    def _states(self, given: Placements, readings: Sequence[Use], pending: bool) -> Placements:
         """The `given` states and those that readers want, found once for all equal blocks."""
         wants = [self._offers[r.reader][0].inputs[r.position] for r in readings]
         key = (given, *wants, pending)
@@ -336,15 +338,15 @@ class Builder:
 
     # Edges
 
-    def _connect(self, value: fx.Node, readings: Sequence[Reading]) -> None:
+    def _connect(self, value: fx.Node, readings: Sequence[Use]) -> None:
         """Edges from the producer of a value to its readers, by way of what they share."""
-        late = Late() if is_of_parameters(value, self.captured) else None
+        late = DeferredReduction() if is_of_parameters(value, self.captured) else None
         producer, shared = self.producers[value.name], self.built.values.get(value.name)
         groups = self.built.groups.get(value.name, [])
         grouped = {reading for group in groups for reading in group.readings}
         alone = [reading for reading in readings if reading not in grouped]
         # Those that may ask for the sum of the gradient stand together: there its states count.
-        last = late and Late(summed_parameter(value))
+        last = late and DeferredReduction(summed_parameter(value))
         asking = [reading for reading in readings if self._sums(reading)] or readings
         if shared is None:
             self._join(value, producer, readings[0], last, "always")
@@ -365,14 +367,14 @@ class Builder:
             sums = last if reading in asking else late
             self._join(value, shared, reading, sums, "moved")
 
-    def _keeps(self, readings: Sequence[Reading]) -> bool:
+    def _keeps(self, readings: Sequence[Use]) -> bool:
         return self.counts_activations and any(
             self.saved.keeps(r.value, r.reader, r.position)
             and copied_parameter(self.nodes[r.value]) is None
             for r in readings
         )
 
-    def _sums(self, reading: Reading) -> bool:
+    def _sums(self, reading: Use) -> bool:
         """Whether a reader may ask for a summed gradient: it has factors that this input lacks."""
         facts = self._offers[reading.reader][0].facts
         if facts is None:
@@ -385,7 +387,7 @@ class Builder:
         value: fx.Node,
         first: Variable,
         second: Variable,
-        late: Late | None,
+        late: DeferredReduction | None,
         kept: str,
         reader: str | None = None,
     ) -> None:
@@ -394,10 +396,10 @@ class Builder:
         second is a `reader` alone, a group of them, or what all share."""
         kept = "moved" if kept and not self._makes(value) else kept
         ways = [
-            Way(self.nodes[r.reader], self._offers[r.reader][0], r.position)
+            ReaderWork(self.nodes[r.reader], self._offers[r.reader][0], r.position)
             for r in second.readings
         ]
-        parts = computed(value, ways, second.states, bool(late))
+        parts = overlapped_seconds(value, ways, second.states, bool(late))
         forward, backward = (self.edges.same(part, "beside") for part in parts)
         readings = second.readings or self.readings[value.name]
         names = [reader] if reader else [reading.reader for reading in readings]
@@ -409,7 +411,12 @@ class Builder:
         self.built.graph.add_edge(first.number, second.number, cost, memory)
 
     def _join(
-        self, value: fx.Node, first: Variable, reading: Reading, late: Late | None, kept: str
+        self,
+        value: fx.Node,
+        first: Variable,
+        reading: Use,
+        late: DeferredReduction | None,
+        kept: str,
     ) -> None:
         """An edge from a layout of a value to a reader."""
         wants = self._offers[reading.reader][0].inputs[reading.position]

@@ -19,7 +19,7 @@ from autopar.strategies.results import tensors_of, values_of
 
 
 @dataclass(frozen=True)
-class Reading:
+class Use:
     """One tensor input of one operator: the value, the operator, which of its inputs."""
 
     value: str
@@ -27,9 +27,9 @@ class Reading:
     position: int
 
 
-def moments(
+def count_moments(
     captured: Captured,
-    readings: Mapping[str, Collection[Reading]],
+    readings: Mapping[str, Collection[Use]],
     saved: SavedTensors,
     microbatches: int,
 ) -> tuple[bool, bool]:
@@ -56,7 +56,7 @@ def moments(
     return activations >= gradients, activations < gradients
 
 
-def readings_of_input(captured: Captured, node: fx.Node) -> list[Reading] | None:
+def uses_of_input(captured: Captured, node: fx.Node) -> list[Use] | None:
     """The readings of an input or a constant, which is cut at once if all of them want the same
     piece. None: it is whole on every rank in any case, as what has a gradient, and buffers, which
     people change between steps."""
@@ -67,7 +67,7 @@ def readings_of_input(captured: Captured, node: fx.Node) -> list[Reading] | None
         if reader.op == "output" or captured.rules.get(reader.name) is None:
             return None
         for position, value in enumerate(tensor_inputs(reader)):
-            found += [Reading(node.name, reader.name, position)] if value is node else []
+            found += [Use(node.name, reader.name, position)] if value is node else []
     return found
 
 

@@ -31,14 +31,14 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Late:
+class DeferredReduction:
     """The gradient of a value is summed when backward has gone past it: of the `parameter` that
     the value is, or that alone it is made of, as its states say."""
 
     parameter: fx.Node | None = None
 
 
-class Edges:
+class EdgeCosts:
     """The tables of one mesh; a step runs the program once for each of its `microbatches`."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Edges:
         value: fx.Node,
         first: Placements,
         second: Placements,
-        late: Late | None,
+        late: DeferredReduction | None,
         kept: str,
         beside: Beside,
         again: bool = False,
@@ -116,7 +116,7 @@ class Edges:
         states = self.states if value.users else WHOLE  # as `planner/state_places.py` has it
         return states.places(*about, is_there=known.on_host)
 
-    def _about(self, late: Late) -> tuple:
+    def _about(self, late: DeferredReduction) -> tuple:
         if late.parameter is None:
             return (None,)
         known = info(late.parameter)
@@ -194,7 +194,7 @@ class Edges:
         first: Placements,
         second: Placements,
         cost: Array,
-        late: Late,
+        late: DeferredReduction,
         beside: Beside,
     ) -> Array:
         """The same costs where gradients are summed over the axes on which a parameter is stored

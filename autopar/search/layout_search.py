@@ -19,9 +19,9 @@ from autopar.errors import Interrupted
 from autopar.mesh import Mesh
 from autopar.progress import Report
 from autopar.search.constraints import Constraints
-from autopar.search.cost_graph_builder import Builder, Built
+from autopar.search.cost_graph_builder import CostGraphBuilder, MeshCostGraph
 from autopar.search.decisions import Decisions
-from autopar.search.search_report import Considered, Search
+from autopar.search.search_report import ConsideredMesh, SearchReport
 from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
 from autopar.search.solution_reader import decide
 from autopar.solver.cp_sat_residual import relative_gap
@@ -51,15 +51,15 @@ class SearchResult:
     """Layouts for a program; with the account of the search, where they were searched for."""
 
     decisions: Decisions
-    search: Search | None = None
+    search: SearchReport | None = None
     memory: float = 0.0  # bytes on each device, as the search adds them up
 
 
 @dataclass(frozen=True)
-class _Solved:
+class _MeshSolution:
     """The best plan on one mesh."""
 
-    built: Built
+    built: MeshCostGraph
     solution: Solution
 
     @cached_property
@@ -73,10 +73,10 @@ class _Solved:
 
 
 @dataclass(frozen=True)
-class Known:
+class SearchCache:
     """What is known of one program, with its constraints and states, from search to search."""
 
-    graphs: dict[Mesh, Built] = field(default_factory=dict)
+    graphs: dict[Mesh, MeshCostGraph] = field(default_factory=dict)
     least: dict[Mesh, float] = field(default_factory=dict)  # seconds, whatever memory it takes
     # The same of a step in larger micro-batches, with which none takes longer.
     fewer: Mapping[Mesh, float] = field(default_factory=dict)
@@ -107,10 +107,10 @@ class LayoutSearch:
     # the very decisions that it was asked about, if it was.
     finished: Callable[[Decisions], float] | None = None
     report: Report = lambda phase, detail: None
-    known: Known = field(default_factory=Known)
-    _best: _Solved | None = None
+    known: SearchCache = field(default_factory=SearchCache)
+    _best: _MeshSolution | None = None
     _bound: float = math.inf  # the least of all meshes that were weighed
-    _considered: list[Considered] = field(default_factory=list)
+    _considered: list[ConsideredMesh] = field(default_factory=list)
     _smallest: SmallestFootprint | None = None  # when nothing fits
     _is_beaten: bool = False  # some mesh was not the best
     _is_interrupted: bool = False  # by Ctrl-C, or since time is over
@@ -122,7 +122,7 @@ class LayoutSearch:
         left = self._weigh_all(meshes)
         if self._best is None:
             if self._is_interrupted:
-                raise too_early()
+                raise nothing_found_yet()
             if self._is_beaten:
                 raise NothingFaster
             assert self._smallest is not None
@@ -131,7 +131,7 @@ class LayoutSearch:
         solution, count = self._best.solution, self.microbatches
         self.known.keep(solution.objective)
         bound = min(self._bound, solution.objective)
-        account = Search(
+        account = SearchReport(
             seconds=time.perf_counter() - started,
             objective=solution.objective * count,
             added_up=solution.objective * count,
@@ -159,10 +159,10 @@ class LayoutSearch:
                 self._told = f"{number + 1} of {len(meshes)}: {mesh}"
                 self.report("mesh", self._told)
                 if why := self._why_not(mesh, meshes):
-                    self._considered.append(Considered(mesh, None, None, why))
+                    self._considered.append(ConsideredMesh(mesh, None, None, why))
                     continue
                 self._weigh(mesh)
-            except TimeIsOver:
+            except OutOfTime:
                 if self._best is None:
                     raise
                 self._is_interrupted, left = True, meshes[number:]
@@ -170,7 +170,7 @@ class LayoutSearch:
                 self._is_interrupted, left = True, meshes[number:]
             if self._is_interrupted:
                 why = "the search ended before"
-                self._considered += [Considered(m, None, None, why) for m in left]
+                self._considered += [ConsideredMesh(m, None, None, why) for m in left]
                 return left
         return ()
 
@@ -191,7 +191,7 @@ class LayoutSearch:
             return "splits no axis of the best meshes with fewer axes"
         return self._gains_nothing(mesh, split[0]) if is_by_time else ""
 
-    def _gains_nothing(self, mesh: Mesh, coarse: Considered) -> str:
+    def _gains_nothing(self, mesh: Mesh, coarse: ConsideredMesh) -> str:
         """Why a large program is not likely to be faster with an axis of `coarse` split, the best
         there is: the last axis brought nothing, or another way to split the same did not, or
         another way to split any did."""
@@ -234,7 +234,7 @@ class LayoutSearch:
                 needs = how, mesh.size, least, states, self.microbatches
                 self._smallest = SmallestFootprint(*needs, is_bound=True)
             why = f"needs at least {bytes_text(least, 4)}"
-            self._considered.append(Considered(mesh, None, least, why))
+            self._considered.append(ConsideredMesh(mesh, None, least, why))
             return
         solution = solved.solution
         if solution.bound >= so_far:
@@ -242,7 +242,7 @@ class LayoutSearch:
             self._leave_out(mesh, bound - built.slack, "takes at least that", bound)
             return
         seconds = solution.objective * self.microbatches
-        self._considered.append(Considered(mesh, seconds, solved.memory))
+        self._considered.append(ConsideredMesh(mesh, seconds, solved.memory))
         if solution.objective < so_far * (1 - _TIE):
             self._best = solved
         self._is_beaten = True
@@ -269,17 +269,17 @@ class LayoutSearch:
         """A mesh on which nothing is faster than the best so far, and nothing below `bound`."""
         self._is_beaten = True
         taken = None if seconds is None else seconds * self.microbatches
-        self._considered.append(Considered(mesh, taken, None, why))
+        self._considered.append(ConsideredMesh(mesh, taken, None, why))
         self._cannot_beat(bound)
 
-    def _built(self, mesh: Mesh) -> Built | None:
+    def _built(self, mesh: Mesh) -> MeshCostGraph | None:
         """The cost graph on a mesh, unless its operators alone take too long."""
         graphs, so_far = self.known.graphs, self._objective
         builder, built = None, graphs.get(mesh)
         if built is None:
             self.report("mesh", f"{self._told}, pricing operators")
             about = self.captured, mesh, self.cluster, self.constraints(mesh), self.microbatches
-            builder = Builder(*about, self.states)
+            builder = CostGraphBuilder(*about, self.states)
             built = builder.built
         if built.alone >= so_far:
             why = f"its operators alone take {seconds_text(built.alone * self.microbatches)}"
@@ -290,7 +290,7 @@ class LayoutSearch:
             graphs[mesh] = builder.run()
         return built
 
-    def _fitting(self, built: Built) -> _Solved:
+    def _fitting(self, built: MeshCostGraph) -> _MeshSolution:
         """The best solution whose finished program fits; an error if there is none."""
         limit = None if self.memory is None else self.memory - built.fixed_bytes
         found = self._solved(built, limit)
@@ -307,7 +307,9 @@ class LayoutSearch:
             return fitting
         return self._widened(built, fitting, (fits, over), bound)
 
-    def _solved(self, built: Built, limit: float | None, last: _Solved | None = None) -> _Solved:
+    def _solved(
+        self, built: MeshCostGraph, limit: float | None, last: _MeshSolution | None = None
+    ) -> _MeshSolution:
         """The best solution; `last`: that under a limit near this one, or on another mesh."""
         last = last or self._best
         guess = 0.0 if last is None else last.solution.multiplier
@@ -316,21 +318,21 @@ class LayoutSearch:
         self._is_interrupted |= found.interrupted
         if limit is None or limit == math.inf:
             self.known.learn(built.mesh, found.bound - built.slack)
-        return _Solved(built, found)
+        return _MeshSolution(built, found)
 
     def _tell(self, phase: str, detail: str) -> None:
         """What a solution is at, in words of layouts."""
         doing = f"layouts that fit, {detail}" if phase == "memory" else "layouts"
         self.report("mesh", f"{self._told}, {doing}")
 
-    def _needed(self, found: _Solved) -> float:
+    def _needed(self, found: _MeshSolution) -> float:
         """The bytes of the finished program."""
         assert self.finished is not None
         return self.finished(found.decisions)
 
     def _tightened(
-        self, built: Built, found: _Solved, limit: float
-    ) -> tuple[_Solved, float, float]:
+        self, built: MeshCostGraph, found: _MeshSolution, limit: float
+    ) -> tuple[_MeshSolution, float, float]:
         """The first solution whose finished program fits, as the limit of the search is lowered, or
         the one that it adds up least for; the limit under which it was found, and one that was too
         high."""
@@ -341,7 +343,7 @@ class LayoutSearch:
             if needed <= self.memory:
                 return found, limit, over
             if self._is_interrupted:
-                raise too_early()
+                raise nothing_found_yet()
             if not left:
                 break
             over = min(over, limit, found.solution.memory)
@@ -359,8 +361,8 @@ class LayoutSearch:
         raise NoRoom(rule, got=bytes_text(needed, 4), remedy=remedy)
 
     def _widened(
-        self, built: Built, best: _Solved, limits: tuple[float, float], bound: float
-    ) -> _Solved:
+        self, built: MeshCostGraph, best: _MeshSolution, limits: tuple[float, float], bound: float
+    ) -> _MeshSolution:
         """A solution that fits, or a better one: what lies between the limit under which it was
         found and one that is too high may be faster."""
         assert self.memory is not None
@@ -408,11 +410,11 @@ class NothingFaster(Exception):
     """No layouts take less than a search was told to beat."""
 
 
-class TimeIsOver(Exception):
+class OutOfTime(Exception):
     """A search is to end with what it has."""
 
 
-def too_early() -> Interrupted:
+def nothing_found_yet() -> Interrupted:
     """The error of a search that was interrupted with nothing to show."""
     return Interrupted(
         "a search runs until it has found a plan",
@@ -430,7 +432,7 @@ def _split_at(mesh: Mesh, coarse: Mesh) -> int:
     return 0
 
 
-def _states(built: Built, choice: Sequence[int]) -> float:
+def _states(built: MeshCostGraph, choice: Sequence[int]) -> float:
     """The bytes of parameters with gradients and optimizer states."""
     tables, _, numbers, _ = built.graph.tables()
     found = 0.0

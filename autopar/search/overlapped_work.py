@@ -22,7 +22,7 @@ from autopar.strategies.node_info import info
 Array = NDArray[np.float64]
 
 
-class Way(NamedTuple):
+class ReaderWork(NamedTuple):
     """A reader, in all ways in which it can run."""
 
     reader: fx.Node
@@ -48,8 +48,8 @@ class Way(NamedTuple):
         return found[:, 0], found[:, 1]
 
 
-def computed(
-    value: fx.Node, ways: Sequence[Way], states: Placements, late: bool
+def overlapped_seconds(
+    value: fx.Node, ways: Sequence[ReaderWork], states: Placements, late: bool
 ) -> tuple[Array, Array]:
     """Seconds, forward and backward, in each of the states in which readers share a value.
 

@@ -8,13 +8,13 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.layout import Placement
-from autopar.search.cost_graph_builder import Built
-from autopar.search.counted_bytes import readings_of_input
+from autopar.search.cost_graph_builder import MeshCostGraph
+from autopar.search.counted_bytes import uses_of_input
 from autopar.search.decisions import Decisions, Fallback
 from autopar.strategies.node_info import info
 
 
-def decide(built: Built, choice: Sequence[int]) -> Decisions:
+def decide(built: MeshCostGraph, choice: Sequence[int]) -> Decisions:
     """What `choice`, a strategy for each node of the cost graph, says of each tensor."""
     captured = built.captured
     nodes = {node.name: node for node in captured.graph.nodes}
@@ -56,6 +56,6 @@ def decide(built: Built, choice: Sequence[int]) -> Decisions:
 
 def _as_read(captured: Captured, node: fx.Node, wants: dict[str, list[Placement]]) -> Placement:
     """Where an input, a buffer or a constant is kept: whole, or as its readers want it."""
-    readings = readings_of_input(captured, node) or ()
+    readings = uses_of_input(captured, node) or ()
     states = {wants[one.reader][one.position] for one in readings}
     return states.pop() if len(states) == 1 else Placement.whole(info(node).val.ndim)

@@ -16,7 +16,7 @@ from autopar.solver.dominated import restricted
 from autopar.solver.elimination import Elimination
 from autopar.solver.lagrangian import LagrangianSearch
 from autopar.solver.optimum import Optimiser
-from autopar.solver.packed_graph import Array, Integers, Packed
+from autopar.solver.packed_graph import Array, Integers, PackedGraph
 from autopar.units import share_text
 
 _SLACK = 1e-12  # relative
@@ -45,7 +45,7 @@ class Branching:
 
     def __init__(self, root: LagrangianSearch) -> None:
         self.root = root
-        self.open: list[tuple[float, int, Packed, tuple[int, int], float]] = []
+        self.open: list[tuple[float, int, PackedGraph, tuple[int, int], float]] = []
         self.count = self.looked = 0
         # A number of parts, not of seconds: the same graph has the same answer on every machine.
         self.most = max(_PARTS // 10, min(_PARTS, _WORK // (root.packed.strategy_pairs + 1)))
@@ -73,7 +73,7 @@ class Branching:
         root.bound = max(root.bound, min(self.goal, root.value))
         return "closed"
 
-    def _look_into(self, packed: Packed, multiplier: float) -> None:
+    def _look_into(self, packed: PackedGraph, multiplier: float) -> None:
         """Bound one part; divide it further if it may hold something better."""
         root = self.root
         optimiser = Optimiser(packed, fold=len(packed) > _FOLD_FROM, limit=root.optimiser.limit)
@@ -92,7 +92,7 @@ class Branching:
         if gap_left and part.bound < self.goal:
             self._divide(part, packed)
 
-    def _divide(self, part: LagrangianSearch, packed: Packed) -> bool:
+    def _divide(self, part: LagrangianSearch, packed: PackedGraph) -> bool:
         """Put the parts that may hold something better on the heap."""
         everything = [np.arange(size) for size in packed.sizes.tolist()]
         bounds, kept = None, everything
@@ -117,7 +117,7 @@ class Branching:
             heapq.heappush(self.open, entry)
         return True
 
-    def _bounds(self, part: LagrangianSearch, packed: Packed) -> list[Array] | None:
+    def _bounds(self, part: LagrangianSearch, packed: PackedGraph) -> list[Array] | None:
         """For each node, what is least possible with each of its strategies."""
         multiplier = part.multiplier
         elimination = Elimination(dict(enumerate(packed.sizes.tolist())), self.root.optimiser.limit)
@@ -129,7 +129,9 @@ class Branching:
         marginals = elimination.marginals()
         return [marginals[v] - multiplier * self.root.limit for v in range(len(packed))]
 
-    def _node(self, part: LagrangianSearch, packed: Packed, kept: list[Integers]) -> int | None:
+    def _node(
+        self, part: LagrangianSearch, packed: PackedGraph, kept: list[Integers]
+    ) -> int | None:
         """The node to divide by."""
         divisible = np.array([len(keep) > 1 for keep in kept])
         if not divisible.any():
@@ -147,7 +149,7 @@ class Branching:
         return int(np.argmax(np.where(candidates, tied, -np.inf)))
 
 
-def _fixed(packed: Packed, node: int, strategy: int) -> Packed:
+def _fixed(packed: PackedGraph, node: int, strategy: int) -> PackedGraph:
     """The graph with one node's strategy given."""
     kinds = packed.node_table.copy()
     kinds[node] = len(packed.node_tables)

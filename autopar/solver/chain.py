@@ -1,7 +1,7 @@
 """A chain of equal blocks as one table: a block is reduced once, the chain is its min-plus power.
 
 >>> step = np.array([[[0.0, 5.0], [1.0, 3.0]]])  # (shared, into the block, out of it)
->>> power = Power(step, 4)
+>>> power = MinPlusPower(step, 4)
 >>> power.table[0, 1]
 array([1., 6.])
 >>> power.states(0, 1, 1)  # what lies between the blocks on the cheapest way from 1 to 1
@@ -17,14 +17,14 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.solver.elimination import LIMIT, Elimination, least_product
-from autopar.solver.fold import Run, interface_entries
-from autopar.solver.packed_graph import Array, Integers, Packed
+from autopar.solver.fold import BlockRun, interface_entries
+from autopar.solver.packed_graph import Array, Integers, PackedGraph
 
 _MOST_WORK = 1 << 30  # additions in one product of block matrices
 _MOST_ENTRIES = 1 << 23  # of a block matrix
 
 
-class Power:
+class MinPlusPower:
     """`count` applications of a block matrix (shared x in x out), and the way through them."""
 
     def __init__(self, step: Array, count: int) -> None:
@@ -64,7 +64,7 @@ def _halves(count: int) -> tuple[int, int]:
 class Chain:
     """The structure of one run, and its table under given weights."""
 
-    def __init__(self, packed: Packed, run: Run, limit: int = LIMIT) -> None:
+    def __init__(self, packed: PackedGraph, run: BlockRun, limit: int = LIMIT) -> None:
         self.packed, self.run, self.limit = packed, run, limit
         # The second block stands for all: what comes in are nodes of the first.
         begin = run.start + run.period
@@ -79,7 +79,7 @@ class Chain:
         self.shared_entries, self.entries = interface_entries(packed, run)
 
     @classmethod
-    def worthwhile(cls, packed: Packed, run: Run) -> bool:
+    def worthwhile(cls, packed: PackedGraph, run: BlockRun) -> bool:
         """Whether the block matrix and its powers stay small."""
         shared, entries = interface_entries(packed, run)
         return shared * entries**2 <= _MOST_ENTRIES and shared * entries**3 <= _MOST_WORK
@@ -89,7 +89,7 @@ class Chain:
         """The nodes of the graph that the table is about."""
         return (*self.run.shared, *self.run.inputs, *self.run.outputs)
 
-    def reduce(self, nodes: list[Array], edges: list[Array]) -> Reduced | None:
+    def reduce(self, nodes: list[Array], edges: list[Array]) -> ReducedChain | None:
         """The table for these weights of node and edge tables; None if a block is too tangled."""
         elimination = Elimination(self._sizes, self.limit)
         for node in self._block:
@@ -101,9 +101,9 @@ class Chain:
             return None
         elimination.run(keep=ends)
         step = elimination.joint(ends).reshape(self.shared_entries, self.entries, self.entries)
-        return Reduced(self, elimination, Power(step, self.run.count))
+        return ReducedChain(self, elimination, MinPlusPower(step, self.run.count))
 
-    def complete(self, reduced: Reduced, choice: Integers) -> None:
+    def complete(self, reduced: ReducedChain, choice: Integers) -> None:
         """Write the choice of every block, given those of the nodes in `scope`."""
         run = self.run
 
@@ -126,12 +126,12 @@ class Chain:
         return [int(self.packed.sizes[v]) for v in nodes]
 
 
-class Reduced(NamedTuple):
+class ReducedChain(NamedTuple):
     """A chain under given weights."""
 
     chain: Chain
     elimination: Elimination
-    power: Power  # its table is over the chain's scope, in rows
+    power: MinPlusPower  # its table is over the chain's scope, in rows
 
 
 def _flat(values: list[int], sizes: list[int]) -> int:

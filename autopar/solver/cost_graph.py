@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from autopar.errors import InvalidInput
-from autopar.solver.packed_graph import Array, Blocks, Integers, Packed, Table
+from autopar.solver.packed_graph import Array, BlockRow, Integers, PackedGraph, Table
 
 
 class _Tables:
@@ -89,7 +89,7 @@ class CostGraph:
         self._node_tables, self._edge_tables = _Tables(), _Tables()
         self._nodes: list[int] = []
         self._edges: list[tuple[int, int, int]] = []
-        self._packed: Packed | None = None
+        self._packed: PackedGraph | None = None
         self._repeated: tuple[Sequence[int], int] = (), 1
 
     def __len__(self) -> int:
@@ -144,7 +144,7 @@ class CostGraph:
         return packed.evaluate(np.asarray(choice, np.int64)[packed.origin])
 
     @property
-    def packed(self) -> Packed:
+    def packed(self) -> PackedGraph:
         """The graph as arrays."""
         if self._packed is None:
             self._packed = _pack(self)
@@ -157,7 +157,7 @@ class CostGraph:
         return self._node_tables.all, self._edge_tables.all, self._nodes, self._edges
 
 
-def _pack(graph: CostGraph) -> Packed:
+def _pack(graph: CostGraph) -> PackedGraph:
     node_tables, edge_tables, nodes, edges = graph.tables()
     n = len(nodes)
     table = np.array(nodes, np.int64)
@@ -184,7 +184,7 @@ def _pack(graph: CostGraph) -> Packed:
     low, high, edge_table = low[by], high[by], edge_table[by]
     low, high, edge_table = _without_parallels(low, high, edge_table, edge_tables)
     strategies = [np.arange(len(entry.cost)) for entry in node_tables]
-    return Packed(
+    return PackedGraph(
         list(node_tables), edge_tables, table[origin], low, high, edge_table, origin, strategies
     )
 
@@ -217,7 +217,7 @@ class UnequalBlocks(InvalidInput):
     """A block stands for several, but is not like those beside it."""
 
 
-def _repeated(packed: Packed, nodes: Sequence[int], times: int) -> Packed:
+def _repeated(packed: PackedGraph, nodes: Sequence[int], times: int) -> PackedGraph:
     """The graph in which a block, `nodes` of the caller, comes so many times in a row."""
     inside = np.flatnonzero(np.isin(packed.origin, np.array(nodes, np.int64)))
     start, period = int(inside[0]), len(inside)
@@ -251,12 +251,12 @@ def _repeated(packed: Packed, nodes: Sequence[int], times: int) -> Packed:
     ]
     by = np.lexsort((edges[2], edges[0], edges[1]))
     low, high, table = (array[by] for array in edges)
-    row = Blocks(start, period, times)
+    row = BlockRow(start, period, times)
     made = replace(packed, node_table=packed.node_table[node], origin=packed.origin[node], row=row)
     return replace(made, low=low, high=high, edge_table=table)
 
 
-def _is_between_equals(packed: Packed, start: int, period: int) -> bool:
+def _is_between_equals(packed: PackedGraph, start: int, period: int) -> bool:
     """Whether the blocks before and after have the same nodes, and edges from where they follow."""
 
     def block(at: int) -> list[tuple[int, ...]] | None:

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.solver.cost_graph import Array, Integers, Packed, Table
+from autopar.solver.cost_graph import Array, Integers, PackedGraph, Table
 
 ROUNDS = 2
 _MOST_EDGES = 24  # a node with more is left as it is
@@ -29,7 +29,7 @@ _AT_ONCE = 1 << 20  # differences that are held at a time
 _SAMPLES = 4  # columns of an edge that are tried before all of them
 
 
-def prune(packed: Packed, rounds: int = ROUNDS) -> Packed:
+def prune(packed: PackedGraph, rounds: int = ROUNDS) -> PackedGraph:
     """The same graph without dominated strategies; it has the same optimum under any limit."""
     for _ in range(rounds):
         smaller = _round(packed)
@@ -39,7 +39,7 @@ def prune(packed: Packed, rounds: int = ROUNDS) -> Packed:
     return packed
 
 
-def _round(packed: Packed) -> Packed:
+def _round(packed: PackedGraph) -> PackedGraph:
     """Drop in all nodes at once what is dominated with every strategy of the neighbours present:
     one replacement after the other then never makes a choice worse."""
     kinds, examples = _surroundings(packed)
@@ -117,7 +117,7 @@ def _least_difference(row: Array, i: Integers, j: Integers) -> Array:
     return np.concatenate([np.zeros(0), *parts])
 
 
-def _surroundings(packed: Packed) -> tuple[Integers, Integers]:
+def _surroundings(packed: PackedGraph) -> tuple[Integers, Integers]:
     """A number for each node, equal where the node and its edges are equal; an example of each."""
     n = len(packed)
     ends = np.concatenate([packed.low, packed.high])
@@ -139,7 +139,7 @@ def _surroundings(packed: Packed) -> tuple[Integers, Integers]:
     return kind.ravel(), example
 
 
-def restricted(packed: Packed, kinds: Integers, kept: list[Integers]) -> Packed:
+def restricted(packed: PackedGraph, kinds: Integers, kept: list[Integers]) -> PackedGraph:
     """The graph with only the strategies `kept[kinds[i]]` of node i."""
     tables: dict[tuple[int, bytes], int] = {}
     node_tables: list[Table] = []

@@ -30,7 +30,7 @@ LIMIT = 1 << 24  # entries of the join of a node with more than two neighbours
 _AT_ONCE = 1 << 17  # entries of a join that is computed in one piece
 
 
-class Step(NamedTuple):
+class EliminationStep(NamedTuple):
     """A node leaves a table to those around it; how many entries the join has that it is of."""
 
     node: int
@@ -38,12 +38,12 @@ class Step(NamedTuple):
     entries: int
 
 
-def order(
+def elimination_order(
     sizes: Mapping[int, int],
     around: dict[int, set[int]],
     limit: int = LIMIT,
     keep: Collection[int] = (),
-) -> list[Step]:
+) -> list[EliminationStep]:
     """In which order nodes can leave, the cheapest first: all but `keep`, and what is too tangled.
 
     `around` has the neighbours of each, and in the end those of what is left."""
@@ -55,13 +55,13 @@ def order(
     weights = {v: weight_of(v) for v in around if v not in kept}
     heap = [(weight, v) for v, weight in weights.items()]
     heapq.heapify(heap)
-    found: list[Step] = []
+    found: list[EliminationStep] = []
     while heap:
         weight, v = heapq.heappop(heap)
         if weights.get(v) != weight or (len(around[v]) > 2 and weight > limit):
             continue
         near = around.pop(v)
-        found.append(Step(v, tuple(sorted(near)), weight))
+        found.append(EliminationStep(v, tuple(sorted(near)), weight))
         del weights[v]
         for u in near:
             around[u] |= near
@@ -119,10 +119,10 @@ class Elimination:
     def neighbours(self, v: int) -> set[int]:
         return set().union(*self._scopes[v]) - {v}
 
-    def order(self, keep: Collection[int] = ()) -> list[Step]:
+    def order(self, keep: Collection[int] = ()) -> list[EliminationStep]:
         """All that can leave but `keep`, the cheapest first."""
         around = {v: self.neighbours(v) for v in self._scopes}
-        return order(self.sizes, around, self.limit, keep)
+        return elimination_order(self.sizes, around, self.limit, keep)
 
     def run(self, keep: Collection[int] = ()) -> None:
         """Eliminate all that can be, the cheapest first; never those to `keep`."""

@@ -7,7 +7,7 @@
 >>> for a, b in zip(nodes, nodes[1:]):
 ...     graph.add_edge(a, b, move)
 >>> find_runs(graph.packed)
-[Run(start=1, period=1, count=7, crossing=(0,), inputs=(0,), shared=())]
+[BlockRun(start=1, period=1, count=7, crossing=(0,), inputs=(0,), shared=())]
 
 Two nodes are alike when they have the same table and their edges to earlier nodes have the same
 tables and lead equally far back, or to the very same node: one that all blocks share. The cut
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solver.cost_graph import Packed
+from autopar.solver.cost_graph import PackedGraph
 
 LEAST_BLOCKS = 3
 _MOST_EDGES = 24  # a node with more edges to earlier nodes is not part of a block
@@ -30,7 +30,7 @@ _LAGS = 6  # candidates for the period, of each length of gram
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockRun:
     """`count` equal blocks of `period` nodes from node `start` on.
 
     The nodes at positions `crossing` of a block are all that the next block sees of it; `inputs`
@@ -58,10 +58,10 @@ class Run:
         return (self.count - 1) * self.period
 
 
-def find_runs(packed: Packed) -> list[Run]:
+def find_runs(packed: PackedGraph) -> list[BlockRun]:
     """Runs of repeated blocks that do not overlap, those that save most first."""
-    rows = _Rows(packed)
-    found: list[Run] = []
+    rows = _EdgeRows(packed)
+    found: list[BlockRun] = []
     segments = [(0, len(packed))]
     while segments:
         begin, end = segments.pop()
@@ -72,10 +72,10 @@ def find_runs(packed: Packed) -> list[Run]:
     return found
 
 
-class _Rows:
+class _EdgeRows:
     """For each node, its edges to earlier nodes in order: their tables and where they lead."""
 
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: PackedGraph) -> None:
         self.packed = packed
         n = len(packed)
         degree = np.bincount(packed.high, minlength=n)
@@ -133,15 +133,15 @@ class _Rows:
         return alike, shared
 
 
-def _best_run(rows: _Rows, begin: int, end: int, others: list[Run]) -> Run | None:
+def _best_run(rows: _EdgeRows, begin: int, end: int, others: list[BlockRun]) -> BlockRun | None:
     drafts = []
     for lag in rows.lags(begin, end):
         alike, shared = rows.alike(lag)
         for start, stop in _stretches(alike[begin : end - lag]):
-            draft = Run(begin + start, lag, (stop - start) // lag + 1)
+            draft = BlockRun(begin + start, lag, (stop - start) // lag + 1)
             if draft.count >= LEAST_BLOCKS:
                 drafts.append((draft.saved, begin + stop + lag, draft, shared))
-    best: Run | None = None
+    best: BlockRun | None = None
     for saved, stop, draft, shared in sorted(drafts, key=lambda d: (-d[0], d[2].period)):
         if best is not None and best.saved >= saved:
             break
@@ -158,15 +158,17 @@ def _stretches(flags: np.ndarray) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2])]
 
 
-def _clash(run: Run, other: Run) -> bool:
+def _clash(run: BlockRun, other: BlockRun) -> bool:
     """Whether `run` shares a node that lies inside the blocks of `other`."""
     return any(other.start <= node < other.end for node in run.shared)
 
 
-def _refined(packed: Packed, draft: Run, stop: int, shared: np.ndarray) -> Run | None:
+def _refined(
+    packed: PackedGraph, draft: BlockRun, stop: int, shared: np.ndarray
+) -> BlockRun | None:
     """Place the cut between blocks, then leave out blocks until the rest sees the run only
     through the last block's crossing nodes and through nodes that all blocks share."""
-    edges = _Edges(packed, draft, stop, shared)
+    edges = _StretchEdges(packed, draft, stop, shared)
     run = _placed(packed, edges, draft, stop)
     while run is not None and run.count >= LEAST_BLOCKS:
         smaller = _checked(packed, edges, run)
@@ -176,11 +178,11 @@ def _refined(packed: Packed, draft: Run, stop: int, shared: np.ndarray) -> Run |
     return None
 
 
-class _Edges:
+class _StretchEdges:
     """The edges inside a stretch that repeats: those to the previous blocks, those to nodes that
     all blocks share."""
 
-    def __init__(self, packed: Packed, draft: Run, stop: int, shared: np.ndarray) -> None:
+    def __init__(self, packed: PackedGraph, draft: BlockRun, stop: int, shared: np.ndarray) -> None:
         ranks = np.arange(len(packed.high)) - np.searchsorted(packed.high, packed.high)
         inside = np.flatnonzero((packed.high >= draft.start + draft.period) & (packed.high < stop))
         high = packed.high[inside]
@@ -189,9 +191,11 @@ class _Edges:
         self.shared_low, self.shared_high = packed.low[inside][common], high[common]
 
 
-def _placed(packed: Packed, edges: _Edges, draft: Run, stop: int) -> Run | None:
+def _placed(
+    packed: PackedGraph, edges: _StretchEdges, draft: BlockRun, stop: int
+) -> BlockRun | None:
     """Begin the blocks where the fewest strategies cross from one to the next."""
-    best: tuple[float, Run] | None = None
+    best: tuple[float, BlockRun] | None = None
     for period in (draft.period, 2 * draft.period):
         for start in range(draft.start, draft.start + period):
             count = (stop - start) // period
@@ -204,13 +208,13 @@ def _placed(packed: Packed, edges: _Edges, draft: Run, stop: int) -> Run | None:
             weight = float(np.log2(packed.sizes[lows]).sum())
             crossing = tuple(int(low) - start for low in lows)
             if best is None or weight < best[0]:
-                best = weight, Run(start, period, count, crossing)
+                best = weight, BlockRun(start, period, count, crossing)
         if best is not None:
             return best[1]
     return None
 
 
-def _checked(packed: Packed, edges: _Edges, run: Run) -> Run:
+def _checked(packed: PackedGraph, edges: _StretchEdges, run: BlockRun) -> BlockRun:
     """The run itself with its neighbours filled in, or a shorter one to be checked again."""
     inside = (edges.shared_high >= run.start) & (edges.shared_high < run.end)
     shared = np.unique(edges.shared_low[inside])
@@ -243,7 +247,7 @@ def _checked(packed: Packed, edges: _Edges, run: Run) -> Run:
     return replace(run, inputs=inputs, shared=nodes)
 
 
-def interface_entries(packed: Packed, run: Run) -> tuple[int, int]:
+def interface_entries(packed: PackedGraph, run: BlockRun) -> tuple[int, int]:
     """Entries of the shared nodes, and of the nodes that cross between blocks."""
     shared = math.prod(int(packed.sizes[node]) for node in run.shared)
     return shared, math.prod(int(packed.sizes[node]) for node in run.outputs)

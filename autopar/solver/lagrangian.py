@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autopar.errors import InvalidInput
-from autopar.solver.cost_graph import Array, Integers, Packed
+from autopar.solver.cost_graph import Array, Integers, PackedGraph
 from autopar.solver.cp_sat_residual import relative_gap, solve_residual
 from autopar.solver.elimination import Elimination
 from autopar.solver.optimum import SECONDS, Optimiser, Optimum
@@ -53,7 +53,7 @@ class LagrangianSearch:
 
     def __init__(
         self,
-        packed: Packed,
+        packed: PackedGraph,
         limit: float,
         optimiser: Optimiser | None = None,
         tolerance: float = 0.01,

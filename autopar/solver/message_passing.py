@@ -2,7 +2,7 @@
 
 >>> apart = np.array([[0.0, 1.0], [1.0, 0.0]])
 >>> costs = {0: np.array([0.0, 0.3]), 1: np.array([0.5, 0.0]), 2: np.zeros(2)}
->>> messages = Messages(costs, {(0, 1): apart, (1, 2): apart, (0, 2): apart})
+>>> messages = MessagePassing(costs, {(0, 1): apart, (1, 2): apart, (0, 2): apart})
 >>> messages.run(10)
 >>> messages.choice, round(messages.value, 3), round(messages.bound, 3)
 ({0: 1, 1: 1, 2: 1}, 0.3, 0.3)
@@ -31,7 +31,7 @@ _EPSILON = 8 * np.finfo(np.float64).eps  # of the few sums in one entry, relativ
 _STALLED = 1e-3  # of the gap: what a round has to close, or more of them are no use
 
 
-class Edge:
+class MessageEdge:
     """A table over two nodes, both ways round, and the messages to them."""
 
     __slots__ = ("high", "largest", "low", "table", "to_high", "to_low", "turned")
@@ -47,7 +47,7 @@ class Edge:
         return rest
 
 
-class Messages:
+class MessagePassing:
     """The messages on one graph of finite tables, and the best choice and bound so far."""
 
     def __init__(
@@ -152,13 +152,13 @@ class Messages:
     def _place(self, tables: Mapping[Pair, Array], sent: Sent) -> None:
         """The edges of each node, to those after it and to those before it."""
         turned: dict[int, Array] = {}
-        self.forward: dict[int, list[Edge]] = {v: [] for v in self.nodes}
-        self.backward: dict[int, list[Edge]] = {v: [] for v in self.nodes}
-        self.edges: list[Edge] = []
+        self.forward: dict[int, list[MessageEdge]] = {v: [] for v in self.nodes}
+        self.backward: dict[int, list[MessageEdge]] = {v: [] for v in self.nodes}
+        self.edges: list[MessageEdge] = []
         for (low, high), table in sorted(tables.items(), key=lambda entry: entry[0]):
             if id(table) not in turned:
                 turned[id(table)] = np.ascontiguousarray(table.T)
-            edge = Edge(low, high, table, turned[id(table)])
+            edge = MessageEdge(low, high, table, turned[id(table)])
             if sent:
                 edge.to_low, edge.to_high = sent[low, high]
             self.edges.append(edge)

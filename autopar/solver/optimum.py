@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solver.chain import Chain, Reduced
-from autopar.solver.cost_graph import Array, Integers, Packed
+from autopar.solver.chain import Chain, ReducedChain
+from autopar.solver.cost_graph import Array, Integers, PackedGraph
 from autopar.solver.cp_sat_residual import relative_gap
-from autopar.solver.elimination import LIMIT, Elimination, Step
+from autopar.solver.elimination import LIMIT, Elimination, EliminationStep
 from autopar.solver.fold import find_runs
-from autopar.solver.reduced_core import EXACT, Core
+from autopar.solver.reduced_core import EXACT, ReducedCore
 
 SECONDS = 10.0  # of a search, at most
 MOST_WORK = 1 << 28  # entries of all joins of one elimination
@@ -43,13 +43,15 @@ class Optimum:
 class Optimiser:
     """Exact minimisation on one graph, again and again with other weights."""
 
-    def __init__(self, packed: Packed, fold: bool = True, limit: int = LIMIT) -> None:
+    def __init__(self, packed: PackedGraph, fold: bool = True, limit: int = LIMIT) -> None:
         self.packed, self.limit = packed, limit
         runs = find_runs(packed) if fold else []
         self.core = 0  # the most nodes that elimination left, since whoever asks set it to 0
         self._is_tangled = False  # whether it leaves any
-        self._last: Core | None = None
-        self._ready: tuple[Elimination, list[Reduced]] | None = None  # of costs alone, not yet run
+        self._last: ReducedCore | None = None
+        self._ready: tuple[Elimination, list[ReducedChain]] | None = (
+            None  # of costs alone, not yet run
+        )
         self._known: dict[float, tuple[Optimum, int]] = {}  # by multiplier, with the core's nodes
         self._place([Chain(packed, run, limit) for run in runs if Chain.worthwhile(packed, run)])
 
@@ -115,7 +117,7 @@ class Optimiser:
             least[strategy] += self._core(elimination).solve(deadline=deadline).bound
         return least
 
-    def _core(self, elimination: Elimination, alone: bool = False) -> Core:
+    def _core(self, elimination: Elimination, alone: bool = False) -> ReducedCore:
         """What elimination left, with the messages and the choice of the last time. `alone`: those
         of other weights say nothing of these, nor these of others."""
         sizes = {v: self.variables[v] for v in elimination.core}
@@ -123,7 +125,7 @@ class Optimiser:
         known = self._last.sent if self._last is not None and not alone else {}
         sent = known if {*known} == {s for s in elimination.factors if len(s) == 2} else None
         factors, constant = elimination.factors, elimination.constant
-        core = Core(sizes, factors, constant=constant, limit=self.limit, sent=sent)
+        core = ReducedCore(sizes, factors, constant=constant, limit=self.limit, sent=sent)
         if sent is not None and self._last is not None:
             core.offer(self._last.messages.choice)
         self._last = self._last if alone else core
@@ -137,7 +139,7 @@ class Optimiser:
 
     def _eliminated(
         self, multiplier: float, keep: tuple[int, ...] = ()
-    ) -> tuple[Elimination, list[Reduced]]:
+    ) -> tuple[Elimination, list[ReducedChain]]:
         """All weights after elimination. Where it would leave a core, or take too long, only those
         nodes leave that leave no table over more than a pair: the core is then solved as that."""
         if not self._is_tangled:
@@ -157,7 +159,7 @@ class Optimiser:
         elimination.run(keep)
         return elimination, reduced
 
-    def _elimination(self, multiplier: float, limit: int) -> tuple[Elimination, list[Reduced]]:
+    def _elimination(self, multiplier: float, limit: int) -> tuple[Elimination, list[ReducedChain]]:
         """All weights as tables, chains reduced to theirs, nothing eliminated yet."""
         packed = self.packed
         nodes = [table.weighted(multiplier) for table in packed.node_tables]
@@ -176,5 +178,5 @@ class Optimiser:
         return elimination, reduced
 
 
-def _work(steps: list[Step]) -> int:
+def _work(steps: list[EliminationStep]) -> int:
     return sum(step.entries for step in steps)

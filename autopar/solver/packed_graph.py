@@ -47,7 +47,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockRow:
     """Equal blocks of nodes, one after another."""
 
     start: int
@@ -60,7 +60,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class PackedGraph:
     """A graph as arrays: nodes and edges by the numbers of their tables, low < high, no parallels.
 
     Nodes are numbered in the order of the program, a source standing next to its first use;
@@ -75,7 +75,7 @@ class Packed:
     edge_table: Integers
     origin: Integers
     strategy: list[Integers]
-    row: Blocks | None = None  # of equal blocks, which the caller has one of
+    row: BlockRow | None = None  # of equal blocks, which the caller has one of
 
     def __len__(self) -> int:
         return len(self.node_table)
@@ -92,8 +92,8 @@ class Packed:
         return list(zip(self.low.tolist(), self.high.tolist(), self.edge_table.tolist()))
 
     @cached_property
-    def _flat(self) -> tuple[_Flat, _Flat]:
-        return _Flat.of(self.node_tables), _Flat.of(self.edge_tables)
+    def _flat(self) -> tuple[_FlatTables, _FlatTables]:
+        return _FlatTables.of(self.node_tables), _FlatTables.of(self.edge_tables)
 
     def terms(
         self, choice_low: Integers, choice_high: Integers | None = None
@@ -153,7 +153,7 @@ class Packed:
         for scope, table in self.tables_by_scope():
             yield scope, weighted[table]
 
-    def translated(self, choice: Integers, other: Packed) -> Integers:
+    def translated(self, choice: Integers, other: PackedGraph) -> Integers:
         """A choice of this graph in the numbers of `other`, which has all its strategies."""
         answer = np.empty(len(self), np.int64)
         pairs = self.node_table * len(other.node_tables) + other.node_table
@@ -214,7 +214,7 @@ class Packed:
 
 
 @dataclass(frozen=True, eq=False)
-class _Flat:
+class _FlatTables:
     """All tables end to end, so that one indexing takes an entry of each of many."""
 
     cost: Array
@@ -223,7 +223,7 @@ class _Flat:
     columns: Integers
 
     @classmethod
-    def of(cls, tables: list[Table]) -> _Flat:
+    def of(cls, tables: list[Table]) -> _FlatTables:
         costs = [table.cost.ravel() for table in tables]
         memories = [np.zeros(t.cost.size) if t.memory is None else t.memory.ravel() for t in tables]
         starts = np.cumsum([0, *(len(cost) for cost in costs)])

@@ -2,7 +2,7 @@
 
 >>> rng = np.random.default_rng(0)
 >>> pairs = {(a, b): rng.random((4, 4)) for b in range(12) for a in range(b)}
->>> core = Core(dict.fromkeys(range(12), 4), pairs)
+>>> core = ReducedCore(dict.fromkeys(range(12), 4), pairs)
 >>> answer = core.solve()
 >>> answer.gap < 1e-9
 True
@@ -22,8 +22,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.solver.cp_sat_residual import Factors, Residual, solve_residual
-from autopar.solver.elimination import LIMIT, Elimination, order
-from autopar.solver.message_passing import Messages, Sent
+from autopar.solver.elimination import LIMIT, Elimination, elimination_order
+from autopar.solver.message_passing import MessagePassing, Sent
 from autopar.solver.packed_graph import Array, Integers
 
 EXACT = 1e-10  # relative: what sums of floating-point numbers are not asked to tell apart
@@ -36,7 +36,7 @@ _PROGRESS = 0.9  # of a gap that need not be closed: what little more is won is 
 _HALVINGS = 6  # of how many strategies elimination can do with
 
 
-class Core:
+class ReducedCore:
     """One graph of tables over nodes and pairs of them, and the best choice and bound so far."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Core:
     ) -> None:
         self.sizes, self.factors, self.constant, self.limit = sizes, factors, constant, limit
         nodes, edges = _finite(sizes, factors)
-        self.messages = Messages(nodes, edges, sent)
+        self.messages = MessagePassing(nodes, edges, sent)
         self.sent = self.messages.sent  # as they are while no strategy is dropped
 
     def offer(self, choice: Mapping[int, int]) -> None:
@@ -144,7 +144,7 @@ class Core:
             if edge.low in sizes and edge.high in sizes:
                 around[edge.low].add(edge.high)
                 around[edge.high].add(edge.low)
-        steps = order(sizes, around, self.limit)
+        steps = elimination_order(sizes, around, self.limit)
         return not around and sum(step.entries for step in steps) <= _MOST_WORK
 
     def _eliminated(self, kept: Mapping[int, Integers]) -> tuple[dict[int, int], float]:

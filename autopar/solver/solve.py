@@ -23,16 +23,16 @@ from autopar.solver.cp_sat_residual import relative_gap
 from autopar.solver.dominated import prune
 from autopar.solver.lagrangian import LagrangianSearch
 from autopar.solver.optimum import SECONDS, Optimiser
-from autopar.solver.packed_graph import Integers, Packed
+from autopar.solver.packed_graph import Integers, PackedGraph
 
 TOLERANCE = 0.01  # the gap at which a search under a memory limit may stop
 MOST_PREPARED = 4  # graphs that are known again, when they are solved for another limit
 _ROUNDED = 1e-9  # relative
-_PREPARED: dict[tuple[Packed, bool], tuple[Optimiser, Sizes]] = {}
+_PREPARED: dict[tuple[PackedGraph, bool], tuple[Optimiser, ProblemSizes]] = {}
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ProblemSizes:
     """How much there was to decide, and what was left of it after each phase."""
 
     nodes: int = 0
@@ -57,7 +57,7 @@ class Solution:
     memory: float  # bytes
     bound: float
     seconds: float  # of the search itself
-    sizes: Sizes
+    sizes: ProblemSizes
     multiplier: float = 0.0  # under a memory limit: seconds that one more byte would save
     interrupted: bool = False
 
@@ -160,7 +160,9 @@ def least_limit(graph: CostGraph) -> float:
     return least_memory(graph)[0] * (1 + _ROUNDED)
 
 
-def _prepared(packed: Packed, is_limited: bool, report: Report) -> tuple[Optimiser, Sizes]:
+def _prepared(
+    packed: PackedGraph, is_limited: bool, report: Report
+) -> tuple[Optimiser, ProblemSizes]:
     """Prune and fold, and write down how much that left: once for all limits. Where elimination is
     all there is to do, pruning takes longer; and what was solved without a limit is known."""
     is_limited &= (packed, False) not in _PREPARED
@@ -176,7 +178,7 @@ def _prepared(packed: Packed, is_limited: bool, report: Report) -> tuple[Optimis
             report("fold", f"{pruned.sizes.sum():,} strategies left")
             optimiser = Optimiser(pruned)
         left, runs = optimiser.packed, [chain.run for chain in optimiser.chains]
-        sizes = Sizes(
+        sizes = ProblemSizes(
             nodes=len(packed),
             strategies=int(packed.sizes.sum()),
             entries=packed.strategy_pairs,

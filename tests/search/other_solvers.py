@@ -22,8 +22,8 @@ from autopar.solver.branch_and_bound import branch_and_bound
 from autopar.solver.cost_graph import CostGraph
 from autopar.solver.lagrangian import LagrangianSearch
 from autopar.solver.optimum import Optimiser
-from autopar.solver.packed_graph import Array, Integers, Packed
-from autopar.solver.solve import Sizes, Solution, solve
+from autopar.solver.packed_graph import Array, Integers, PackedGraph
+from autopar.solver.solve import ProblemSizes, Solution, solve
 
 
 def solve_with(optimiser: Optimiser, memory: float = np.inf, tolerance: float = 0.01) -> Solution:
@@ -31,24 +31,24 @@ def solve_with(optimiser: Optimiser, memory: float = np.inf, tolerance: float = 
     search = LagrangianSearch(optimiser.packed, memory, optimiser, tolerance)
     branch_and_bound(search)
     assert search.choice is not None
-    sizes = Sizes(core_nodes=optimiser.core)
+    sizes = ProblemSizes(core_nodes=optimiser.core)
     return _solution(optimiser.packed, search.choice, min(search.bound, search.value), sizes)
 
 
-def _quick(choose: Callable[[Packed], Integers]) -> Callable[..., Solution]:
+def _quick(choose: Callable[[PackedGraph], Integers]) -> Callable[..., Solution]:
     def solved(graph: CostGraph, *_: Any, **__: Any) -> Solution:
         packed = graph.packed
-        return _solution(packed, choose(packed), trivial_bound(packed), Sizes())
+        return _solution(packed, choose(packed), trivial_bound(packed), ProblemSizes())
 
     return solved
 
 
-def _solution(packed: Packed, choice: Integers, bound: float, sizes: Sizes) -> Solution:
+def _solution(packed: PackedGraph, choice: Integers, bound: float, sizes: ProblemSizes) -> Solution:
     cost, memory = packed.evaluate(choice)
     return Solution(packed.original(choice).tolist(), cost, memory, bound, 0.0, sizes)
 
 
-def recursive(packed: Packed) -> Integers:
+def recursive(packed: PackedGraph) -> Integers:
     """The heaviest operator first, each with the strategy that is cheapest beside those chosen
     before it, as if those that come later would agree with it."""
     weight = np.array([_finite_maximum(table.cost) for table in packed.node_tables])
@@ -56,7 +56,7 @@ def recursive(packed: Packed) -> Integers:
     return _greedy(packed, iter(order.tolist()), own=1.0)
 
 
-def propagate(packed: Packed) -> Integers:
+def propagate(packed: PackedGraph) -> Integers:
     """Out from the nodes that have only one strategy (from the heaviest, where there are none):
     each takes what needs the least movement from those chosen before it."""
     around = _neighbours(packed)
@@ -82,14 +82,14 @@ def propagate(packed: Packed) -> Integers:
     return _greedy(packed, order(), own=1e-6)
 
 
-def trivial_bound(packed: Packed) -> float:
+def trivial_bound(packed: PackedGraph) -> float:
     """Every node and every edge at its cheapest, each for itself."""
     nodes = np.array([table.cost.min() for table in packed.node_tables] or [0.0])
     edges = np.array([table.cost.min() for table in packed.edge_tables] or [0.0])
     return float(nodes[packed.node_table].sum() + edges[packed.edge_table].sum())
 
 
-def _greedy(packed: Packed, order: Iterator[int], own: float) -> Integers:
+def _greedy(packed: PackedGraph, order: Iterator[int], own: float) -> Integers:
     around = _neighbours(packed)
     choice = np.full(len(packed), -1)
     for node in order:
@@ -101,7 +101,7 @@ def _greedy(packed: Packed, order: Iterator[int], own: float) -> Integers:
     return choice
 
 
-def _neighbours(packed: Packed) -> list[list[tuple[int, Callable[[int], Array]]]]:
+def _neighbours(packed: PackedGraph) -> list[list[tuple[int, Callable[[int], Array]]]]:
     """For each node, its neighbours, and what each of its strategies costs beside one of theirs."""
     around: list[list[tuple[int, Callable[[int], Array]]]] = [[] for _ in range(len(packed))]
     for low, high, number in zip(packed.low, packed.high, packed.edge_table):

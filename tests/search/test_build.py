@@ -11,7 +11,7 @@ from autopar.capture import capture
 from autopar.mesh import Mesh
 from autopar.planner.candidate import Candidate
 from autopar.search.constraints import Constraints
-from autopar.search.cost_graph_builder import Builder, Built
+from autopar.search.cost_graph_builder import CostGraphBuilder, MeshCostGraph
 from autopar.search.solution_reader import decide
 from autopar.solver.cp_sat_residual import solve_residual
 from autopar.solver.optimum import Optimiser
@@ -21,9 +21,9 @@ from tests.search.other_solvers import solve_with
 from tests.toy import EVEN, FAST, SLOW, machines
 
 
-def built(case: Case, mesh: Mesh, links: tuple[float, float] = EVEN) -> Built:
+def built(case: Case, mesh: Mesh, links: tuple[float, float] = EVEN) -> MeshCostGraph:
     captured = capture(case.model, case.args, case.kwargs)
-    return Builder(captured, mesh, machines(mesh.size, *links), Constraints()).run()
+    return CostGraphBuilder(captured, mesh, machines(mesh.size, *links), Constraints()).run()
 
 
 @pytest.mark.parametrize(

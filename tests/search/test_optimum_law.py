@@ -14,7 +14,7 @@ from autopar.solver.cost_graph import CostGraph
 from autopar.solver.cp_sat_residual import solve_residual
 from autopar.solver.dominated import prune
 from autopar.solver.elimination import Elimination
-from autopar.solver.message_passing import Messages
+from autopar.solver.message_passing import MessagePassing
 from autopar.solver.optimum import Optimiser
 from autopar.solver.solve import least_memory, solve
 from tests.search.other_solvers import solve_with
@@ -128,7 +128,7 @@ def test_no_choice_is_below_what_messages_say_of_its_strategies() -> None:
         tables = dict(packed.weights(0.0))
         nodes = {scope[0]: table for scope, table in tables.items() if len(scope) == 1}
         edges = {(s[0], s[1]): table for s, table in tables.items() if len(s) == 2}
-        messages = Messages(nodes, edges)
+        messages = MessagePassing(nodes, edges)
         messages.run(int(rng.integers(1, 30)))
         assert messages.bound <= best <= messages.value
         closed += messages.gap < 1e-6
