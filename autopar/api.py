@@ -46,7 +46,7 @@ from autopar.runtime.backends.virtual_backend import VirtualBackend
 from autopar.runtime.backends.world import has_failed, world
 from autopar.runtime.execution.block_groups import Together
 from autopar.runtime.execution.compiled_regions import Compiler
-from autopar.runtime.launching.failures import one_fails_all_stop
+from autopar.runtime.launching.failures import stop_all_on_failure
 from autopar.runtime.module.batch_slices import require_even
 from autopar.runtime.module.call_outputs import OutputsLike
 from autopar.runtime.module.local_inputs import require_whole_questions
@@ -193,12 +193,12 @@ class _Call:
             backend = VirtualBackend(decided.program, device, asked.check, compiler)
             return self.module(decided, backend)
         device = enter_world(device_of(self.model))
-        with one_fails_all_stop(agreed=True):
+        with stop_all_on_failure(agreed=True):
             said = replace(asked, backend=place).said
             require_same_call(lambda: self.validate(place), **said)
             self.values.told = of_first(self.values.told)
             decided = self.choose(self.decide_together(), place, device)
-        with one_fails_all_stop():
+        with stop_all_on_failure():
             about = asked.local_inputs, device, asked.outputs, self.compiler(decided, device)
             return self.module(decided, TorchBackend(decided.program, *about))
 

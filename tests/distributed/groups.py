@@ -46,7 +46,7 @@ def use_lazily() -> None:
         if group.group_name in used:
             return
         used.add(group.group_name)
-        store, key = world().roll.store, f"first use of {group.group_name}"
+        store, key = world().liveness.store, f"first use of {group.group_name}"
         store.add(key, 1)
         deadline = time.monotonic() + PATIENCE
         while store.add(key, 0) < group.size():

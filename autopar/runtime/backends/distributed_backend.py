@@ -38,7 +38,7 @@ from autopar.runtime.backends.world import world
 from autopar.runtime.execution.activation_offload import Keeper, mover
 from autopar.runtime.execution.compiled_regions import Compiler
 from autopar.runtime.execution.eager_program import compile_graph
-from autopar.runtime.launching.failures import local_checks, one_fails_all_stop, tell_call
+from autopar.runtime.launching.failures import exchange_call, local_checks, stop_all_on_failure
 from autopar.runtime.module.batch_slices import Slices
 from autopar.runtime.module.call_outputs import Outputs, OutputsLike
 from autopar.runtime.module.direct_calls import DirectCalls
@@ -189,7 +189,7 @@ class TorchBackend(Backend):
         return local_checks(self.world)
 
     def guard(self, agreed: bool = False) -> AbstractContextManager[None]:
-        return one_fails_all_stop(self.world, agreed)
+        return stop_all_on_failure(self.world, agreed=agreed)
 
     def draw(self, program: Program) -> dict[str, Tensor]:
         return self.world.told(super().draw(program))
@@ -221,7 +221,7 @@ class TorchBackend(Backend):
         return made
 
     def everyones(self, said: str, text: str) -> list[str]:
-        return tell_call(self.world, said, text)
+        return exchange_call(self.world, said, text)
 
     def enter(self, value: Tensor, layout: Layout) -> Tensor:
         """This rank's piece of an input."""

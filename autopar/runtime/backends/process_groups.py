@@ -19,7 +19,7 @@ from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
 from autopar.passes.localize import Axes
 from autopar.runtime.backends.world import new_group, require_living, world
-from autopar.runtime.launching.failures import one_fails_all_stop, tell_uncaught_errors
+from autopar.runtime.launching.failures import report_uncaught_errors, stop_all_on_failure
 from autopar.units import counted
 
 
@@ -81,8 +81,8 @@ def enter_world(model_device: torch.device) -> torch.device:
         # What is kept on the host of a GPU is moved there, where it must be, over gloo.
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     here = world()
-    tell_uncaught_errors()
-    with one_fails_all_stop(agreed=True):
+    report_uncaught_errors()
+    with stop_all_on_failure(agreed=True):
         here.meet()
     return device
 

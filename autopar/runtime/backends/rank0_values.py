@@ -20,7 +20,7 @@ import torch.distributed as dist
 from autopar.errors import InvalidInput, said
 from autopar.runtime.backends import process_generators
 from autopar.runtime.backends.world import World
-from autopar.runtime.launching.failures import one_fails_all_stop
+from autopar.runtime.launching.failures import stop_all_on_failure
 
 _END = "end"
 
@@ -61,7 +61,7 @@ class FromFirst:
     def _exchanged(self, place: tuple[int, int], data: bytes) -> tuple[Any, str]:
         """What rank 0 has sent at this place; or why there is nothing."""
         here = self._here
-        with one_fails_all_stop(here):
+        with stop_all_on_failure(here):
             box: list[Any] = [(place, data)]
             dist.broadcast_object_list(box, 0, here.host_group, torch.device("cpu"))
             (loop, turn), data = box[0]

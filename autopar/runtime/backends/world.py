@@ -23,7 +23,7 @@ from autopar._torch import all_gather_single, holds_store, moves_on_host, world_
 from autopar._torch_groups import taken_for_world
 from autopar.errors import ExecutionError
 from autopar.mesh import Mesh
-from autopar.runtime.launching.rank_liveness import RollCall, attempt
+from autopar.runtime.launching.rank_liveness import RankLiveness, run_within
 from autopar.runtime.launching.same_sources import require_same_sources
 
 Group = dist.ProcessGroup
@@ -38,7 +38,7 @@ class World:
     rank: int
     size: int
     carrier: torch.device  # where what it moves lies
-    roll: RollCall
+    liveness: RankLiveness
     store_holder: int | None = None  # the rank that ends the store when it ends
     has_met: bool = False
     ended_by: str | None = None  # the first failure, once this rank has left because of it
@@ -147,13 +147,13 @@ def world() -> World:
     assert group is not None
     if _joined is None or _joined.group is not group:
         if _joined is not None:
-            _joined.roll.leave()
+            _joined.liveness.close()
         _count += 1
         rank, size, store = dist.get_rank(), dist.get_world_size(), world_store()
         gpu = torch.cuda.is_available() and not moves_on_host(group)
         carrier = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-        roll = RollCall(dist.PrefixStore(f"autopar/{_count}", store), rank, size)
-        _joined = World(group, rank, size, carrier, roll)
+        liveness = RankLiveness(dist.PrefixStore(f"autopar/{_count}", store), rank, size)
+        _joined = World(group, rank, size, carrier, liveness)
     return _joined
 
 
@@ -171,7 +171,7 @@ def world_beside() -> Iterator[World]:
             here.meet()
             yield here
         finally:
-            here.roll.leave()
+            here.liveness.close()
             here.groups.clear()
             here.meshes.clear()
             _joined = whole
@@ -217,7 +217,7 @@ def new_group(ranks: Sequence[int], **how: Any) -> Any:
             torch.cuda.set_device(device)
         return dist.new_group(list(ranks), timeout=wait, **how)
 
-    done = attempt(wait.total_seconds() + GRACE, make)
+    done = run_within(wait.total_seconds() + GRACE, make)
     if done is None:
         raise dist.DistStoreError("timed out: the store of the world does not answer")
     return done.result()

@@ -1,14 +1,12 @@
-"""When one rank fails, all stop, soon, and say which failed first.
+"""Failures: when one rank fails, all ranks stop soon and name the rank that failed first.
 
-A rank that fails by itself writes its name and its error to the store of the world, where an error
-of the user's own loop is written too before it ends the process; then it leaves its process groups,
-which ends the collectives that others wait in (over gloo, when the process ends). A rank whose
-collective broke leaves too, and reads who was first. If nobody says so, a rank was lost without a
-word: one that gives no answer to a roll call.
+A rank that fails writes its error to the store of the world, also an error of the user's own loop
+that ends the process. Then it leaves its process groups, which ends the collectives that others
+wait in (over gloo, when the process ends). A rank whose collective broke leaves too, and reads the
+first failure. If there is none, a rank was lost: one that does not answer when all bells are rung.
 
-What a rank refuses by itself, before it waits for others, ends nothing if all ranks refuse it. If
-others went on with that call, or do not come to it, the world is apart: the rank leaves when it
-comes to its next call.
+A call that a rank refuses before it waits for others ends nothing if all ranks refuse it. If others
+continued that call, or do not come to it, the rank leaves the world at its next call.
 """
 
 from __future__ import annotations
@@ -27,98 +25,100 @@ from autopar.lines import caller
 from autopar.runtime.backends.world import World, joined, require_living
 from autopar.runtime.launching.rank_liveness import WAITS
 
-_PATIENCE = 5.0  # seconds to wait for the others' word once a collective has broken
+_PATIENCE = 5.0  # seconds to wait for the others' answers once a collective has broken
 
 
 @contextmanager
-def local_checks(here: World) -> Iterator[None]:
-    """Around what looks at a call on this rank alone, before ranks wait for one another."""
-    _settle(here)
+def local_checks(world: World) -> Iterator[None]:
+    """Check a call on this rank alone, before ranks wait for one another; record a refusal."""
+    _require_common_refusal(world)
     try:
         yield
     except Exception as error:
-        here.roll.refuse(_text(here, error), _PATIENCE)
+        world.liveness.record_refusal(_text(world, error), _PATIENCE)
         raise
-    here.roll.calls += 1
+    world.liveness.call_count += 1
 
 
 @contextmanager
-def one_fails_all_stop(here: World | None = None, agreed: bool = False) -> Iterator[None]:
-    """Around everything in which ranks wait for one another, in the world `here` or that of now.
+def stop_all_on_failure(world: World | None = None, *, agreed: bool = False) -> Iterator[None]:
+    """Guard code in which ranks of a world, by default the current one, wait for one another.
 
-    `agreed`: what is no broken collective is raised on all ranks alike, and the world goes on.
+    `agreed`: all ranks raise the same error, unless a collective broke, and the world goes on.
     """
-    here = here or joined()
-    if here is None:
+    world = world or joined()
+    if world is None:
         require_living()
         yield
         return
-    _settle(here)
-    here.roll.waits += 1
+    _require_common_refusal(world)
+    world.liveness.open_guards += 1
     try:
         yield
     except Exception as error:
-        if joined() is not here or isinstance(error, RankStopped):
+        if joined() is not world or isinstance(error, RankStopped):
             raise
-        if is_collective(error):
-            raise _after_collective(here, error) from error
+        if is_collective_error(error):
+            raise _leave_after_collective(world, error) from error
         if agreed:
             raise
-        mine = _text(here, error)
-        first = here.roll.report(mine, _PATIENCE)
-        _leave(here, first)
-        if _without_rank(first) == _without_rank(mine):  # this one, or one that all ranks have
+        failure = _text(world, error)
+        first = world.liveness.report_failure(failure, _PATIENCE)
+        _leave_groups(world, first)
+        if _without_rank(first) == _without_rank(failure):  # the error of this rank, or of all
             raise
         raise _stopped_by(first) from error
     finally:
-        here.roll.waits -= 1
+        world.liveness.open_guards -= 1
 
 
-def tell_call(here: World, said: str, text: str) -> list[str]:
-    """What each rank says of the call that comes: inside `local_checks`, where all come to say it,
-    or none. `text` is what a person reads of it."""
-    if here.size == 1:
-        return [said]
-    words = here.roll.tell_call(said, world_timeout().total_seconds())
-    if isinstance(words, str):
+def exchange_call(world: World, message: str, description: str) -> list[str]:
+    """Return the messages of all ranks about a call that needs a new program, inside of
+    `local_checks`. Refuse a call that others do not make; `description` names it in the error."""
+    if world.size == 1:
+        return [message]
+    messages = world.liveness.exchange_call(message, world_timeout().total_seconds())
+    if isinstance(messages, str):
         raise InvalidInput(
             "a call that needs a new program is made on all ranks: they make it together",
-            got=f"on rank {here.rank} {text}\n{words}",
+            got=f"on rank {world.rank} {description}\n{messages}",
             remedy="make the same call on all ranks, in the same modes",
         )
-    return words
+    return messages
 
 
-def tell_uncaught_errors() -> None:
-    """From now on, an error that ends this process is told to the other ranks first."""
+def report_uncaught_errors() -> None:
+    """Have an error that ends this process reported to the other ranks first, from now on."""
     previous = sys.excepthook
     if getattr(previous, "tells_other_ranks", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        tell(error)
+        report_failure(error)
         previous(kind, error, trace)
 
     hook.tells_other_ranks = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
-def tell(error: BaseException) -> None:
-    """Tell the other ranks of the error by which this one ends."""
-    here = joined()
-    if here is not None:
-        here.roll.report(_text(here, error), _PATIENCE)
+def report_failure(error: BaseException) -> None:
+    """Report the error by which this rank ends to the other ranks."""
+    world = joined()
+    if world is not None:
+        world.liveness.report_failure(_text(world, error), _PATIENCE)
 
 
-def _settle(here: World) -> None:
-    """Before ranks wait for one another: have all of them refused what this one refused last?"""
-    require_living(here)
-    refusal = here.roll.open
-    if refusal is not None and (others := here.roll.not_refused(world_timeout().total_seconds())):
-        mine = f"{refusal}\n{others}"
-        first = here.roll.report(mine, _PATIENCE)
-        _leave(here, first)
-        raise _refused_alone(mine) if first == mine else _stopped_by(first)
+def _require_common_refusal(world: World) -> None:
+    """Raise `RankStopped` unless all ranks refused the call that this rank refused last."""
+    require_living(world)
+    refusal = world.liveness.pending_refusal
+    if refusal is None:
+        return
+    if others := world.liveness.await_refusals(world_timeout().total_seconds()):
+        failure = f"{refusal}\n{others}"
+        first = world.liveness.report_failure(failure, _PATIENCE)
+        _leave_groups(world, first)
+        raise _refused_alone(failure) if first == failure else _stopped_by(first)
 
 
 class RankStopped(ExecutionError):
@@ -133,64 +133,64 @@ def _stopped_by(first: str) -> RankStopped:
     )
 
 
-def _refused_alone(mine: str) -> RankStopped:
+def _refused_alone(failure: str) -> RankStopped:
     return RankStopped(
         "all ranks refuse a call, or none, within the timeout of the world",
-        got=mine,
+        got=failure,
         remedy="make the same calls on all ranks, with inputs that all accept or refuse",
     )
 
 
-def _after_collective(here: World, error: Exception) -> RankStopped:
-    """Leave, and find out why the others left."""
-    _leave(here, _text(here, error))
-    answers = here.roll.ask(_PATIENCE)
-    if here.roll.first is not None:
-        here.ended_by = here.roll.first
-        return _stopped_by(here.roll.first)
+def _leave_after_collective(world: World, error: Exception) -> RankStopped:
+    """Leave the process groups and return an error with the reason why the others left."""
+    _leave_groups(world, _text(world, error))
+    answers = world.liveness.ask_positions(_PATIENCE)
+    if world.liveness.first_failure is not None:
+        world.ended_by = world.liveness.first_failure
+        return _stopped_by(world.liveness.first_failure)
     rule, remedy = (
         "a rank was lost in the middle of a step",
         "look at the output of these: one was killed or stopped, ended early, or came too late",
     )
     if answers is None:
-        holder = here.store_holder
+        holder = world.store_holder
         lost = "the process that started the ranks" if holder is None else f"rank {holder}"
         lost = f"no word from {lost}, which holds the store of the world"
-    elif silent := [r for r in range(here.size) if r != here.rank and r not in answers]:
+    elif silent := [r for r in range(world.size) if r != world.rank and r not in answers]:
         lost = f"no word from rank {', '.join(map(str, silent))}"
     else:
-        told = {here.rank: f"{WAITS} at {caller()}", **answers}
-        places = [f"rank {r} {where}" for r, where in sorted(told.items())]
-        busy = [one for one in places if WAITS not in one]
-        lost = "; ".join(busy or ["all ranks live, and all wait for others", *places])
+        positions = {world.rank: f"{WAITS} at {caller()}", **answers}
+        texts = [f"rank {r} {position}" for r, position in sorted(positions.items())]
+        busy_ranks = [text for text in texts if WAITS not in text]
+        lost = "; ".join(busy_ranks or ["all ranks live, and all wait for others", *texts])
         rule = "ranks wait for one another no longer than the timeout of the world"
         remedy = "have all ranks make the same calls, or give init_process_group a longer timeout"
-    here.ended_by = f"{rule}: {lost}"
-    return RankStopped(rule, got=f"{lost}; on rank {here.rank}: {error}", remedy=remedy)
+    world.ended_by = f"{rule}: {lost}"
+    return RankStopped(rule, got=f"{lost}; on rank {world.rank}: {error}", remedy=remedy)
 
 
-def is_collective(error: Exception) -> bool:
-    """Whether the error came out of a collective, whose cause may lie on another rank.
+def is_collective_error(error: Exception) -> bool:
+    """Return whether an error came out of a collective, so that another rank may be the cause.
 
-    Its type says so; or the place that it comes from, since gloo raises plain RuntimeErrors.
+    Its type tells, or the place that raised it, since gloo raises plain RuntimeErrors.
     """
     if isinstance(error, AutoparError) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or raised_while_waiting(error)
 
 
-def _text(here: World, error: BaseException) -> str:
-    return f"rank {here.rank}: {said(error)}"
+def _text(world: World, error: BaseException) -> str:
+    return f"rank {world.rank}: {said(error)}"
 
 
 def _without_rank(text: str) -> str:
     return text.partition(": ")[2]
 
 
-def _leave(here: World, first: str) -> None:
-    """Leave all process groups, so that nobody waits for this rank any more."""
-    here.ended_by = first
-    if here.is_beside:  # its groups go when it ends, and the world goes on
+def _leave_groups(world: World, first: str) -> None:
+    """Leave all process groups, so that no rank waits for this one any more."""
+    world.ended_by = first
+    if world.is_beside:  # its groups end with it, and the whole world goes on
         return
     with suppress(Exception):
-        here.left = abort_groups()
+        world.left = abort_groups()

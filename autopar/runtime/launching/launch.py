@@ -1,4 +1,4 @@
-"""Launch: several ranks on this machine, started, heard and ended by one process.
+"""Launch: one process starts several ranks on this machine, listens to them and ends them.
 
     losses = launch(train, 4, steps)                        # runs train(say, steps) on 4 ranks
 
@@ -15,6 +15,7 @@ import socket
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -24,11 +25,11 @@ import torch.distributed as dist
 
 from autopar._torch import LOADED_BY_EXPORT
 from autopar.errors import ExecutionError
-from autopar.runtime.launching.failures import tell
+from autopar.runtime.launching.failures import report_failure
 
 Say = Callable[[Any], None]
 _HOST = "127.0.0.1"
-# What a rank says that was ended by another: autopar's words, or those of a broken connection.
+# Texts in the error of a rank that another one ended: by autopar, or by a broken connection.
 _ENDED_BY_OTHER = ("another rank failed first", "closed by peer", "reset by peer")
 
 
@@ -40,29 +41,35 @@ def launch(
     timeout: float = 120.0,
     gpus: bool = False,
 ) -> list[Any]:
-    """Run `function(say, *arguments)` on `ranks` processes that form a world; their results.
+    """Run `function(say, *arguments)` on `ranks` processes that form a world; return the results.
 
-    What a rank hands to `say` comes here as `heard(rank, value)`. Ranks run on the CPU with one
-    thread, over gloo; `gpus`: they see this machine's GPUs, and share them. The first rank to fail
-    ends all others, and its error is raised here. `timeout`: seconds that a rank waits for another.
+    A value that a rank hands to `say` arrives as `heard(rank, value)`. Ranks run on the CPU with
+    one thread, over gloo; with `gpus` they see this machine's GPUs, and share them. The first rank
+    to fail ends all others, and its error is raised here. Ranks wait `timeout` seconds for others.
     """
     context = _context()
     processes: list[Any] = []
     pipes: dict[Connection, int] = {}
     try:
-        environment = _rank_environment(gpus)
+        environment = _rank_environment(has_gpus=gpus)
         with _environment(environment):
             for rank in range(ranks):
-                ours, theirs = context.Pipe()
+                parent_end, child_end = context.Pipe()
                 process = context.Process(
                     target=_rank_main,
-                    args=(theirs, (rank, ranks, timeout), environment, function, arguments),
+                    args=(
+                        child_end,
+                        _RankPlace(rank, ranks, timeout),
+                        environment,
+                        function,
+                        arguments,
+                    ),
                     daemon=True,
                 )
                 process.start()
-                theirs.close()
+                child_end.close()
                 processes.append(process)
-                pipes[ours] = rank
+                pipes[parent_end] = rank
         # After every rank: a store is a thread, which may hold a lock that a fork would keep.
         store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         for pipe in pipes:
@@ -79,7 +86,7 @@ def launch(
 def _collect(
     pipes: dict[Connection, int], processes: list[Any], heard: Callable[[int, Any], None]
 ) -> list[Any]:
-    """Listen until every rank has ended well, or one has failed."""
+    """Return the results by rank once every rank has ended well; raise the first failure."""
     results: dict[int, Any] = {}
     followers: dict[int, str] = {}
     while pipes:
@@ -100,7 +107,7 @@ def _collect(
             elif kind == "done":
                 results[rank] = value
             elif any(text in value for text in _ENDED_BY_OTHER):
-                # The one that failed first will speak, or be missed.
+                # The rank that failed first reports its error, or ends without a result.
                 followers[rank] = value
             else:
                 raise _failure(rank, value)
@@ -117,31 +124,37 @@ def _failure(rank: int, text: str) -> ExecutionError:
     )
 
 
+@dataclass(frozen=True)
+class _RankPlace:
+    rank: int
+    world_size: int
+    timeout: float  # seconds that a rank waits for another
+
+
 def _rank_main(
     pipe: Connection,
-    place: tuple[int, int, float],
+    place: _RankPlace,
     environment: dict[str, str],
     function: Callable,
     arguments: tuple,
 ) -> None:
-    """The life of one rank."""
+    """Join the world as one rank, run `function`, and send its result or its error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launching process's business
-    rank, ranks, timeout = place
-    os.environ.update(environment)  # the process that it was forked from may have had another
+    os.environ.update(environment)  # the process that it was forked from may have had others
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo",
             store=dist.TCPStore(_HOST, pipe.recv(), is_master=False),
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=timeout),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=place.timeout),
         )
         result = function(lambda value: pipe.send(("said", value)), *arguments)
         pipe.send(("done", result))
-        dist.barrier()  # nobody leaves while another still needs it
+        dist.barrier()  # no rank leaves while another still needs it
     except BaseException as error:
-        tell(error)
+        report_failure(error)
         with suppress(OSError):
             pipe.send(("failed", traceback.format_exc(limit=-3)))
     finally:
@@ -152,7 +165,7 @@ def _rank_main(
 
 
 def _context() -> Any:
-    """How processes start: forked, where that exists, from one that has loaded what all need."""
+    """Return the multiprocessing context: a fork server with common modules, or spawn."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -160,22 +173,23 @@ def _context() -> Any:
     return context
 
 
-def _rank_environment(gpus: bool) -> dict[str, str]:
-    """One thread, which GPUs, and gloo on the loopback device: host names need not resolve."""
+def _rank_environment(*, has_gpus: bool) -> dict[str, str]:
+    """Return variables for one thread, GPUs or none, and gloo on the loopback device, where host
+    names need not resolve."""
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     interface = {"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}
-    every = ",".join(map(str, range(torch.cuda.device_count())))
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", every) if gpus else ""
-    return {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": seen, **interface}
+    all_gpus = ",".join(map(str, range(torch.cuda.device_count())))
+    visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus) if has_gpus else ""
+    return {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": visible_gpus, **interface}
 
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """The environment that processes started inside inherit."""
-    before = dict(os.environ)
+    """Set variables that processes inherit which start inside of the block."""
+    previous = dict(os.environ)
     os.environ.update(values)
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(previous)

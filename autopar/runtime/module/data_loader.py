@@ -26,7 +26,7 @@ from autopar.passes.localize import Axes
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.backends.rank0_values import FromFirst
 from autopar.runtime.backends.world import World
-from autopar.runtime.launching.failures import one_fails_all_stop
+from autopar.runtime.launching.failures import stop_all_on_failure
 from autopar.runtime.module.batch_checks import BatchCheck
 from autopar.runtime.module.batch_slices import batch_axes
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -156,7 +156,7 @@ class ShardedLoader:
         """This rank's slices of batches that are there, some of which a `check` may compare."""
         for batch in batches:
             if check is not None and check.is_due(batch):
-                with one_fails_all_stop(self._world, agreed=True):
+                with stop_all_on_failure(self._world, agreed=True):
                     check.compare("the next batch of a split loader", batch)
             yield self._cut(batch)
 

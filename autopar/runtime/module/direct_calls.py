@@ -20,7 +20,7 @@ from autopar.collectives import require_one
 from autopar.errors import InvalidInput
 from autopar.plan.runtime_program import Program
 from autopar.runtime.backends.world import World, require_living
-from autopar.runtime.launching.failures import one_fails_all_stop
+from autopar.runtime.launching.failures import stop_all_on_failure
 from autopar.runtime.module.gradient_accumulation import Passes
 from autopar.runtime.module.submodule_view import refuse_gradient_hooks
 from autopar.runtime.parameters.gathered_copies import changed_in_between
@@ -115,7 +115,7 @@ class DirectCalls:
         assert self._sync is not None
         require_living(self._world)
         names = frozenset(slot.name for slot in asked)
-        with one_fails_all_stop(self._world):
+        with stop_all_on_failure(self._world):
             self._sync.start(names)
             self._sync.after(self._last)
             leaves = [slot.leaf for slot in asked]
@@ -133,7 +133,7 @@ class DirectCalls:
         """Give every parameter its gradient of this backward pass."""
         assert self._sync is not None
         self._pending = False
-        with torch.no_grad(), one_fails_all_stop(self._world):
+        with torch.no_grad(), stop_all_on_failure(self._world):
             self._passes.finish(self._sync, self._reached)
             self._sync.clear()
         self._reached = frozenset()

@@ -32,10 +32,10 @@ def require_same_call(check_alone: Callable[[], None], **alike: Hashable) -> Non
     """
     _, error = _alone(check_alone)
     here = joined()
-    calls = 0 if here is None else here.roll.calls
+    calls = 0 if here is None else here.liveness.call_count
     told = everyones((None if error is None else _text(error), alike, calls))
     if here is not None:  # whatever calls they came from, the next one has one number
-        here.roll.calls = max(calls for _, _, calls in told)
+        here.liveness.call_count = max(calls for _, _, calls in told)
     if error is not None:
         raise error
     if wrong := _by_rank([text for text, _, _ in told]):

@@ -30,7 +30,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.trial import Trial
 from autopar.progress import Report
 from autopar.runtime.backends.world import World, world_beside
-from autopar.runtime.launching.failures import RankStopped, one_fails_all_stop
+from autopar.runtime.launching.failures import RankStopped, stop_all_on_failure
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.plan_broadcast import everyones
 from autopar.runtime.observation.timing import step_seconds
@@ -169,7 +169,7 @@ class _Place:
         if not self._is_open:
             self._is_open = True
             self._beside.enter_context(world_beside())
-        with one_fails_all_stop():
+        with stop_all_on_failure():
             return work()
 
     def _close(self) -> None:
