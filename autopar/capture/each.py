@@ -39,7 +39,7 @@ from autopar.capture.hooks import replaced
 from autopar.capture.named import Named
 from autopar.errors import InvalidInput
 from autopar.lines import caller
-from autopar.strategies import Call
+from autopar.strategies import OperatorCall
 from autopar.strategies.kernels.experts.chosen_products import CHOSEN_PRODUCTS
 
 _aten = torch.ops.aten
@@ -281,7 +281,7 @@ def _size(found: fx.Node, among: Sequence[Any]) -> int | None:
     """Of the dim of which an operator tells places, if it is among some."""
     if getattr(found.target, "overloadpacket", None) not in among:
         return None
-    dim, of = Call(found).get("dim"), found.args[0]
+    dim, of = OperatorCall(found).get("dim"), found.args[0]
     return None if dim is None else int(of.meta["val"].shape[dim])  # type: ignore[union-attr]
 
 

@@ -29,9 +29,9 @@ from autopar.capture.normalisations import cleanup, inplace, shapes, tuples
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
-from autopar.strategies import Call, Rule, rule_of, traits_of
+from autopar.strategies import OperatorCall, Rule, rule_of, traits_of
 from autopar.strategies.node_info import info
-from autopar.strategies.observed import observed_rule
+from autopar.strategies.observed_rules import observed_rule
 from autopar.strategies.registry import line_of
 from autopar.strategies.rule import Dim
 
@@ -59,7 +59,7 @@ _WHOLE, _SUM = None, -1  # where one axis has a value, if it does not cut a dim
 _Cut = int | None
 
 
-def followed_rule(call: Call, both: Both) -> Rule | None:
+def followed_rule(call: OperatorCall, both: Both) -> Rule | None:
     """The rule of a call of a Function; None where all stays whole."""
     given = [_Form.of(info(node).val) for node in call.inputs]
     graph = _graph(both, given, [*map(_Form.of, call.outputs)])
@@ -198,7 +198,7 @@ def _through(
             yield from _through(nodes, at + 1, known if cut is None else known | cut, is_even)
         return
     for inputs, outputs, wants_even in _options(node):
-        read = zip(Call(node).inputs, inputs)
+        read = zip(OperatorCall(node).inputs, inputs)
         new = dict(known)
         if all(new.setdefault(value, (cut,)) == (cut,) for value, cut in read):
             yield from _through(nodes, at + 1, new | {node: outputs}, is_even or wants_even)
@@ -227,7 +227,7 @@ def _options(
     node: fx.Node,
 ) -> Iterator[tuple[tuple[_Cut, ...], tuple[_Cut, ...], bool]]:
     """Where one axis may have what a call reads and gives."""
-    call, rule = Call(node), rule_of(node)
+    call, rule = OperatorCall(node), rule_of(node)
     if rule is None or not call.inputs:
         yield (_WHOLE,) * len(call.inputs), (_WHOLE,) * len(info(node).values), False
         return
@@ -322,8 +322,8 @@ def _reads_alike(
     """Whether calls have the same arguments, or those that belong to a piece of that shape."""
     if one.target is operator.getitem:
         return bool(fx.map_arg(one.args, same.__getitem__) == two.args)
-    call, told = Call(one), traits_of(one).of_piece
-    theirs = Call(two).arguments
+    call, told = OperatorCall(one), traits_of(one).of_piece
+    theirs = OperatorCall(two).arguments
     for name, value in call.arguments.items():
         mine = [fx.map_arg(value, same.__getitem__)]
         if name in told:
@@ -338,7 +338,7 @@ def _is_equal(one: Any, other: Any) -> bool:
     return kinds == [(type(leaf), leaf) for leaf in pytree.tree_leaves(other)]
 
 
-def _rule(call: Call, made: _Graph, ways: Sequence[_Way]) -> Rule | None:
+def _rule(call: OperatorCall, made: _Graph, ways: Sequence[_Way]) -> Rule | None:
     """A factor for each way, those first that cut most; dims that none cuts stay whole."""
     names: dict[tuple[int, int], str] = {}  # (tensor, dim), results after inputs
     even, sums = set[str](), set[str]()

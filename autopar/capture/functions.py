@@ -35,7 +35,7 @@ from autopar.capture.hooks import in_another_thread, replaced
 from autopar.capture.maps import whole_of
 from autopar.errors import InvalidInput
 from autopar.lines import caller
-from autopar.strategies import Call, Rule, made_of
+from autopar.strategies import OperatorCall, Rule, register_derived
 
 _INNER = ("torch.", "autopar.")  # these stand behind operators that the graph keeps
 _COMPILED = "AutogradFunctionApply."  # what torch's compiler makes of one with a gradient
@@ -217,7 +217,7 @@ class _Operator:
         found = _slopes(self.cls, context, slopes)
         return *(found[place] for place in self.places), None
 
-    def rule(self, call: Call) -> Rule | None:
+    def rule(self, call: OperatorCall) -> Rule | None:
         """As far as it may be cut by what it does; where a user says nothing of it."""
         settings = call["settings"]
         if self.settings[settings].autocasts:
@@ -278,7 +278,9 @@ def _operator(
         name = re.sub(r"\W+", "_", cls.__qualname__.replace("<locals>", ""))
         same = sum(one.cls.__qualname__ == cls.__qualname__ for one in _made.values())
         _made[key] = _Operator(cls, places, seen.results, f"{name}_{same}" if same else name)
-        made_of(getattr(getattr(torch.ops, _NAMESPACE), _made[key].name), cls, _made[key].rule)
+        register_derived(
+            getattr(getattr(torch.ops, _NAMESPACE), _made[key].name), cls, _made[key].rule
+        )
     return _made[key], seen.passed_over
 
 

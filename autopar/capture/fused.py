@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator
 import torch
 from torch import fx
 
-from autopar.strategies import Call
+from autopar.strategies import OperatorCall
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import permutation
 from autopar.strategies.rules.indexing import is_part
@@ -39,7 +39,7 @@ def _read(value: fx.Node) -> Iterator[tuple[int, int]]:
     by_size = defaultdict[tuple[int, int], set[int]](set)
     for reader in value.users:
         if reader.target is aten.slice.Tensor:
-            call = Call(reader)
+            call = OperatorCall(reader)
             dim = call.dim(call["dim"])
             size = call.shape[dim]
             if size and call.shapes[0][dim] % size == 0:
@@ -58,14 +58,14 @@ def _made_of(value: fx.Node, dim: int, parameters: Container[str]) -> Dims | Non
     last, size = info(value).val.ndim - 1, info(value).val.shape[dim]
     sources: list[tuple[fx.Node, int]] = []
     if value.target is aten.linear.default and dim == last:
-        sources = [(source, 0) for source in Call(value).inputs[1:]]
+        sources = [(source, 0) for source in OperatorCall(value).inputs[1:]]
     elif value.target is aten.matmul.default and dim == last:
-        (weight,) = Call(value).inputs[1:]
+        (weight,) = OperatorCall(value).inputs[1:]
         sources = [(weight, 1)] if info(weight).val.ndim == 2 else []
     elif value.target is aten.add.Tensor and dim == last:
-        sources = [(source, info(source).val.ndim - 1) for source in Call(value).inputs]
+        sources = [(source, info(source).val.ndim - 1) for source in OperatorCall(value).inputs]
     elif value.op == "call_function" and (order := permutation(value)) is not None:
-        sources = [(Call(value).inputs[0], order[dim])]
+        sources = [(OperatorCall(value).inputs[0], order[dim])]
     if not sources or any(at < 0 or info(v).val.shape[at] != size for v, at in sources):
         return None
     found: Dims = {value: dim}

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from autopar._torch import memory_of
-from autopar.strategies import Call
+from autopar.strategies import OperatorCall
 from autopar.strategies.node_info import info
 
 INHERITED = ("source", "module", "no_grad", "checkpoint", "draw")
@@ -241,7 +241,7 @@ Rewrite = Callable[["Site"], fx.Node | None]
 REWRITTEN: set[object] = set()  # the operators that a normalisation may give another form
 
 
-class Site(Call):
+class Site(OperatorCall):
     """A call that a normalisation looks at: its arguments by name, and a place to make others."""
 
     def __init__(self, builder: GraphBuilder, node: fx.Node) -> None:

@@ -18,9 +18,9 @@ from torch import fx
 from autopar.capture.node_classes import number_calls
 from autopar.strategies import Dim, Rule, rule_of, tensor_inputs
 from autopar.strategies.node_info import info
-from autopar.strategies.results import is_result, maker, place_of, values_of
+from autopar.strategies.results import is_result, maker, result_index, values_of
 from autopar.strategies.rules.equal_parts import in_parts
-from autopar.strategies.strategy import Cut, InParts
+from autopar.strategies.strategy import PartsCut, TensorCut
 
 
 def mark_joined(graph: fx.Graph, inputs: Sequence[str | None]) -> None:
@@ -73,7 +73,7 @@ class _Marking:
                     if argument is value:
                         yield reader, rule, rule.inputs[place]
         if with_maker and (rule := self._rule(maker(value))) is not None:
-            yield maker(value), rule, rule.outputs[place_of(value)]
+            yield maker(value), rule, rule.outputs[result_index(value)]
 
     def _rule(self, call: fx.Node) -> Rule | None:
         if call.op != "call_function" or is_result(call):
@@ -83,8 +83,8 @@ class _Marking:
             self.rules[number] = rule_of(call)
         return self.rules[number]
 
-    def _follow(self, call: fx.Node, rule: Rule, taken: InParts) -> None:
-        outputs = [(value, place_of(value)) for value in values_of(call)]
+    def _follow(self, call: fx.Node, rule: Rule, taken: PartsCut) -> None:
+        outputs = [(value, result_index(value)) for value in values_of(call)]
         for value, place in outputs:
             self._note(value, rule.outputs[place], taken.outputs[place], is_given=True)
             if place == 0 and value is not call:
@@ -92,7 +92,7 @@ class _Marking:
         for value, dims, cut in zip(tensor_inputs(call), rule.inputs, taken.inputs):
             self._note(value, dims, cut, is_given=False)
 
-    def _note(self, value: fx.Node, dims: tuple[Dim, ...], cut: Cut, is_given: bool) -> None:
+    def _note(self, value: fx.Node, dims: tuple[Dim, ...], cut: TensorCut, is_given: bool) -> None:
         """Mark one tensor of a call, if it has parts; what else reads a batch may have another."""
         if cut is None:
             return

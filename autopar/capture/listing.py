@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from autopar.layout import Layout, TensorType
-from autopar.strategies import Call
-from autopar.strategies.kernels.keyed_draws import Place
-from autopar.strategies.node_info import flat, info
+from autopar.strategies import OperatorCall
+from autopar.strategies.kernels.keyed_draws import DrawPlace
+from autopar.strategies.node_info import flat_values, info
 from autopar.strategies.registry import origin_of
 from autopar.strategies.results import maker, tensors_of
 
@@ -39,7 +39,7 @@ def listing(graph: fx.Graph, origins: bool = True) -> str:
 def type_text(node: fx.Node) -> str:
     """The type of a node's value: with its layout where one is assigned."""
     if "type" in node.meta:
-        found = flat(info(node).type)
+        found = flat_values(info(node).type)
     elif node.op == "output":
         return ""
     else:
@@ -67,7 +67,7 @@ def registered_as(target: Callable[..., Any] | str) -> str:
 
 def rule_for(node: fx.Node) -> str:
     """The line that would let an operator be cut, if it does what its shapes allow."""
-    call, operator = Call(node), registered_as(node.target)
+    call, operator = OperatorCall(node), registered_as(node.target)
     inputs, outputs = call.shapes, [tuple(output.shape) for output in tensors_of(node)]
     shapes = [*inputs, *outputs]
     gives_all = len(outputs) == len(call.outputs)  # of a backward some may be left out
@@ -105,7 +105,7 @@ def _call(node: fx.Node) -> str:
 
 
 def _argument(value: Any) -> str:
-    if isinstance(value, Place):
+    if isinstance(value, DrawPlace):
         return str(value)
     if isinstance(value, list | tuple):
         inside = ", ".join(map(_argument, value))

@@ -13,7 +13,7 @@ from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.listing import operator_name
 from autopar.capture.normalisations.constants import Evaluator
 from autopar.errors import InvalidInput
-from autopar.strategies import Call
+from autopar.strategies import OperatorCall
 from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ def require_rows(builder: GraphBuilder) -> None:
             values = evaluator.value(index) if evaluator.is_constant(index) else None
             if values is None or values.dtype not in _NUMBERS or not values.numel():
                 continue
-            table = Call(node).inputs[0]
+            table = OperatorCall(node).inputs[0]
             size = info(table).val.shape[dim] if info(table).val.ndim else 1
             first, last = (int(one) for one in values.aminmax())
             least = -size if node.target in _FROM_THE_END else 0
@@ -50,7 +50,7 @@ def require_rows(builder: GraphBuilder) -> None:
 
 def _indices(node: fx.Node) -> list[tuple[fx.Node, int]]:
     """What numbers rows, and the dim of the table that these are of."""
-    call = Call(node)
+    call = OperatorCall(node)
     if node.target is aten.embedding.default:
         return [(call["indices"], 0)]
     if node.target in _FROM_THE_END:

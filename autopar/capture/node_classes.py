@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.strategies.kernels.keyed_draws import Place
+from autopar.strategies.kernels.keyed_draws import DrawPlace
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result, tensors_of
 
@@ -36,7 +36,7 @@ def _described(node: fx.Node) -> tuple[Any, ...]:
 def constants_of(node: fx.Node, names: Mapping[fx.Node, object]) -> str:
     """What a call is given, with names for the tensors. Which of a program's draws it makes, and
     where a piece of it starts, is nothing by which calls differ: the shape of all of it is."""
-    args = [f"draw of {a.shape}" if isinstance(a, Place) else a for a in node.args]
+    args = [f"draw of {a.shape}" if isinstance(a, DrawPlace) else a for a in node.args]
     return repr(fx.map_arg((args, node.kwargs), names.__getitem__))  # type: ignore[arg-type]
 
 

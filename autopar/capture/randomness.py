@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.strategies import Call
+from autopar.strategies import OperatorCall
 
 # Made of others, or changing what they are given: torch does not say it of these.
 _COMPOSED = (
@@ -30,7 +30,7 @@ def is_random(node: fx.Node) -> bool:
     """Whether a call draws random numbers: not with a probability of 0, nor out of training."""
     if not may_be_random(node):
         return False
-    call = Call(node)
+    call = OperatorCall(node)
     # Layers after one another have dropout between them alone.
     is_off = any(call.get(name) is False for name in ("train", "training"))
     is_off = is_off or call.get("num_layers") == 1
@@ -39,7 +39,7 @@ def is_random(node: fx.Node) -> bool:
 
 def takes_no_number(node: fx.Node) -> bool:
     """Whether a call takes no number of torch's generator: all is dropped, or nothing is there."""
-    call, name = Call(node), operator(node)
+    call, name = OperatorCall(node), operator(node)
     drops = name.endswith("dropout") and name != "native_dropout"
     drops = drops or name == "scaled_dot_product_attention"
     probability = call.get("p", call.get("dropout_p"))

@@ -17,7 +17,7 @@ from autopar.capture.listing import operator_name
 from autopar.capture.source import of_stack
 from autopar.errors import InvalidInput
 from autopar.lines import caller
-from autopar.strategies import Call
+from autopar.strategies import OperatorCall
 from autopar.strategies.node_info import info
 
 _OF_SHAPES = "every tensor of a captured model has a shape that follows from shapes alone"
@@ -95,7 +95,7 @@ def require_dense(node: fx.Node, value: Any, learns: bool) -> None:
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
             what = f"a tensor of layout {leaf.layout}"
-    call = Call(node)
+    call = OperatorCall(node)
     if learns and call.get("sparse"):
         weight = call["weight"]
         if weight.op != "placeholder" or info(weight).val.requires_grad:

@@ -25,7 +25,7 @@ from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import is_of_parameters
 from autopar.strategies import Rule, tensor_inputs
 from autopar.strategies.node_info import info
-from autopar.strategies.results import place_of, values_of
+from autopar.strategies.results import result_index, values_of
 
 _LOOK_UP = ("embedding", "embedding_bag", "index", "index_select", "one_hot")
 
@@ -100,7 +100,7 @@ def _has_sequence(source: fx.Node, batch: int | None, captured: Captured) -> boo
             not info(one).val.dtype.is_floating_point for _, one in read
         )
         for value in values_of(call):
-            of_value = rule.outputs[place_of(value)]
+            of_value = rule.outputs[result_index(value)]
             found = {dim for dim, group in enumerate(of_value) if factors & {*group}}
             if not found and len(rule.inputs) == 1 and len(of_value) == len(rule.inputs[0]):
                 found = dims[read[0][1]]  # as of a slice, which is of another length

@@ -17,7 +17,7 @@ from autopar.capture.gradients import passed_over
 from autopar.capture.graph_builder import GraphBuilder, fake_like
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.node_classes import constants_of
-from autopar.strategies.node_info import flat, info
+from autopar.strategies.node_info import flat_values, info
 from autopar.strategies.results import is_result
 
 
@@ -54,7 +54,9 @@ def refresh_with_gradients(builder: GraphBuilder) -> None:
                     seen[key] = _run(node, [live[value] for value in inputs])
                 live[node], over = seen[key]
                 silent += [(node, inputs[position]) for position in over]
-            learns = any(one.requires_grad for one in flat(live[node]) if isinstance(one, Tensor))
+            learns = any(
+                one.requires_grad for one in flat_values(live[node]) if isinstance(one, Tensor)
+            )
             info(node).differentiable = learns
     apart: dict[int, Tensor] = {}  # of what calls that are alike have made, by identity
 
@@ -66,7 +68,7 @@ def refresh_with_gradients(builder: GraphBuilder) -> None:
     for node, made in live.items():
         if node.op == "call_function":
             value = pytree.tree_map_only(Tensor, detached, made)
-            info(node).update(val=flat(value) if isinstance(value, list | tuple) else value)
+            info(node).update(val=flat_values(value) if isinstance(value, list | tuple) else value)
     for node, read in silent:
         with builder.graph.inserting_before(node):
             cut_off = builder.call(node, torch.ops.aten.detach.default, read)
@@ -82,7 +84,7 @@ def _run(node: fx.Node, values: Sequence[Any]) -> tuple[Any, list[int]]:
     made = node.target(*args, **kwargs)  # type: ignore[operator]
     over: list[Tensor] = []
     if any(leaf.requires_grad for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)):
-        over = passed_over(flat(made), leaves)
+        over = passed_over(flat_values(made), leaves)
     places = {id(leaf): place for place, leaf in enumerate(leaves)}
     return pytree.tree_map_only(Tensor, _leaf, made), [places[id(tensor)] for tensor in over]
 

@@ -18,7 +18,7 @@ from torch import fx
 from autopar.errors import InvalidInput, VerifierError
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
-from autopar.strategies.node_info import flat, info
+from autopar.strategies.node_info import flat_values, info
 from autopar.strategies.results import has_results, is_result, tensor_arguments
 from autopar.units import counted
 
@@ -92,7 +92,7 @@ def has_single_tensors(graph: fx.Graph, mesh: Mesh | None) -> None:
         value = info(node).val
         if node.op == "output" or isinstance(value, torch.Tensor):
             continue
-        if not has_results(node) or value != flat(value):
+        if not has_results(node) or value != flat_values(value):
             _fail("the value of a node is one tensor, or a flat tuple", node, type(value).__name__)
         for user in node.users:
             if not is_result(user):
@@ -112,7 +112,7 @@ def has_types(graph: fx.Graph, mesh: Mesh | None) -> None:
     for node in graph.nodes:
         if node.op == "output":
             continue
-        types, values = flat(node.meta.get("type")), info(node).values
+        types, values = flat_values(node.meta.get("type")), info(node).values
         if len(types) != len(values):
             _fail("every result has a type", node, f"{len(types)} for {len(values)}")
         for type_, value in zip(types, values):

@@ -23,7 +23,7 @@ from autopar.capture.decisions import evaluated
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.randomness import may_be_random
 from autopar.errors import InvalidInput
-from autopar.strategies import Call
+from autopar.strategies import OperatorCall
 from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ def bounds_of(parameter: fx.Node, value: fx.Node) -> Bounds | None:
     """The bounds between which a value is a parameter, if it is that, in whatever dtype."""
     bounds = None
     while value is not parameter:
-        call = Call(value)
+        call = OperatorCall(value)
         if value.target in _BOUNDS and bounds is None:
             least, greatest = map(call.get, ("min", "max"))
             if isinstance(least, fx.Node) or isinstance(greatest, fx.Node):

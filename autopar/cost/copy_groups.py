@@ -23,9 +23,9 @@ from autopar.capture.origins import taken_copies
 from autopar.cost.gather_groups import LIVE_GROUPS, groups_of
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
-from autopar.strategies.node_info import Readers, info
+from autopar.strategies.node_info import ParameterReaders, info
 
-NOBODY: Mapping[fx.Node, Readers] = MappingProxyType({})
+NOBODY: Mapping[fx.Node, ParameterReaders] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Copied:
     taken: int  # of the gathers and casts behind the placeholder, by the runtime
     leaf: Layout
     pending: tuple[str, ...]  # over which the leaf's gradient is a partial sum
-    readers: Readers
+    readers: ParameterReaders
 
     @property
     def first(self) -> int:
@@ -91,7 +91,7 @@ class Copied:
 
 
 def copied_of(
-    node: fx.Node, place: Mapping[fx.Node, int], mesh: Mesh, known: Readers | None
+    node: fx.Node, place: Mapping[fx.Node, int], mesh: Mesh, known: ParameterReaders | None
 ) -> Copied:
     """What a program copies of a parameter; `place` of all its nodes. `known`: who reads it, where
     the program is that of all stages of a pipeline."""
@@ -104,7 +104,7 @@ def copied_of(
     dtype, readers = info(end).type.dtype, known or info(node).readers
     if readers is None:
         reading = [place[user] for user in end.users]
-        readers = Readers((0,), (0,), min(reading, default=-1), max(reading, default=-1))
+        readers = ParameterReaders((0,), (0,), min(reading, default=-1), max(reading, default=-1))
     return Copied(
         info(node).origin[1],
         type_.shape,
@@ -119,7 +119,7 @@ def copied_of(
 
 
 def copied_in(
-    nodes: Iterable[fx.Node], mesh: Mesh, readers: Mapping[fx.Node, Readers] = NOBODY
+    nodes: Iterable[fx.Node], mesh: Mesh, readers: Mapping[fx.Node, ParameterReaders] = NOBODY
 ) -> dict[fx.Node, Copied]:
     """The same of all parameters among some nodes of one program. `readers`: of a program of all
     stages of a pipeline; a stage itself says who else reads its parameters."""
@@ -199,7 +199,7 @@ def groups_in(
     nodes: Iterable[fx.Node],
     mesh: Mesh,
     buffer_bytes: int,
-    readers: Mapping[fx.Node, Readers] = NOBODY,
+    readers: Mapping[fx.Node, ParameterReaders] = NOBODY,
 ) -> list[CopyGroup[Copied]]:
     """The same of the parameters among some nodes of one program."""
     return copy_groups(copied_in(nodes, mesh, readers).values(), mesh, buffer_bytes)

@@ -14,7 +14,7 @@ from autopar.cost.state_price import NodeCost, StatePrice
 from autopar.mesh import Mesh
 from autopar.strategies import KernelCall, Strategy
 from autopar.strategies.rule import Facts
-from autopar.strategies.strategy import Reads
+from autopar.strategies.strategy import InputWindow
 
 
 class Computed(NamedTuple):
@@ -72,11 +72,11 @@ def collectives_inside(facts: Facts, strategy: Strategy, mesh: Mesh) -> list[Col
     ]
 
 
-def _rows_beside(call: KernelCall, beside: int | Reads, mesh: Mesh) -> float:
+def _rows_beside(call: KernelCall, beside: int | InputWindow, mesh: Mesh) -> float:
     """The rows of the first input that travel, of each of the largest piece."""
     group = call.group(mesh, 0)
     before = group.input(0)
-    if isinstance(beside, Reads):
+    if isinstance(beside, InputWindow):
         beside = beside.moved(before.pieces, group.output().pieces)
     return beside / max(before.lengths)
 

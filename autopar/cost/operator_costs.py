@@ -21,8 +21,8 @@ from autopar.cluster import Device
 from autopar.cost.formula import Formula
 from autopar.cost.rooflines import operator_formula, operator_values
 from autopar.mesh import Mesh
-from autopar.strategies import Extra, Joint, Rule, Strategy
-from autopar.strategies.between import Between
+from autopar.strategies import ExtraTensor, JointCut, Rule, Strategy
+from autopar.strategies.intermediate_work import IntermediateWork
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import is_view
 from autopar.strategies.results import tensors_of
@@ -46,7 +46,7 @@ class Work(NamedTuple):
     between: Array  # by the parts of `rule.Between`
 
 
-def _result(joint: Joint) -> str | None:
+def _result(joint: JointCut) -> str | None:
     return joint.outputs[0]
 
 
@@ -77,7 +77,9 @@ class ShardSizes:
                     column[index] = lengths[factor, axes]
             self.lengths[factor] = column
 
-    def elements(self, dims: Sequence[Dim], cut: Callable[[Joint], str | None] = _result) -> Array:
+    def elements(
+        self, dims: Sequence[Dim], cut: Callable[[JointCut], str | None] = _result
+    ) -> Array:
         """The elements of a tensor's largest piece; `cut`: what a joint cuts of it, if not what it
         cuts of the output."""
         total = np.ones(self.count)
@@ -105,7 +107,7 @@ class ShardSizes:
             for place, (dims, dtype) in enumerate(zip(self.rule.outputs, facts.dtypes))
         ]
 
-    def bytes(self, extra: Extra, dtype: torch.dtype) -> Array:
+    def bytes(self, extra: ExtraTensor, dtype: torch.dtype) -> Array:
         """Of a tensor that is kept besides, the output being of `dtype`."""
         return self.elements(extra.dims) * (extra.dtype or dtype).itemsize
 
@@ -163,7 +165,7 @@ def work(facts: Facts, pieces: ShardSizes) -> Work:
 
 def rooflines(facts: Facts, done: Work, device: Device) -> dict[str, tuple[Formula, Values]]:
     """What is computed, "forward" and "backward": the formula, and what its symbols stand for."""
-    between = Between(*done.between.T)
+    between = IntermediateWork(*done.between.T)
     is_cached = facts.on_host or device.host.is_device
     forward, backward = between[2:4] if is_cached else between[:2]
     more = between[4:] if is_cached else (0.0, 0.0)

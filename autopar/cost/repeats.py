@@ -19,7 +19,7 @@ from typing import TypeVar
 from torch import fx
 
 from autopar.capture.rows import longest_row
-from autopar.strategies.node_info import Region, info
+from autopar.strategies.node_info import RecomputeRegion, info
 
 Known = TypeVar("Known")
 
@@ -97,7 +97,7 @@ class _Facts:
 
     def __init__(self, place: dict[fx.Node, int]) -> None:
         self._place = place
-        self._first: dict[Region, int] = {}  # the place of the first call of each region
+        self._first: dict[RecomputeRegion, int] = {}  # the place of the first call of each region
 
     def __call__(self, node: fx.Node) -> Hashable:
         known = info(node)

@@ -23,9 +23,9 @@ from autopar.cost.repeats import NONE, Repeats
 from autopar.mesh import Mesh
 from autopar.recompute import Keep
 from autopar.strategies import tensor_inputs
-from autopar.strategies.node_info import Region, flat, info
+from autopar.strategies.node_info import RecomputeRegion, flat_values, info
 from autopar.strategies.registry import is_view
-from autopar.strategies.results import maker, place_of, tensor_arguments, tensors_of
+from autopar.strategies.results import maker, result_index, tensor_arguments, tensors_of
 from autopar.strategies.rule import Facts, Saved
 
 Storage = tuple[fx.Node, int | str]
@@ -43,7 +43,7 @@ class SavedTensors:
         self,
         facts: Mapping[str, Facts | None],
         readers: Mapping[str, Sequence],
-        regions: Mapping[str, Region],
+        regions: Mapping[str, RecomputeRegion],
     ) -> None:
         """`regions` by the names of all values in them."""
         self.facts, self.readers, self.regions = facts, readers, regions
@@ -111,7 +111,7 @@ class SavedTensors:
         facts = self.facts.get(value)
         return facts is not None and facts.on_host
 
-    def _is_dropped(self, value: str, region: Region | None) -> bool:
+    def _is_dropped(self, value: str, region: RecomputeRegion | None) -> bool:
         facts = self.facts.get(value)
         is_selective = region is not None and region.how.kind == "selective"
         return is_selective and facts is not None and facts.is_cheap
@@ -134,7 +134,7 @@ def kept_values(captured: Captured, at_most: bool = False) -> dict[tuple[fx.Node
         values += [storage(node)] if some(saved.output for saved in ways) else []
         for value in values:
             if value.op != "placeholder" and copied_parameter(value) is None:
-                for place, tensor in enumerate(tensors_of(value), place_of(value)):
+                for place, tensor in enumerate(tensors_of(value), result_index(value)):
                     size = tensor.numel() * tensor.itemsize
                     kept[maker(value), place] = size * info(maker(value)).times
     return kept
@@ -189,7 +189,7 @@ def _bytes(values: Sequence[fx.Node], mesh: Mesh) -> dict[Storage, float]:
         (maker(value), place): float(type_.local_bytes(mesh))
         for value in values
         if value.op != "placeholder" and copied_parameter(value) is None
-        for place, type_ in enumerate(flat(info(value).type), place_of(value))
+        for place, type_ in enumerate(flat_values(info(value).type), result_index(value))
         if type_ is not None
     }
 
@@ -251,7 +251,7 @@ def kept_away(key: Storage, keep: Keep, mesh: Mesh) -> tuple[str, ...] | None:
         return None
     if isinstance(place, str):  # who knows what it is
         return () if keep == "host" else None
-    type_ = flat(info(node).type)[place]
+    type_ = flat_values(info(node).type)[place]
     cut = {*type_.layout.axes, *type_.layout.partial}
     axes = tuple(axis for axis in mesh.names if axis not in cut and mesh[axis] > 1)
     return axes if type_.shape and (axes or keep == "host") else None
@@ -262,12 +262,12 @@ def piece_bytes(size: float, axes: tuple[str, ...], mesh: Mesh) -> float:
     return float(-(-size // mesh.degree(axes)))
 
 
-def _elsewhere(key: Storage, region: Region) -> Storage:
+def _elsewhere(key: Storage, region: RecomputeRegion) -> Storage:
     return key[0], f"{key[1]} of {region.number} {region.name}"
 
 
 def lasting(
-    node: fx.Node, region: Region, mesh: Mesh, own: Kept | None = None
+    node: fx.Node, region: RecomputeRegion, mesh: Mesh, own: Kept | None = None
 ) -> dict[Storage, float]:
     """What an operator of a region reads in backward that does not come from running again."""
     kept = dict(kept_by(node, mesh) if own is None else own)
@@ -338,8 +338,8 @@ def most_remade(
         return 0.0
     known = known or KeptOnce(mesh)
     own, first = set(nodes), dict[Storage, tuple[int, float]]()
-    regions: dict[Region, dict[Storage, list[float]]] = {}
-    ends: dict[Region, int] = {}
+    regions: dict[RecomputeRegion, dict[Storage, list[float]]] = {}
+    ends: dict[RecomputeRegion, int] = {}
     staying: dict[Storage, tuple[int, float]] = {}  # those of all operators from there on
     for index, node in enumerate(nodes):
         for key, size in known.through(node).items():
@@ -374,7 +374,7 @@ def most_remade(
     return max(0.0, most - kept)
 
 
-def _is_remade(key: Storage, region: Region) -> bool:
+def _is_remade(key: Storage, region: RecomputeRegion) -> bool:
     """Whether a region makes again what it keeps, so that it is not kept through."""
     node, place = key
     if info(node).region != region:

@@ -32,7 +32,7 @@ from autopar.layout import ParameterPlacement, TensorType
 from autopar.mesh import Mesh
 from autopar.recompute import Keep
 from autopar.strategies import Strategy, tensor_inputs
-from autopar.strategies.node_info import Region, info
+from autopar.strategies.node_info import RecomputeRegion, info
 from autopar.strategies.rule import Facts
 
 ROUNDED = 1e-12  # relative: what is left by rounding is nothing
@@ -157,7 +157,7 @@ class NodePrices:
         price = sum((self._inside(*call) for call in info(node).calls), NodeCost())
         return price.remade() if info(node).remade else price
 
-    def elsewhere(self, node: fx.Node) -> dict[Region, NodeCost]:
+    def elsewhere(self, node: fx.Node) -> dict[RecomputeRegion, NodeCost]:
         """What it takes to keep its value elsewhere till backward, by the regions that do."""
         if not info(node).away or storage(node) is not node:
             return {}
@@ -316,7 +316,7 @@ def _stands_alone(node: fx.Node) -> bool:
     own = info(node).region
     if own is None or info(node).times > 1:
         return own is None
-    same, regions = [node], set[Region | None]()
+    same, regions = [node], set[RecomputeRegion | None]()
     for value in same:
         same += [user for user in value.users if storage(user) is node]
         regions |= {info(user).region for user in value.users}

@@ -24,10 +24,10 @@ from autopar.layout import Layout, TensorType, parts_of
 from autopar.mesh import Mesh
 from autopar.passes.flow import ancestors, part_of
 from autopar.search.propagation import propagate
-from autopar.strategies import Call, localize_arguments, tensor_inputs, traits_of
-from autopar.strategies.kernels.keyed_draws import Place
+from autopar.strategies import OperatorCall, localize_arguments, tensor_inputs, traits_of
+from autopar.strategies.kernels.keyed_draws import DrawPlace
 from autopar.strategies.node_info import info
-from autopar.strategies.results import has_results, is_result, maker, place_of
+from autopar.strategies.results import has_results, is_result, maker, result_index
 from autopar.strategies.rules.indexing import is_part
 from autopar.units import counted
 
@@ -114,7 +114,7 @@ class Cutter:
     def visit(self, node: fx.Node) -> None:
         """Find the status of one live operator, and copy it."""
         if is_result(node):
-            status = self.status[node.name] = self.given[maker(node)][place_of(node)]
+            status = self.status[node.name] = self.given[maker(node)][result_index(node)]
             self._copy(node, (status,), node.args, {})
             return
         inputs = tensor_inputs(node)
@@ -139,7 +139,7 @@ class Cutter:
         if isinstance(given[0], BatchDim):
             at, parts = given[0]
             args = tuple(
-                a.in_batches(at, self.count, parts) if isinstance(a, Place) else a for a in args
+                a.in_batches(at, self.count, parts) if isinstance(a, DrawPlace) else a for a in args
             )
         if given == (SUM,):
             args, kwargs = self._numbers_shared(node, args, kwargs)
@@ -398,7 +398,7 @@ def _remedy_of(node: fx.Node) -> str:
     if node.target is aten.cat.default:
         return JOINED
     if node.target is aten.slice.Tensor:
-        call = Call(node)
+        call = OperatorCall(node)
         whole, size = (sizes[call.dim(call["dim"])] for sizes in (call.shapes[0], call.shape))
         if whole % size == 0 and is_part(call, whole // size):
             return APART

@@ -20,8 +20,8 @@ from autopar.passes.flow import part_of
 from autopar.passes.pass_setting import Setting
 from autopar.search.decisions import Decisions
 from autopar.strategies import Strategy, tensor_inputs
-from autopar.strategies.node_info import flat, info
-from autopar.strategies.results import has_results, is_result, maker, place_of
+from autopar.strategies.node_info import flat_values, info
+from autopar.strategies.results import has_results, is_result, maker, result_index
 from autopar.strategies.rule import Facts
 
 
@@ -40,8 +40,8 @@ def assign_types(source: fx.Graph, setting: Setting) -> fx.Graph:
                 info(node).places = replace(places, on_host=ALL_PLACES) if is_there else places
             _set_type(node, decisions.placeholders[node.name])
         elif is_result(node):
-            call, place = maker(node), place_of(node)
-            info(node).update(type=flat(info(call).type)[place], wants=())
+            call, place = maker(node), result_index(node)
+            info(node).update(type=flat_values(info(call).type)[place], wants=())
         elif node.op == "call_function":
             rule, kind = captured.priced[node.name], captured.classes[node.name]
             if rule is not None and kind not in facts:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from autopar.passes.pass_setting import LocalSetting
-from autopar.strategies import Call
+from autopar.strategies import OperatorCall
 from autopar.strategies.kernels import count_targets, cross_entropy
 from autopar.strategies.node_info import info
 
@@ -123,7 +123,7 @@ def _join_pieces(
         by_dim = defaultdict(list)
         for reader in value.users:
             if reader.target is piece and not reader.kwargs and "type" in value.meta:
-                by_dim[Call(reader)["dim"] % info(value).val.ndim].append(reader)
+                by_dim[OperatorCall(reader)["dim"] % info(value).val.ndim].append(reader)
         for dim, pieces in by_dim.items():
             if info(value).type.layout.dims[dim]:
                 continue
@@ -154,7 +154,7 @@ def _join(
 
 
 def _unbind(value: fx.Node, dim: int, size: int, pieces: list[fx.Node]) -> Whole | None:
-    by_index = {Call(piece)["index"] % size: piece for piece in pieces}
+    by_index = {OperatorCall(piece)["index"] % size: piece for piece in pieces}
     if len(pieces) != size or len(by_index) != size or size < 2:
         return None
     return torch.unbind, (value, dim), [by_index[index] for index in range(size)]
@@ -163,7 +163,7 @@ def _unbind(value: fx.Node, dim: int, size: int, pieces: list[fx.Node]) -> Whole
 def _split(value: fx.Node, dim: int, size: int, pieces: list[fx.Node]) -> Whole | None:
     by_bounds = {}
     for piece in pieces:
-        call = Call(piece)
+        call = OperatorCall(piece)
         if call["step"] != 1:
             return None
         by_bounds[slice(call["start"], call["end"]).indices(size)[:2]] = piece

@@ -21,9 +21,9 @@ from autopar.cost.repeats import NONE, Repeats
 from autopar.cost.saved_tensors import kept_away, kept_by, lasting, source, storage
 from autopar.mesh import Mesh
 from autopar.passes.pass_setting import Setting
-from autopar.strategies.node_info import Region, info
+from autopar.strategies.node_info import RecomputeRegion, info
 from autopar.strategies.registry import is_view
-from autopar.strategies.results import has_results, is_result, maker, place_of
+from autopar.strategies.results import has_results, is_result, maker, result_index
 
 SMALL = 1 / 16  # of the bytes of the largest value that is made again: less is kept
 
@@ -37,11 +37,11 @@ def mark_recomputed(graph: fx.Graph, setting: Setting, repeats: Repeats = NONE) 
     decided, seen = setting.decisions.recompute, dict[str, int]()
     if not decided:
         return graph
-    sizes: dict[Region, int] = {}
+    sizes: dict[RecomputeRegion, int] = {}
     for name, nodes in runs(graph, decided, repeats.along(is_made_of_parameters)):
         number = seen[name] = seen.get(name, -1) + 1
         about = any(map(is_random, nodes)), info(nodes[-1]).times
-        region = Region(name, decided[name], number, *about)
+        region = RecomputeRegion(name, decided[name], number, *about)
         for node in nodes:
             info(node).region = region
         sizes[region] = len(nodes)
@@ -52,7 +52,9 @@ def mark_recomputed(graph: fx.Graph, setting: Setting, repeats: Repeats = NONE) 
     return graph
 
 
-def _follow(nodes: Sequence[fx.Node], sizes: Mapping[Region, int], repeats: Repeats) -> bool:
+def _follow(
+    nodes: Sequence[fx.Node], sizes: Mapping[RecomputeRegion, int], repeats: Repeats
+) -> bool:
     """Mark a region as that of the block before it, if it is the same one block later."""
     earlier = [one for node in nodes if (one := repeats.before(node)) is not None]
     own, regions = info(nodes[0]).region, {info(one).region for one in earlier}
@@ -106,7 +108,7 @@ def _mark_selective(nodes: Sequence[fx.Node], mesh: Mesh) -> None:
             waiting += [v for v in sources if v in own and (v not in kept or v in dropped)]
 
 
-def _mark_away(nodes: Sequence[fx.Node], region: Region, mesh: Mesh) -> None:
+def _mark_away(nodes: Sequence[fx.Node], region: RecomputeRegion, mesh: Mesh) -> None:
     """Write on values, and on views of them that a region reads, that it keeps them elsewhere."""
     own = set(nodes)
     kept = {key for node in nodes for key in lasting(node, region, mesh)}
@@ -114,7 +116,7 @@ def _mark_away(nodes: Sequence[fx.Node], region: Region, mesh: Mesh) -> None:
         at = storage(value)
         if (value in own and at is not value) or has_results(value):
             continue
-        key = maker(at), place_of(at)
+        key = maker(at), result_index(at)
         axes = kept_away(key, region.how.keep, mesh) if key in kept else None
         if axes is not None:
             for one in {value, at}:

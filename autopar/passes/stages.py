@@ -26,7 +26,7 @@ from autopar.mesh import Mesh
 from autopar.passes.flow import Flow, ancestors, part_of
 from autopar.passes.recompute_marks import stay_received
 from autopar.strategies import traits_of
-from autopar.strategies.node_info import Readers, info
+from autopar.strategies.node_info import ParameterReaders, info
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class Cut:
         return min(found)
 
     @cached_property
-    def readers(self) -> dict[fx.Node, Readers]:
+    def readers(self) -> dict[fx.Node, ParameterReaders]:
         """Of each parameter."""
         return {
-            node: Readers(self.stages[node], self._holders[self.stages[node]], *span)
+            node: ParameterReaders(self.stages[node], self._holders[self.stages[node]], *span)
             for node, span in self.flow.spans.items()
         }
 
@@ -105,7 +105,7 @@ class Cut:
         return len(self._holders_of((index,))) > 1, *found
 
     @cached_property
-    def _shared(self) -> list[tuple[str, Readers]]:
+    def _shared(self) -> list[tuple[str, ParameterReaders]]:
         return [(node.name, one) for node, one in self.readers.items() if not one.is_own]
 
     @cached_property

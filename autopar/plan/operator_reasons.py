@@ -37,7 +37,7 @@ from autopar.search.reshard_table import Placements
 from autopar.solver.forced_choice import forced
 from autopar.strategies import rule_of
 from autopar.strategies.node_info import info
-from autopar.strategies.results import maker, place_of, tensors_of, values_of
+from autopar.strategies.results import maker, result_index, tensors_of, values_of
 
 _NEAR = 4  # names that are told where one is not known
 WHOLE = "plan:"  # before a question about the whole step; no module has such a name
@@ -231,7 +231,7 @@ class _Explainer:
             learns = info(node).learns and info(value).learns
             yield self._edge(value, value.name, first, wants, meanwhile, learns)
         for value in values_of(node):
-            gives = offered.results[place_of(value)][index]
+            gives = offered.results[result_index(value)][index]
             for reader, wants in self._wanted(value):
                 yield self._edge_to(value, reader, gives, wants)
 
@@ -275,7 +275,7 @@ class _Explainer:
         strategy, rule = self.decisions.strategies.get(operator.name), rule_of(operator)
         if strategy is None or rule is None:
             return Placement.whole(info(node).val.ndim)
-        return Placement(rule.signature(strategy).outputs[place_of(node)])
+        return Placement(rule.signature(strategy).outputs[result_index(node)])
 
     def _wanted(self, node: fx.Node) -> list[tuple[str, Placement]]:
         """Who reads a value, and in which state; readers that share one count once."""

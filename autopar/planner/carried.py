@@ -23,7 +23,7 @@ from autopar.mesh import Mesh
 from autopar.search.decisions import Decisions, Fallback
 from autopar.strategies import Rule, Strategy, tensor_inputs
 from autopar.strategies.node_info import info
-from autopar.strategies.results import is_result, maker, place_of
+from autopar.strategies.results import is_result, maker, result_index
 
 Way = tuple[str, str, int]  # a value, its reader, and which input
 
@@ -93,7 +93,7 @@ class _Carrying:
             if is_result(node):
                 found = outputs.get(maker(node))
                 ndim = info(node).val.ndim
-                self._given[node] = found[place_of(node)] if found else Layout.replicated(ndim)
+                self._given[node] = found[result_index(node)] if found else Layout.replicated(ndim)
             elif node.name not in self.captured.classes:
                 continue
             elif (rule := self.captured.rules[node.name]) is None:

@@ -24,8 +24,8 @@ from autopar.layout import Parts, Placement, axes_of, parts_of
 from autopar.mesh import Mesh
 from autopar.search.reshard_table import Placements, reshard_table
 from autopar.strategies import KernelCall, Rule, Strategy, tensor_inputs
-from autopar.strategies.between import NOTHING
-from autopar.strategies.layout_signature import Signatures
+from autopar.strategies.intermediate_work import NO_WORK
+from autopar.strategies.layout_signature import LayoutSignatures
 from autopar.strategies.node_info import info
 from autopar.strategies.rule import Facts
 
@@ -190,7 +190,7 @@ class NodeClasses:
 
 @lru_cache(maxsize=1 << 12)
 def _layouts(
-    signatures: Signatures, strategies: tuple[Strategy, ...], learns: tuple[bool, ...]
+    signatures: LayoutSignatures, strategies: tuple[Strategy, ...], learns: tuple[bool, ...]
 ) -> tuple[tuple[Placements, ...], tuple[Placements, ...]]:
     """For each input, what each strategy wants; for each output, what each gives."""
     found = [signatures.of(strategy) for strategy in strategies]
@@ -208,7 +208,7 @@ def _mark(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:
         whole,
         tuple(Placements([Placement.whole(getattr(v, "ndim", 0))]) for v in info(node).values),
         *(nothing,) * 5,
-        Work(*(nothing,) * 6, np.zeros((1, len(NOTHING)))),
+        Work(*(nothing,) * 6, np.zeros((1, len(NO_WORK)))),
     )
 
 

@@ -40,8 +40,8 @@ from autopar.search.prologue import find_prologue, is_whole
 from autopar.search.reshard_table import Placements
 from autopar.solver.cost_graph import CostGraph
 from autopar.states import WHOLE, States
-from autopar.strategies.node_info import Region, info
-from autopar.strategies.results import maker, place_of, values_of
+from autopar.strategies.node_info import RecomputeRegion, info
+from autopar.strategies.results import maker, result_index, values_of
 
 Array = NDArray[np.float64]
 
@@ -113,10 +113,10 @@ class CostGraphBuilder:
         self.producers: dict[str, Variable] = {}  # of values, by name
         self.pieces: dict[str, list[Use]] = {}  # of inputs, by their only readers
         of_parameters = partial(is_of_parameters, captured=self.captured)
-        decided, self.regions = self.constraints.recompute, dict[str, Region]()
+        decided, self.regions = self.constraints.recompute, dict[str, RecomputeRegion]()
         self.runs = runs(self.captured.graph, decided, of_parameters) if decided else []
         for number, (name, nodes) in enumerate(self.runs):
-            region = Region(name, decided[name], number)
+            region = RecomputeRegion(name, decided[name], number)
             self.regions |= {node.name: region for node in nodes}
         calls = self.captured.operators
         asked = {*self.constraints.values, *self.constraints.bound}
@@ -224,7 +224,7 @@ class CostGraphBuilder:
         memory = candidates.extra * (self.counts_activations and not is_full)
         if self.counts_activations and self.saved.keeps_output(node.name):
             for value in values_of(node):
-                states = candidates.results[place_of(value)]
+                states = candidates.results[result_index(value)]
                 memory = memory + self.edges.bytes(value, states)
         for piece in self.pieces.get(node.name, ()):
             states = candidates.inputs[piece.position]
@@ -235,7 +235,7 @@ class CostGraphBuilder:
         variable = Variable(number, candidates.outputs, candidates)
         self.built.operators[node.name] = variable
         for value in values_of(node):
-            states = candidates.results[place_of(value)]
+            states = candidates.results[result_index(value)]
             self.producers[value.name] = replace(variable, states=states)
 
     def _add_bytes(self, node: fx.Node) -> None:

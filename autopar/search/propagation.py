@@ -24,7 +24,7 @@ from autopar.search.constraints import Constraints, LayoutConstraint
 from autopar.search.decisions import Decisions, Fallback
 from autopar.strategies import Rule, Strategy, tensor_inputs
 from autopar.strategies.node_info import info
-from autopar.strategies.results import has_results, maker, place_of, values_of
+from autopar.strategies.results import has_results, maker, result_index, values_of
 from autopar.strategies.rules.equal_parts import choice_of
 
 
@@ -235,7 +235,7 @@ class _Propagation:
         operator = maker(value)
         choice = self.cuts.get(operator, {}).get(axis, "")
         parts = self.rules[operator].parts.get(choice) if choice else None
-        cut = None if parts is None else parts.outputs[place_of(value)]
+        cut = None if parts is None else parts.outputs[result_index(value)]
         return 1 if cut is None else cut[1]
 
     def _try(self, node: fx.Node, axis: str, factor: str | None) -> None:
@@ -277,8 +277,8 @@ class _Propagation:
         if parts is not None and axis not in self.batch:
             inputs = [None] * len(inputs)  # these are followed, and not asked for
         for value in values_of(node) if node not in self.fixed else ():
-            for dim, factors in enumerate(rule.outputs[place_of(value)]):
-                if outputs[place_of(value)] in factors:
+            for dim, factors in enumerate(rule.outputs[result_index(value)]):
+                if outputs[result_index(value)] in factors:
                     self.events.append((value, axis, dim))
         self.wanted += reversed(
             [
@@ -303,7 +303,7 @@ class _Propagation:
     def _choice(self, value: fx.Node, dim: int, number: int) -> str | None:
         """What an operator gives an axis to that cuts a dim of a value of its in so many parts."""
         rule = self.rules[maker(value)]
-        return choice_of(rule, rule.outputs[place_of(value)][dim], number)
+        return choice_of(rule, rule.outputs[result_index(value)][dim], number)
 
     def _place(self, node: fx.Node, axis: str, dim: int, number: int) -> None:
         placed = self.placed.setdefault(node, {})
@@ -348,8 +348,8 @@ class _Propagation:
         if factor is None or factor in rule.gathered or factor in rule.joints:
             return False
         if factor in rule.parts:
-            return rule.parts[factor].outputs[place_of(value)] is None
-        return not any(factor in dim for dim in rule.outputs[place_of(value)])
+            return rule.parts[factor].outputs[result_index(value)] is None
+        return not any(factor in dim for dim in rule.outputs[result_index(value)])
 
     def _strategy(self, node: fx.Node) -> Strategy:
         if node in self.fixed:

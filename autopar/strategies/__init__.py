@@ -20,27 +20,27 @@ from autopar.strategies import rules
 from autopar.strategies.kernel_calls import KernelCall
 from autopar.strategies.kernels import KERNELS, Expansion, Kernel
 from autopar.strategies.language import Pattern, parse
-from autopar.strategies.local import (
+from autopar.strategies.local_calls import (
     joint_arguments,
     localize_arguments,
     piece_call,
     placed_arguments,
 )
-from autopar.strategies.observed import observed_rule
+from autopar.strategies.observed_rules import observed_rule
 from autopar.strategies.registry import (
-    Call,
+    OperatorCall,
     Traits,
     has_rule,
-    made_of,
     origin_of,
+    register_derived,
     register_rule,
     registered,
     rule_of,
     tensor_inputs,
     traits_of,
 )
-from autopar.strategies.rule import Dim, Extra, Rule, Saved, Signature
-from autopar.strategies.strategy import Joint, Strategy
+from autopar.strategies.rule import Dim, ExtraTensor, LayoutSignature, Rule, Saved
+from autopar.strategies.strategy import JointCut, Strategy
 
 # Each family registers its rules.
 for _family in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
@@ -48,28 +48,28 @@ for _family in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
 
 __all__ = [
     "KERNELS",
-    "Call",
     "Dim",
     "Expansion",
-    "Extra",
-    "Joint",
+    "ExtraTensor",
+    "JointCut",
     "Kernel",
     "KernelCall",
+    "LayoutSignature",
+    "OperatorCall",
     "Pattern",
     "Rule",
     "Saved",
-    "Signature",
     "Strategy",
     "Traits",
     "has_rule",
     "joint_arguments",
     "localize_arguments",
-    "made_of",
     "observed_rule",
     "origin_of",
     "parse",
     "piece_call",
     "placed_arguments",
+    "register_derived",
     "register_rule",
     "registered",
     "rule_of",

@@ -29,7 +29,7 @@ import torch
 
 from autopar.errors import InvalidInput
 from autopar.strategies.kernels import KERNELS
-from autopar.strategies.rule import Dim, Extra, Rule, Saved, product
+from autopar.strategies.rule import Dim, ExtraTensor, Rule, Saved, product
 
 Shape = Sequence[int]
 Passes = str | Iterable[Iterable[int]]
@@ -194,7 +194,7 @@ def _saved(
     return Saved(
         tuple(place[slot] for slot in slots if slot in place),
         "output" in words,
-        tuple(Extra(binding.dims(dims, None), dtype) for dims, dtype in _extras(options)),
+        tuple(ExtraTensor(binding.dims(dims, None), dtype) for dims, dtype in _extras(options)),
         factors if len(factors) > 1 else frozenset(),
     )
 
@@ -362,19 +362,19 @@ def _read_tensor(part: str, text: str, whole: set[str], sums: set[str]) -> tuple
     return tuple(dims)
 
 
-def _extras(options: Options) -> list[Extra]:
+def _extras(options: Options) -> list[ExtraTensor]:
     """What is kept besides, as a line has it."""
     extra = options.get("extra", "")
     return [_read_extra(part, extra) for part in extra.split(",")] if extra else []
 
 
-def _read_extra(part: str, text: str) -> Extra:
+def _read_extra(part: str, text: str) -> ExtraTensor:
     """A tensor of factors, after its dtype and a colon if that is not the output's."""
     dtype, colon, dims = part.rpartition(":")
     if colon and not isinstance(getattr(torch, dtype.strip(), None), torch.dtype):
         raise _malformed(text, f"{dtype.strip()!r} is no dtype of torch")
     kind = getattr(torch, dtype.strip()) if colon else None
-    return Extra(_read_tensor(dims, text, set(), set()), kind)
+    return ExtraTensor(_read_tensor(dims, text, set(), set()), kind)
 
 
 def _is_product(inputs: Sequence[Sequence[Dim]], outputs: Sequence[Sequence[Dim]]) -> bool:

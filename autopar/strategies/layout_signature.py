@@ -12,14 +12,14 @@ from functools import lru_cache
 from typing import Any
 
 from autopar.layout import Layout, Placement
-from autopar.strategies.strategy import InParts, Joint, Strategy
+from autopar.strategies.strategy import JointCut, PartsCut, Strategy
 
 Axes = tuple[str, ...]
 Dim = tuple[str, ...]  # the factors of one dim, outermost first; () for a dim of size 1
 
 
 @dataclass(frozen=True)
-class Signature:
+class LayoutSignature:
     """The layouts that a strategy fixes. `gradients[i].partial` are the axes over which the
     gradient of input i arrives as a partial sum although the input itself is a replica."""
 
@@ -41,32 +41,32 @@ def signatures(
     outputs: tuple[tuple[Dim, ...], ...],
     passes: tuple[frozenset[int], ...],
     gathered: frozenset[str],
-    joints: tuple[tuple[str, Joint], ...],
-    parts: tuple[tuple[str, InParts], ...],
-) -> Signatures:
+    joints: tuple[tuple[str, JointCut], ...],
+    parts: tuple[tuple[str, PartsCut], ...],
+) -> LayoutSignatures:
     """Those of all rules with these dims, and with what is said of them, as `Rule` has it."""
-    return Signatures(inputs, outputs, passes, gathered, dict(joints), dict(parts))
+    return LayoutSignatures(inputs, outputs, passes, gathered, dict(joints), dict(parts))
 
 
 @dataclass(frozen=True, eq=False)
-class Signatures:
+class LayoutSignatures:
     """The signatures of some rules, by strategy, as they become known."""
 
     inputs: tuple[tuple[Dim, ...], ...]
     outputs: tuple[tuple[Dim, ...], ...]
     passes: tuple[frozenset[int], ...]
     gathered: frozenset[str]
-    joints: Mapping[str, Joint]
-    parts: Mapping[str, InParts]
-    _known: dict[Strategy, Signature] = field(default_factory=dict)
+    joints: Mapping[str, JointCut]
+    parts: Mapping[str, PartsCut]
+    _known: dict[Strategy, LayoutSignature] = field(default_factory=dict)
 
-    def of(self, strategy: Strategy) -> Signature:
+    def of(self, strategy: Strategy) -> LayoutSignature:
         """What `strategy` fixes."""
         if strategy not in self._known:
             self._known[strategy] = self._of(strategy)
         return self._known[strategy]
 
-    def _of(self, strategy: Strategy) -> Signature:
+    def _of(self, strategy: Strategy) -> LayoutSignature:
         passed = {axis: self.passes[index] for axis, index in strategy.passes}
         inputs, gradients, outputs = [], [], []
         for index, dims in enumerate(self.inputs):
@@ -81,7 +81,7 @@ class Signatures:
             left = self.gathered | self.joints.keys()
             summed = {factor: axes for factor, axes in cuts.items() if factor not in left}
             outputs.append(_layout(dims, cuts, [*_lacking(dims, summed), *passed]))
-        return Signature(tuple(inputs), tuple(gradients), tuple(outputs))
+        return LayoutSignature(tuple(inputs), tuple(gradients), tuple(outputs))
 
     def _cuts(self, strategy: Strategy, of: Callable[[Any], Any]) -> dict[str, Axes]:
         """The axes of each factor in the tensor that a joint, or what is in parts, says the factor

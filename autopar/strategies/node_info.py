@@ -25,7 +25,7 @@ from autopar.strategies.kernel_calls import KernelCall
 from autopar.strategies.rule import Facts, Rule
 from autopar.strategies.strategy import Strategy
 
-Ways = Mapping[tuple[str, Placement], tuple[Placement, ...]]  # (value, what is wanted) ->
+SharedRoutes = Mapping[tuple[str, Placement], tuple[Placement, ...]]  # (value, what is wanted) ->
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class WeightInputs:
 
 
 @dataclass(frozen=True)
-class Region:
+class RecomputeRegion:
     """A run of operators whose forward runs again in backward, whole or as far as it is cheap, or
     which keeps elsewhere what backward reads."""
 
@@ -53,7 +53,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Readers:
+class ParameterReaders:
     """Of a parameter."""
 
     stages: tuple[int, ...]  # of a pipeline, that read it
@@ -92,7 +92,7 @@ class NodeInfo:
     places: ParameterPlacement | None = None  # where a parameter is stored, read, summed and kept
     type: TensorType  # shape, dtype and layout; a flat tuple for several results
     wants: tuple[Placement, ...]  # the layout that each tensor input must have
-    ways: Ways = MappingProxyType({})  # the movements that readers of a value share
+    ways: SharedRoutes = MappingProxyType({})  # the movements that readers of a value share
     rule: Rule | None = None  # what the operator can do
     strategy: Strategy | None = None  # what it does here
     saved: tuple[int, ...] = ()  # the tensor arguments that backward keeps
@@ -105,28 +105,28 @@ class NodeInfo:
     movement: Movement | None = None  # the movement that a collective carries out
     alone: bool = False  # whether this movement is the only one between two layouts
     bytes: int  # the bytes that a movement moves
-    region: Region | None = None  # the recomputed region that contains it
+    region: RecomputeRegion | None = None  # the recomputed region that contains it
     remade: bool = False  # whether its forward runs again in backward
     dropped: bool = False  # whether its value is made again where backward reads it
     # For each region that keeps this value elsewhere: the axes over which it is cut.
-    away: Mapping[Region, tuple[str, ...]] = MappingProxyType({})
+    away: Mapping[RecomputeRegion, tuple[str, ...]] = MappingProxyType({})
     sync: tuple[str, ...] = ()  # the axes over which a parameter's gradient is summed last
     pending: tuple[str, ...] = ()  # the axes over which a gradient stays a partial sum
     buffers: tuple[str, ...] = ()  # the buffers whose new values an output gives
     weight_inputs: WeightInputs | None = None  # the gradients that a split backward puts off
-    readers: Readers | None = None  # the stages that read a parameter
+    readers: ParameterReaders | None = None  # the stages that read a parameter
     copies: tuple[int, ...] = ()  # the groups of gathered parameters that it reads
     times: int = 1  # how many equal blocks this node stands for, in a shortened program
 
     @property
     def values(self) -> tuple[Any, ...]:
         """The fake value of each result of a call; of most nodes one."""
-        return flat(self.val)
+        return flat_values(self.val)
 
     @property
     def types(self) -> tuple[TensorType, ...]:
         """The type of each result that is a tensor."""
-        return tuple(type_ for type_ in flat(self.type) if type_ is not None)
+        return tuple(type_ for type_ in flat_values(self.type) if type_ is not None)
 
     def update(self, **facts: Any) -> None:
         """Set several facts at once."""
@@ -152,8 +152,8 @@ def times_of(node: fx.Node, times: int | None = None) -> int:
     return own if times is None or own == 1 else times
 
 
-def flat(values: Any) -> tuple[Any, ...]:
+def flat_values(values: Any) -> tuple[Any, ...]:
     """What an operator gives, one after another."""
     if not isinstance(values, list | tuple):
         return (values,)
-    return tuple(leaf for value in values for leaf in flat(value))
+    return tuple(leaf for value in values for leaf in flat_values(value))

@@ -24,16 +24,16 @@ from torch import fx
 
 from autopar.errors import InvalidInput, unforeseen
 from autopar.strategies.language import Flops, Options, Passes, Pattern, parse, require
-from autopar.strategies.node_info import flat, info
+from autopar.strategies.node_info import flat_values, info
 from autopar.strategies.results import is_result
-from autopar.strategies.rule import Dim, Extra, Rule, Saved, product
+from autopar.strategies.rule import Dim, ExtraTensor, Rule, Saved, product
 from autopar.strategies.rules.equal_parts import parts_of_tensors
 from autopar.units import counted
 
 Operator = Any  # OpOverload, OpOverloadPacket, operator of torch.library.custom_op, or function
 
 
-class Call:
+class OperatorCall:
     """One node, read: arguments by name with defaults, tensor inputs in order, shapes, dtypes."""
 
     def __init__(self, node: fx.Node) -> None:
@@ -134,7 +134,7 @@ class Call:
         marked = frozenset(held & cuttable.keys())
 
         def of_large(saved: Saved) -> Saved:
-            extra = tuple(Extra(large(one.dims), one.dtype) for one in saved.extra)
+            extra = tuple(ExtraTensor(large(one.dims), one.dtype) for one in saved.extra)
             return replace(saved, extra=extra)
 
         return Rule(
@@ -161,16 +161,20 @@ class Call:
         return sizes
 
 
-RuleFunction = Callable[[Call], Rule | None]
+RuleFunction = Callable[[OperatorCall], Rule | None]
 
 
 @dataclass(frozen=True)
 class Traits:
     """What is so of an operator besides its rule, in every call."""
 
-    view: bool | Callable[[Call], bool] = False  # its output lies in the memory of its input
+    view: bool | Callable[[OperatorCall], bool] = (
+        False  # its output lies in the memory of its input
+    )
     # Arguments that a piece has others of, from the shape of the piece of its (first) output.
-    of_piece: Mapping[str, Callable[[Call, Sequence[int]], Any]] = field(default_factory=dict)
+    of_piece: Mapping[str, Callable[[OperatorCall, Sequence[int]], Any]] = field(
+        default_factory=dict
+    )
     in_order: bool = False  # gives the elements of its input in their order, in another shape
     as_reshape: bool = False  # besides, looks at sizes or strides, of which a piece has others
     shift: int | None = None  # the argument that is read to keep digits: one of any age will do
@@ -178,7 +182,7 @@ class Traits:
     statistics: bool = False  # sums over the batch; each micro-batch has its own
     counts: bool = False  # counts over the batch what inputs hold: micro-batches share its count
     # Permutes dims: where each comes from; None of a call that does more.
-    order: Callable[[Call], list[int] | None] | None = None
+    order: Callable[[OperatorCall], list[int] | None] | None = None
     # More dims may stand before those of its input; the arguments that number dims.
     leading: str | None = None
     # Its output, and the gradient of its first input, are new memory; backward reads no output.
@@ -229,7 +233,7 @@ def register_rule(
             ),
         )
         require(line, options)
-        function: RuleFunction = partial(Call.parse, line=line, **options)
+        function: RuleFunction = partial(OperatorCall.parse, line=line, **options)
     else:
         function = rule
     for operator in map(_resolve, _listed(operators)):
@@ -247,10 +251,10 @@ def rule_of(node: fx.Node) -> Rule | None:
     if node.op != "call_function":
         return None
     function, _ = _find(node.target)
-    outputs = flat(node.meta.get("val"))
+    outputs = flat_values(node.meta.get("val"))
     if function is None or not all(isinstance(output, torch.Tensor) for output in outputs):
         return None
-    call = Call(node)
+    call = OperatorCall(node)
     try:
         rule = function(call)
     except Exception as error:
@@ -280,7 +284,7 @@ def tensor_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor inputs of a node in the order of its rule's inputs."""
     if node.op != "call_function" or is_result(node):
         return ()
-    return Call(node).inputs
+    return OperatorCall(node).inputs
 
 
 def has_rule(target: Operator) -> bool:
@@ -296,16 +300,16 @@ def traits_of(node: fx.Node) -> Traits:
 def is_view(node: fx.Node) -> bool:
     """Whether a call computes nothing: its output lies in the memory of its input."""
     view = traits_of(node).view
-    return view(Call(node)) if callable(view) else view
+    return view(OperatorCall(node)) if callable(view) else view
 
 
 def permutation(node: fx.Node) -> list[int] | None:
     """The dims of the input in the order of the output, if all that a call does is permute them."""
     order = traits_of(node).order
-    return None if order is None else order(Call(node))
+    return None if order is None else order(OperatorCall(node))
 
 
-def shape_of_piece(call: Call, shape: Sequence[int]) -> list[int]:
+def shape_of_piece(call: OperatorCall, shape: Sequence[int]) -> list[int]:
     """Of an argument that is the shape of the output."""
     return list(shape)
 
@@ -327,7 +331,7 @@ def _find(target: Operator) -> tuple[RuleFunction | None, Traits]:
     return known[1]
 
 
-def made_of(operator: Operator, function: Operator, rule: RuleFunction) -> None:
+def register_derived(operator: Operator, function: Operator, rule: RuleFunction) -> None:
     """Calls of `operator`, which was made of `function`, have the rule of that; or else this."""
     _MADE_OF[operator] = function, rule
     _FOUND.clear()
@@ -338,7 +342,7 @@ def origin_of(target: Operator) -> Operator:
     return _MADE_OF.get(getattr(target, "overloadpacket", target), (target,))[0]
 
 
-def _linear_passes(rule: Rule, call: Call) -> Iterator[frozenset[int]]:
+def _linear_passes(rule: Rule, call: OperatorCall) -> Iterator[frozenset[int]]:
     """The passes between numbers: a bool is no sum, and fractions that become whole numbers (by a
     `dtype`, or written into some) are rounded."""
     given = [output.dtype for output in call.outputs]

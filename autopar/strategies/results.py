@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.strategies.node_info import flat, info
+from autopar.strategies.node_info import flat_values, info
 
 
 def result(values: Any, place: int) -> torch.Tensor:
     """One tensor of what an operator with several results gives."""
-    return flat(values)[place]
+    return flat_values(values)[place]
 
 
 def is_result(node: object) -> bool:
@@ -36,7 +36,7 @@ def maker(value: fx.Node) -> fx.Node:
     return value.args[0] if is_result(value) else value  # type: ignore[return-value]
 
 
-def place_of(value: fx.Node) -> int:
+def result_index(value: fx.Node) -> int:
     """Which of its maker's results a value is."""
     return value.args[1] if is_result(value) else 0  # type: ignore[return-value]
 

@@ -32,15 +32,21 @@ import torch
 from autopar.errors import InvalidInput
 from autopar.layout import chunk
 from autopar.mesh import Mesh
-from autopar.strategies.between import NOTHING, Between
-from autopar.strategies.layout_signature import Axes, Dim, Signature, Signatures, signatures
-from autopar.strategies.strategy import InParts, Joint, Strategy
+from autopar.strategies.intermediate_work import NO_WORK, IntermediateWork
+from autopar.strategies.layout_signature import (
+    Axes,
+    Dim,
+    LayoutSignature,
+    LayoutSignatures,
+    signatures,
+)
+from autopar.strategies.strategy import JointCut, PartsCut, Strategy
 from autopar.units import counted
 
 Quantifier = Callable[[Iterable[bool]], bool]
 
 
-class Extra(NamedTuple):
+class ExtraTensor(NamedTuple):
     """A tensor that autograd keeps besides inputs and outputs, by its factors."""
 
     dims: tuple[Dim, ...]
@@ -53,7 +59,7 @@ class Saved:
 
     inputs: tuple[int, ...] = ()
     output: bool = False
-    extra: tuple[Extra, ...] = ()
+    extra: tuple[ExtraTensor, ...] = ()
     factors: frozenset[int] = frozenset()  # inputs kept for the gradients of other inputs alone
 
     def inputs_for(self, learns: Sequence[bool]) -> tuple[int, ...]:
@@ -79,14 +85,16 @@ class Rule:
     even: frozenset[str] = frozenset()  # factors that may be cut only into equal pieces
     passes: tuple[frozenset[int], ...] = ()  # inputs that may be partial sums together
     kernels: Mapping[str, str] = field(default_factory=dict)  # factor -> kernel needed to cut it
-    joints: Mapping[str, Joint] = field(default_factory=dict)  # by name, which stands for a factor
-    parts: Mapping[str, InParts] = field(default_factory=dict)  # by name, as joints
+    joints: Mapping[str, JointCut] = field(
+        default_factory=dict
+    )  # by name, which stands for a factor
+    parts: Mapping[str, PartsCut] = field(default_factory=dict)  # by name, as joints
     # Of factors that are runs of one line, as those of what is joined and of the whole, the start.
     spans: Mapping[str, int] = field(default_factory=dict)
     flops: float = 0.0  # of the uncut forward
     backward_flops: float | None = None  # of all gradients; None: as follows from `flops`
     triangle: str | None = None  # a factor of which the last piece has up to twice its share
-    between: Between = NOTHING  # of the uncut call
+    between: IntermediateWork = NO_WORK  # of the uncut call
     product: bool = False  # inputs are multiplied and summed: its FLOPs count, whatever the sizes
     text: str = ""
     sums: frozenset[str] = frozenset()  # contracted although some input lacks them
@@ -167,12 +175,12 @@ class Rule:
         """What is kept of a call, by its kernel where it needs one."""
         return next((self.kept[name] for name, _ in strategy.cuts if name in self.kept), self.saved)
 
-    def signature(self, strategy: Strategy) -> Signature:
+    def signature(self, strategy: Strategy) -> LayoutSignature:
         """The layouts of inputs, of their gradients and of outputs under `strategy`."""
         return self.signatures.of(strategy)
 
     @cached_property
-    def signatures(self) -> Signatures:
+    def signatures(self) -> LayoutSignatures:
         """Shared by all calls that are alike but for sizes."""
         at_once = tuple(self.joints.items()), tuple(self.parts.items())
         return signatures(self.inputs, self.outputs, self.passes, self.gathered, *at_once)

@@ -45,7 +45,7 @@ class Strategy:
 Pieces = Sequence[tuple[int, int]]  # start and length of each member's
 
 
-class Reads(NamedTuple):
+class InputWindow(NamedTuple):
     """Which rows of the input row y of the output reads: from (y * steps + low) // parts to
     (y * steps + high) // parts."""
 
@@ -73,7 +73,7 @@ class Reads(NamedTuple):
         return max(sent + got)
 
 
-class Joint(NamedTuple):
+class JointCut(NamedTuple):
     """One axis that cuts other factors of other tensors at once, as ring attention cuts queries and
     keys. Its kernel sees to what they need of each other."""
 
@@ -82,7 +82,9 @@ class Joint(NamedTuple):
     outputs: tuple[str | None, ...]
     keeps: tuple[tuple[str, ...], ...] = ()  # tensors that its kernel keeps besides, by factors
     follows: bool = False  # propagation makes it of cuts that meet, where it would gather one
-    beside: int | Reads | None = None  # of the first input (and output) only so many rows travel
+    beside: int | InputWindow | None = (
+        None  # of the first input (and output) only so many rows travel
+    )
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -90,18 +92,18 @@ class Joint(NamedTuple):
         return tuple(dict.fromkeys(named))
 
 
-Cut = tuple[str, int] | None  # of a tensor: a factor, and in how many parts its dim is cut
+TensorCut = tuple[str, int] | None  # of a tensor: a factor, and in how many parts its dim is cut
 
 
-class InParts(NamedTuple):
+class PartsCut(NamedTuple):
     """What an axis may be given to besides a factor: the equal parts of dims, each cut by itself.
 
     A dim in one part is cut as a whole, and a tensor with `None` is not cut.
     """
 
     sizes: tuple[tuple[str, int], ...]  # the factors that it cuts, each with the number of parts
-    inputs: tuple[Cut, ...]
-    outputs: tuple[Cut, ...]
+    inputs: tuple[TensorCut, ...]
+    outputs: tuple[TensorCut, ...]
 
     @property
     def name(self) -> str | None:
@@ -114,7 +116,7 @@ class InParts(NamedTuple):
         return {factor for factor, _ in self.sizes}
 
     @staticmethod
-    def axes_of(cut: Cut, axes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    def axes_of(cut: TensorCut, axes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
         """The axes of the factor that is cut of one tensor, after the number of parts."""
         if cut is None:
             return {}

@@ -10,7 +10,7 @@ from autopar.strategies.kernels.attention import dropped_attention
 from autopar.strategies.kernels.experts.capacity import WITHIN_CAPACITY
 from autopar.strategies.kernels.experts.chosen_products import CHOSEN_PRODUCTS
 from autopar.strategies.kernels.experts.expert_kernels import EXPERTS, GATED
-from autopar.strategies.kernels.keyed_draws import Place
+from autopar.strategies.kernels.keyed_draws import DrawPlace
 from autopar.strategies.kernels.recurrences import LINEAR_SCAN
 from autopar.strategies.rules.elementwise import (
     COMPARISONS,
@@ -291,30 +291,30 @@ case(_attention, t(3, 5, 4), t(3, 6, 4), t(3, 6, 4))
 # random numbers
 _dropped = dropped_attention.attention
 _key = torch.tensor([123456789, 1])
-_batch = Place(3, (10, 4), (), (0, 5))  # the second of two micro-batches
+_batch = DrawPlace(3, (10, 4), (), (0, 5))  # the second of two micro-batches
 for _drawn in (keyed_draws.dropout, keyed_draws.alpha_dropout):
-    case(_drawn, t(5, 4), _key, Place(3, (5, 4)), 0.5)
+    case(_drawn, t(5, 4), _key, DrawPlace(3, (5, 4)), 0.5)
     case(_drawn, t(5, 4), _key, _batch, 0.5)
 for _drawn in (keyed_draws.feature_dropout, keyed_draws.feature_alpha_dropout):
-    case(_drawn, t(5, 4, 3), _key, Place(3, (5, 4, 1)), 0.5)
-case(keyed_draws.rrelu, t(5, 4), _key, Place(3, (5, 4)), 0.1, 0.3)
-case(keyed_draws.native_dropout, t(5, 4), _key, Place(3, (5, 4)), 0.5)
-case(keyed_draws.bernoulli, u(5, 4), None, _key, Place(3, (5, 4)), torch.float64)
+    case(_drawn, t(5, 4, 3), _key, DrawPlace(3, (5, 4, 1)), 0.5)
+case(keyed_draws.rrelu, t(5, 4), _key, DrawPlace(3, (5, 4)), 0.1, 0.3)
+case(keyed_draws.native_dropout, t(5, 4), _key, DrawPlace(3, (5, 4)), 0.5)
+case(keyed_draws.bernoulli, u(5, 4), None, _key, DrawPlace(3, (5, 4)), torch.float64)
 case(
     keyed_draws.bernoulli,
     t(5, 4),
     u(5, 1),
     _key,
-    Place(3, (5, 4)),
+    DrawPlace(3, (5, 4)),
     torch.float64,
     constants=(0,),
 )
-case(keyed_draws.chosen, u(5, 4), _key, Place(3, (5, 4)), 0.3, torch.float64)
+case(keyed_draws.chosen, u(5, 4), _key, DrawPlace(3, (5, 4)), 0.3, torch.float64)
 case(
     keyed_draws.uniform_like,
     u(5, 4),
     _key,
-    Place(3, (5, 4)),
+    DrawPlace(3, (5, 4)),
     -1.0,
     2.0,
     torch.float64,
@@ -324,19 +324,19 @@ case(
     keyed_draws.normal_like,
     u(5, 4),
     _key,
-    Place(3, (5, 4)),
+    DrawPlace(3, (5, 4)),
     1.0,
     2.0,
     torch.float64,
     constants=(0,),
 )
-case(keyed_draws.normal_around, t(5, 1), u(4), _key, Place(3, (5, 4)), torch.float64)
-case(keyed_draws.normal_around, 1.5, u(5, 4), _key, Place(3, (5, 4)), torch.float64)
+case(keyed_draws.normal_around, t(5, 1), u(4), _key, DrawPlace(3, (5, 4)), torch.float64)
+case(keyed_draws.normal_around, 1.5, u(5, 4), _key, DrawPlace(3, (5, 4)), torch.float64)
 case(
     keyed_draws.log_normal_like,
     u(5, 4),
     _key,
-    Place(3, (5, 4)),
+    DrawPlace(3, (5, 4)),
     1.0,
     2.0,
     torch.float64,
@@ -346,7 +346,7 @@ case(
     keyed_draws.exponential_like,
     u(5, 4),
     _key,
-    Place(3, (5, 4)),
+    DrawPlace(3, (5, 4)),
     2.0,
     torch.float64,
     constants=(0,),
@@ -355,7 +355,7 @@ case(
     keyed_draws.cauchy_like,
     u(5, 4),
     _key,
-    Place(3, (5, 4)),
+    DrawPlace(3, (5, 4)),
     1.0,
     2.0,
     torch.float64,
@@ -365,18 +365,18 @@ case(
     keyed_draws.geometric_like,
     u(5, 4),
     _key,
-    Place(3, (5, 4)),
+    DrawPlace(3, (5, 4)),
     0.3,
     torch.int64,
     constants=(0,),
 )
-case(keyed_draws.poisson, u(5, 4), _key, Place(3, (5, 4)))
+case(keyed_draws.poisson, u(5, 4), _key, DrawPlace(3, (5, 4)))
 case(
     keyed_draws.whole_like,
     u(5, 4),
     9,
     _key,
-    Place(3, (5, 4)),
+    DrawPlace(3, (5, 4)),
     -3,
     torch.int64,
     constants=(0,),
@@ -386,23 +386,23 @@ case(
     u(5, 4),
     torch.tensor(9),
     _key,
-    Place(3, (5, 4)),
+    DrawPlace(3, (5, 4)),
     0,
     torch.int64,
     constants=(0,),
 )
-case(keyed_draws.permutation, i(5, 7), _key, Place(3, (7,)))
-case(keyed_draws.multinomial, u(5, 4), _key, Place(3, (5, 4)), 2, False, constants=(0,))
-case(keyed_draws.multinomial, u(5, 4), _key, Place(3, (5, 4)), 6, True, constants=(0,))
+case(keyed_draws.permutation, i(5, 7), _key, DrawPlace(3, (7,)))
+case(keyed_draws.multinomial, u(5, 4), _key, DrawPlace(3, (5, 4)), 2, False, constants=(0,))
+case(keyed_draws.multinomial, u(5, 4), _key, DrawPlace(3, (5, 4)), 6, True, constants=(0,))
 for _heads, _causal, _masks in ((4, True, None), (2, False, t(5, 6)), (4, False, b(2, 1, 5, 6))):
     case(_dropped, t(2, 4, 5, 4), t(2, _heads, 6, 4), t(2, _heads, 6, 4), _masks, _key,
-         Place(3, (2, 4, 5, 6)), 0.3, _causal, None, _heads == 2)  # fmt: skip
+         DrawPlace(3, (2, 4, 5, 6)), 0.3, _causal, None, _heads == 2)  # fmt: skip
 
 for _bias in (t(2, 1, 5, 6), t(1, 4, 1, 6), t(6)):
     case(_dropped, t(2, 4, 5, 4), t(2, 2, 6, 4), t(2, 2, 6, 4), _bias, _key,
-         Place(3, (2, 4, 5, 6)), 0.3, False, None, True)  # fmt: skip
+         DrawPlace(3, (2, 4, 5, 6)), 0.3, False, None, True)  # fmt: skip
 case(_dropped, t(1, 4, 5, 4), t(1, 4, 6, 4), t(2, 4, 6, 4), None, _key,
-     Place(3, (1, 4, 5, 6)), 0.3, False)  # fmt: skip
+     DrawPlace(3, (1, 4, 5, 6)), 0.3, False)  # fmt: skip
 
 # convolution and pooling
 case("conv1d.default", t(5, 4, 6), t(2, 4, 3))

@@ -27,7 +27,7 @@ from autopar.strategies import (
     rule_of,
     tensor_inputs,
 )
-from autopar.strategies.node_info import flat
+from autopar.strategies.node_info import flat_values
 from autopar.strategies.results import has_results
 
 Slopes = list[dict[int, Tensor]]  # of each rank: gradients of its results, by their places
@@ -73,7 +73,7 @@ def run_call(
     args, kwargs = fx.map_arg((args, kwargs), lambda node: values[node])
     # Through lists, since fx keeps its own immutable ones.
     args, kwargs = pytree.tree_map(lambda x: x, (list(args), dict(kwargs)))
-    return flat(function(*args, **kwargs))
+    return flat_values(function(*args, **kwargs))
 
 
 def cut(value: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.strategies.kernels import keyed_draws
 from autopar.strategies.kernels.attention import dropped_attention
-from autopar.strategies.kernels.keyed_draws import Place, kept, normal, uniform
+from autopar.strategies.kernels.keyed_draws import DrawPlace, keep_mask, normal, uniform
 
 KEY = torch.tensor([123456789123, 0])
 SHAPE = (512, 1024)
@@ -21,7 +21,9 @@ SIGMAS = 5.0
 
 
 def bits(key: Tensor = KEY, number: int = 0, shape: tuple[int, ...] = SHAPE) -> Tensor:
-    return keyed_draws._drawn(key, Place(number, shape), shape, lambda found: found, torch.int32)
+    return keyed_draws._drawn(
+        key, DrawPlace(number, shape), shape, lambda found: found, torch.int32
+    )
 
 
 MASK = 2**64 - 1
@@ -70,7 +72,12 @@ def test_bits_are_those_that_are_written_down(
     assert reference(*place) == expected
     shape = (row + 1, column + 1)
     found = keyed_draws._drawn(
-        torch.tensor([key, 0]), Place(number, shape), shape, lambda one: one, torch.int32, stream
+        torch.tensor([key, 0]),
+        DrawPlace(number, shape),
+        shape,
+        lambda one: one,
+        torch.int32,
+        stream,
     )
     assert int(found[row, column]) & 0xFFFFFFFF == expected
 
@@ -81,8 +88,8 @@ def test_bits_are_those_that_are_written_down(
 )
 def test_numbers_are_the_first_bits_that_are_drawn(dtype: torch.dtype, digits: int) -> None:
     key, shape = -(2**40) - 7, (3, 5)
-    found = uniform(torch.tensor([key, 0]), Place(4, shape), shape, dtype).double()
-    mask = kept(torch.tensor([key, 0]), Place(4, shape), shape, 0.25)
+    found = uniform(torch.tensor([key, 0]), DrawPlace(4, shape), shape, dtype).double()
+    mask = keep_mask(torch.tensor([key, 0]), DrawPlace(4, shape), shape, 0.25)
     for row, column in itertools.product(*map(range, shape)):
         first, second = (reference(key, 4, stream, row, column) for stream in (0, 1))
         whole = (first << 32 | second) >> (64 - digits)
@@ -121,7 +128,7 @@ def test_operators_and_keys_are_strangers() -> None:
 
 
 def test_pairs_and_runs_are_as_often_as_by_chance() -> None:
-    found = uniform(KEY, Place(0, SHAPE), SHAPE, torch.float64)
+    found = uniform(KEY, DrawPlace(0, SHAPE), SHAPE, torch.float64)
     levels = (found * 64).long()
     for pairs in (levels[:, :-1] * 64 + levels[:, 1:], levels[:-1] * 64 + levels[1:]):
         counts, mean = pairs.flatten().bincount(minlength=4096).double(), pairs.numel() / 4096
@@ -133,7 +140,7 @@ def test_pairs_and_runs_are_as_often_as_by_chance() -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_masks_vary_as_coins_do(p: float) -> None:
-    mask = kept(KEY, Place(0, SHAPE), SHAPE, p).double() - (1 - p)
+    mask = keep_mask(KEY, DrawPlace(0, SHAPE), SHAPE, p).double() - (1 - p)
     assert abs(float(mask.mean())) < SIGMAS * math.sqrt(p * (1 - p) / mask.numel())
     for dim, count in enumerate(SHAPE):
         variance = float(mask.sum(dim).var()) / (count * p * (1 - p))
@@ -141,25 +148,25 @@ def test_masks_vary_as_coins_do(p: float) -> None:
 
 
 def test_ends_of_probabilities() -> None:
-    assert bool(kept(KEY, Place(0, SHAPE), SHAPE, 0.0).all())
-    assert not bool(kept(KEY, Place(0, SHAPE), SHAPE, 1.0).any())
+    assert bool(keep_mask(KEY, DrawPlace(0, SHAPE), SHAPE, 0.0).all())
+    assert not bool(keep_mask(KEY, DrawPlace(0, SHAPE), SHAPE, 1.0).any())
     x = torch.randn(4, 3)
-    assert torch.equal(keyed_draws.dropout(x, KEY, Place(0, (4, 3)), 1.0), torch.zeros(4, 3))
+    assert torch.equal(keyed_draws.dropout(x, KEY, DrawPlace(0, (4, 3)), 1.0), torch.zeros(4, 3))
     heads = torch.randn(1, 2, 4, 3)
     found = dropped_attention.attention(
-        heads, heads, heads, None, KEY, Place(0, (1, 2, 4, 4)), 1.0, True
+        heads, heads, heads, None, KEY, DrawPlace(0, (1, 2, 4, 4)), 1.0, True
     )
     assert torch.equal(found, torch.zeros_like(heads))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_numbers_have_their_ends_mean_and_variance(dtype: torch.dtype) -> None:
-    found = uniform(KEY, Place(0, SHAPE), SHAPE, dtype).double()
+    found = uniform(KEY, DrawPlace(0, SHAPE), SHAPE, dtype).double()
     assert found.min() >= 0
     assert found.max() < 1
     assert abs(float(found.mean()) - 0.5) < 0.01
     assert abs(float(found.var()) * 12 - 1) < 0.02
-    bell = normal(KEY, Place(0, SHAPE), SHAPE, dtype).double()
+    bell = normal(KEY, DrawPlace(0, SHAPE), SHAPE, dtype).double()
     assert bool(bell.isfinite().all())
     moments = [float(bell.pow(power).mean()) for power in (1, 2, 4)]
     assert moments == pytest.approx([0, 1, 3], abs=0.05)
@@ -172,7 +179,7 @@ def _levels(found: Tensor, ends: list[float]) -> list[float]:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_numbers_are_of_their_distributions(dtype: torch.dtype) -> None:
-    like, place = torch.empty(SHAPE, dtype=dtype), Place(0, SHAPE)
+    like, place = torch.empty(SHAPE, dtype=dtype), DrawPlace(0, SHAPE)
     found = keyed_draws.exponential_like(like, KEY, place, 2.0, dtype)
     assert float(found.min()) > 0
     assert bool(found.log().isfinite().all())
@@ -193,7 +200,7 @@ def test_numbers_are_of_their_distributions(dtype: torch.dtype) -> None:
 
 def test_counts_are_of_poisson_distributions() -> None:
     rates = torch.tensor([0.0, 0.3, 4.0, 50.0, 3e4]).double()
-    found = keyed_draws.poisson(rates.expand(20000, 5), KEY, Place(0, (20000, 5)))
+    found = keyed_draws.poisson(rates.expand(20000, 5), KEY, DrawPlace(0, (20000, 5)))
     assert torch.equal(found, found.floor())
     assert not bool(found[:, 0].any())
     for rate, counts in zip(rates.tolist()[1:], found.unbind(1)[1:]):
@@ -206,7 +213,7 @@ def test_counts_are_of_poisson_distributions() -> None:
 
 
 def test_whole_numbers_of_all_sizes_have_all_digits() -> None:
-    like, place = torch.empty(SHAPE, dtype=torch.int64), Place(0, SHAPE)
+    like, place = torch.empty(SHAPE, dtype=torch.int64), DrawPlace(0, SHAPE)
     for high in (2**63, 2**63 - 1, 2**52 + 1):
         found = keyed_draws.whole_like(like, high, KEY, place, 0, torch.int64)
         assert int(found.min()) >= 0
@@ -217,16 +224,16 @@ def test_whole_numbers_of_all_sizes_have_all_digits() -> None:
 
 @pytest.mark.parametrize("shape", [(7,), (6, 1), (5, 3, 4), (2, 3, 4, 5)])
 def test_a_piece_is_that_of_the_whole(shape: tuple[int, ...]) -> None:
-    whole = uniform(KEY, Place(4, shape), shape, torch.float64)
+    whole = uniform(KEY, DrawPlace(4, shape), shape, torch.float64)
     for dim, size in enumerate(shape):
         for start in range(size):
             length = min(2, size - start)
             local = (*shape[:dim], length, *shape[dim + 1 :])
             starts = tuple(start if d == dim else 0 for d in range(len(shape)))
-            piece = uniform(KEY, Place(4, shape, starts), local, torch.float64)
+            piece = uniform(KEY, DrawPlace(4, shape, starts), local, torch.float64)
             assert torch.equal(piece, whole.narrow(dim, start, length))
         if size % 2 == 0:  # as the second micro-batch
-            place = Place(4, shape).in_batches(dim, 2)
+            place = DrawPlace(4, shape).in_batches(dim, 2)
             local = (*shape[:dim], size // 2, *shape[dim + 1 :])
             piece = uniform(torch.tensor([KEY[0], 1]), place, local, torch.float64)
             assert torch.equal(piece, whole.narrow(dim, size // 2, size // 2))
@@ -243,9 +250,9 @@ def _order(size: int, slices: int, count: int, number: int) -> Tensor:
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_a_part_of_every_slice_is_that_of_the_whole(dim: int) -> None:
     shape = (*(3, 2)[:dim], 24, *(3, 2)[dim:])
-    whole = uniform(KEY, Place(4, shape), shape, torch.float64)
+    whole = uniform(KEY, DrawPlace(4, shape), shape, torch.float64)
     for slices, count, number in SLICED:
-        place = Place(4, shape).in_batches(dim, count)._replace(slices=slices)
+        place = DrawPlace(4, shape).in_batches(dim, count)._replace(slices=slices)
         key, size = torch.tensor([KEY[0], number]), 24 // count
         expected = whole.index_select(dim, _order(24, slices, count, number))
         for start in (0, size // 2 - 1):
@@ -268,7 +275,7 @@ def test_attention_of_a_part_of_every_slice(dim: int, is_causal: bool) -> None:
     key, value = (torch.randn(ends, dtype=torch.float64, generator=generator) for _ in range(2))
     if is_grouped := dim == 1:
         key, value = key[:, ::2], value[:, ::2]
-    place = Place(2, (*shape, ends[2]))
+    place = DrawPlace(2, (*shape, ends[2]))
     how = (0.3, is_causal, None, is_grouped)
     whole = dropped_attention.attention(query, key, value, None, KEY, place, *how)
     for slices, count, number in SLICED:
@@ -290,7 +297,7 @@ def test_attention_keeps_no_weights() -> None:
         lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor
     ):
         dropped_attention.attention(
-            query, key, value, None, KEY, Place(0, (2, 4, 256, 256)), 0.1, True
+            query, key, value, None, KEY, DrawPlace(0, (2, 4, 256, 256)), 0.1, True
         )
     assert sum(kept) <= 4 * query.numel() + KEY.numel()
 
@@ -311,7 +318,7 @@ def test_attention_selects_nothing_among_its_weights() -> None:
     heads = torch.randn(2, 4, 64, 8, requires_grad=True)
     with Watch():
         found = dropped_attention.attention(
-            heads, heads, heads, None, KEY, Place(0, (2, 4, 64, 64)), 0.1, True
+            heads, heads, heads, None, KEY, DrawPlace(0, (2, 4, 64, 64)), 0.1, True
         )
         found.sum().backward()
     assert chosen == []
@@ -319,8 +326,8 @@ def test_attention_selects_nothing_among_its_weights() -> None:
 
 def test_an_accelerator_is_given_many_weights_at_once() -> None:
     heads = torch.empty(8, 16, 1024, 4, device="meta")
-    place = Place(0, (8, 16, 1024, 1024))
-    weights = dropped_attention._Weights(place, 0.1, is_causal=True, scale=0.5)
+    place = DrawPlace(0, (8, 16, 1024, 1024))
+    weights = dropped_attention._DroppedWeights(place, 0.1, is_causal=True, scale=0.5)
     parts = list(weights.parts(heads, heads, heads, None, KEY.to("meta"), (8, 16)))
     assert len(parts) == 4
     assert all(part.weights.numel() <= 2**26 for part in parts)
@@ -337,9 +344,9 @@ def test_attention_is_the_product_of_dropped_weights(
         torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
         for shape in ((2, 3, 5, 4), (2, 3, 6, 4), (2, 3, 6, 4), (1, 1, 5, 6))
     ]
-    place = Place(2, (2, 3, 5, 6))
+    place = DrawPlace(2, (2, 3, 5, 6))
     query, key, value, mask = given
-    noise = kept(KEY, place, (2, 3, 5, 6), 0.3).double() / 0.7
+    noise = keep_mask(KEY, place, (2, 3, 5, 6), 0.3).double() / 0.7
     weights = (query @ key.transpose(-2, -1) / 2 + mask).softmax(-1)
     expected = (weights * noise) @ value
     found = dropped_attention.attention(query, key, value, mask, KEY, place, 0.3, False)

@@ -9,7 +9,7 @@ from torch import Tensor
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.strategies import localize_arguments, piece_call, rule_of, traits_of
-from autopar.strategies.node_info import flat
+from autopar.strategies.node_info import flat_values
 from tests.strategies.rule_cases import CASES, t
 from tests.strategies.rule_law import Case
 
@@ -29,7 +29,7 @@ def whole(value: Tensor) -> TensorType:
 @pytest.mark.parametrize("case", [*WITH_SIZES, *WITHOUT_RULE], ids=lambda case: case.name)
 def test_arguments_of_a_whole_output_are_the_node_s_own(case: Case) -> None:
     node = case.node()
-    types = tuple(whole(value) for value in flat(node.meta["val"]))
+    types = tuple(whole(value) for value in flat_values(node.meta["val"]))
     args, kwargs = localize_arguments(node, types, Mesh(a=2), 1)
     assert (args, kwargs) == (node.args, node.kwargs)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.strategies import Call, Rule, has_rule, register_rule, rule_of, tensor_inputs
+from autopar.strategies import OperatorCall, Rule, has_rule, register_rule, rule_of, tensor_inputs
 from autopar.strategies.language import Options, Pattern, require
 from tests.strategies.rule_law import Case, check_all
 
@@ -60,7 +60,7 @@ def test_a_function_may_make_the_rule() -> None:
     def my_sum(x: Tensor, dim: int) -> Tensor:
         return x.sum(dim)
 
-    def rule(call: Call) -> Rule:
+    def rule(call: OperatorCall) -> Rule:
         dims = [("x",), ("y",)]
         kept = [dim for i, dim in enumerate(dims) if i != call.dim(call["dim"])]
         return call.rule([dims], kept, dict(zip("xy", call.shapes[0])), passes=[(0,)])

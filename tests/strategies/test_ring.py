@@ -13,10 +13,10 @@ from torch import Tensor
 from autopar.collectives.joint_kernels import Cut, Group, Shift, Steps, in_lock_step
 from autopar.layout import chunk
 from autopar.strategies.kernels.attention import attention_blocks
-from autopar.strategies.kernels.attention.attention_blocks import Weights
+from autopar.strategies.kernels.attention.attention_blocks import AttentionOptions
 from autopar.strategies.kernels.attention.dropped_attention import attention
 from autopar.strategies.kernels.attention.ring import CAUSAL_RING, RING, Ring
-from autopar.strategies.kernels.keyed_draws import Place
+from autopar.strategies.kernels.keyed_draws import DrawPlace
 
 ROWS = ((8, 8), (7, 7), (5, 5), (6, 9), (9, 4), (1, 3), (1, 1))  # queries, keys
 HEADS = (  # of queries, keys and values, and whether they are grouped
@@ -139,7 +139,7 @@ def test_masks(count: int) -> None:
 def test_dropped_weights(is_causal: bool) -> None:
     """The same weights are dropped as by one rank."""
     drawn, inputs = torch.tensor([123456, 1]), [double(2, n, 7, 8) for n in (4, 2, 2)]
-    place = Place(3, (2, 4, 7, 7))
+    place = DrawPlace(3, (2, 4, 7, 7))
     about = {"drawn": drawn, "place": place, "dropout_p": 0.3, "is_causal": is_causal}
     wanted = attention(*inputs, None, **about, enable_gqa=True)  # type: ignore[arg-type]
     slope = torch.randn_like(wanted)
@@ -170,7 +170,7 @@ def test_all_is_computed_once_and_by_all_alike(is_causal: bool) -> None:
     """Every row meets every column that it sees in one task; the causal ones are shared out."""
     for count in range(1, 9):
         for rows, columns in (*ROWS, (64, 64)):
-            weights = Weights(1.0, is_causal)
+            weights = AttentionOptions(1.0, is_causal)
             ring = Ring(pieces(rows, count), pieces(columns, count), weights)
             met, work = torch.zeros(rows, columns, dtype=torch.int64), []
             is_seen = torch.ones(rows, columns, dtype=torch.bool)
@@ -251,7 +251,7 @@ def test_what_is_kept_falls_with_the_number_of_ranks() -> None:
 
 def test_nobody_gets_what_it_does_not_see() -> None:
     """Causal rows that are cut otherwise than the keys get some of these; cut alike, they help."""
-    ring = Ring(pieces(4, 4), pieces(8, 4), Weights(1.0, True))
+    ring = Ring(pieces(4, 4), pieces(8, 4), AttentionOptions(1.0, True))
     tasks = [[ring.task(member, step) is not None for step in range(4)] for member in range(4)]
     assert [sum(own) for own in tasks] == [1, 1, 2, 2]
     assert replace(ring, columns=ring.rows).task(0, 1) is not None

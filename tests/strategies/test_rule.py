@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.strategies import Joint, Rule, Strategy, parse
+from autopar.strategies import JointCut, Rule, Strategy, parse
 
 LINEAR = parse("... i, o i -> ... o", ((8, 16), (32, 16)), passes="each")
 
@@ -96,7 +96,9 @@ def test_every_candidate_is_valid() -> None:
         LINEAR.validate(strategy, mesh)
 
 
-CARRIED = replace(parse("x! -> x", ((8,),)), joints={"carry": Joint("cut_cumsum", ("x",), ("x",))})
+CARRIED = replace(
+    parse("x! -> x", ((8,),)), joints={"carry": JointCut("cut_cumsum", ("x",), ("x",))}
+)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from torch import fx
 
 from autopar.capture.graph_builder import GraphBuilder, shape_of
 from autopar.capture.normalisations.constants import Evaluator
-from autopar.strategies import Call
+from autopar.strategies import OperatorCall
 
 aten = torch.ops.aten
 
@@ -19,7 +19,7 @@ def recognise_masks(builder: GraphBuilder) -> None:
     evaluator = Evaluator(builder)
     kinds: dict[tuple[fx.Node, int, int], str | None] = {}
     for node in builder.calls(SDPA):
-        query, key, value, mask, dropout, causal, *rest = Call(node).arguments.values()
+        query, key, value, mask, dropout, causal, *rest = OperatorCall(node).arguments.values()
         if isinstance(mask, fx.Node) and evaluator.is_constant(mask):
             size = shape_of(query)[-2], shape_of(key)[-2]
             if (mask, *size) not in kinds:

@@ -17,10 +17,10 @@ from torch import fx
 from autopar.capture.graph_builder import GraphBuilder, shape_of
 from autopar.capture.randomness import is_random, operator, takes_no_number
 from autopar.errors import InvalidInput
-from autopar.strategies import Call
+from autopar.strategies import OperatorCall
 from autopar.strategies.kernels import keyed_draws
 from autopar.strategies.kernels.attention import dropped_attention
-from autopar.strategies.kernels.keyed_draws import Place
+from autopar.strategies.kernels.keyed_draws import DrawPlace
 from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ def draws_follow_places(builder: GraphBuilder) -> None:
 
 def by_place(node: fx.Node) -> Drawn | None:
     """What draws the same by the places of elements, if there is something."""
-    made, call = _MADE.get(operator(node)), Call(node)
+    made, call = _MADE.get(operator(node)), OperatorCall(node)
     if made is None or call.get("generator") is not None or not is_random(node):
         return None
     return made(call)
@@ -66,7 +66,7 @@ def placed(
     assert found is not None
     function, values, settings = found
     values = (like() if values[0] is None else values[0], *values[1:])
-    place = Place(info(node).draw or 0, _shape(function, values, node))
+    place = DrawPlace(info(node).draw or 0, _shape(function, values, node))
     return function, (*values, key, place, *settings)
 
 
@@ -96,7 +96,7 @@ def _shape(function: Callable[..., Any], values: tuple[Any, ...], node: fx.Node)
         function is dropped_attention.attention
     ):  # values, which may have more heads, are not dropped
         query, key, _, mask = values
-        queries, grouped = shape_of(query)[:-2], Call(node)["enable_gqa"]
+        queries, grouped = shape_of(query)[:-2], OperatorCall(node)["enable_gqa"]
         keys = queries if grouped else shape_of(key)[:-2]
         masks = shape_of(mask)[:-2] if isinstance(mask, fx.Node) else ()
         heads = torch.broadcast_shapes(queries, keys, masks)
@@ -110,18 +110,18 @@ def _shape(function: Callable[..., Any], values: tuple[Any, ...], node: fx.Node)
     return tuple(info(node).values[0].shape)
 
 
-def _dropped(function: Callable[..., Any]) -> Callable[[Call], Drawn | None]:
+def _dropped(function: Callable[..., Any]) -> Callable[[OperatorCall], Drawn | None]:
     return lambda call: (function, call.inputs, (call["p"],))
 
 
-def _between(call: Call) -> Drawn | None:
+def _between(call: OperatorCall) -> Drawn | None:
     """rand, rand_like, uniform."""
     low, high = call.get("from", 0.0), call.get("to", 1.0)
     _require(low <= high, "an interval begins before it ends", f"from {low} to {high}", call)
     return keyed_draws.uniform_like, _read(call), (low, high, call.outputs[0].dtype)
 
 
-def _around(call: Call) -> Drawn | None:
+def _around(call: OperatorCall) -> Drawn | None:
     """randn, randn_like, normal."""
     mean, deviation = call.get("mean", 0.0), call.get("std", 1.0)
     dtype = call.outputs[0].dtype
@@ -130,16 +130,18 @@ def _around(call: Call) -> Drawn | None:
     return keyed_draws.normal_like, _read(call), (mean, deviation, dtype)
 
 
-def _by_numbers(function: Callable[..., Any], *names: str) -> Callable[[Call], Drawn | None]:
+def _by_numbers(
+    function: Callable[..., Any], *names: str
+) -> Callable[[OperatorCall], Drawn | None]:
     """What is drawn for every element by numbers that all have in common."""
 
-    def made(call: Call) -> Drawn:
+    def made(call: OperatorCall) -> Drawn:
         return function, _read(call), (*(call[name] for name in names), call.outputs[0].dtype)
 
     return made
 
 
-def _whole(call: Call) -> Drawn | None:
+def _whole(call: OperatorCall) -> Drawn | None:
     """randint, randint_like, random."""
     low, high = call.get("low", call.get("from", 0)), call.get("high", call.get("to"))
     dtype = call.outputs[0].dtype
@@ -154,7 +156,7 @@ def _end(dtype: torch.dtype) -> int:
     return 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
 
 
-def _of_probabilities(call: Call) -> Drawn | None:
+def _of_probabilities(call: OperatorCall) -> Drawn | None:
     given, dtype = call.get("p"), call.outputs[0].dtype
     if isinstance(given, float):
         _require(0 <= given <= 1, "probabilities are from 0 to 1", f"{given} for bernoulli", call)
@@ -162,7 +164,7 @@ def _of_probabilities(call: Call) -> Drawn | None:
     return keyed_draws.bernoulli, (call["self"], given), (dtype,)
 
 
-def _picked(call: Call) -> Drawn | None:
+def _picked(call: OperatorCall) -> Drawn | None:
     return (
         keyed_draws.multinomial,
         (call["self"],),
@@ -170,29 +172,29 @@ def _picked(call: Call) -> Drawn | None:
     )
 
 
-def _sloped(call: Call) -> Drawn | None:
+def _sloped(call: OperatorCall) -> Drawn | None:
     return keyed_draws.rrelu, (call["self"],), (call["lower"], call["upper"])
 
 
-def _attention(call: Call) -> Drawn | None:
+def _attention(call: OperatorCall) -> Drawn | None:
     query, key, value, mask, p, is_causal, scale, grouped = call.arguments.values()
     values = (query, key, value, mask)
     return dropped_attention.attention, values, (p, is_causal, scale, grouped)
 
 
-def _read(call: Call) -> tuple[Any, ...]:
+def _read(call: OperatorCall) -> tuple[Any, ...]:
     """A value of the shape of what is drawn."""
     return (call["self"] if isinstance(call.get("self"), fx.Node) else None,)
 
 
-def _require(is_good: bool, rule: str, got: str, call: Call) -> None:
+def _require(is_good: bool, rule: str, got: str, call: OperatorCall) -> None:
     """Refuse numbers that torch refuses when it draws."""
     if not is_good:
         remedy = "mend what it is drawn by"
         raise InvalidInput(rule, got=got, remedy=remedy, source=call.source)
 
 
-_MADE: dict[str, Callable[[Call], Drawn | None]] = {
+_MADE: dict[str, Callable[[OperatorCall], Drawn | None]] = {
     "dropout": _dropped(keyed_draws.dropout),
     "alpha_dropout": _dropped(keyed_draws.alpha_dropout),
     "feature_dropout": _dropped(keyed_draws.feature_dropout),

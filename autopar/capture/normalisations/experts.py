@@ -26,10 +26,10 @@ from torch import fx
 
 from autopar.capture.graph_builder import Site, rewrites, shape_of
 from autopar.capture.listing import operator_name
-from autopar.strategies import Call
+from autopar.strategies import OperatorCall
 from autopar.strategies.kernels.experts.expert_kernels import EXPERTS
 from autopar.strategies.node_info import info
-from autopar.strategies.results import is_result, maker, place_of
+from autopar.strategies.results import is_result, maker, result_index
 
 aten = torch.ops.aten
 GROUPED = ("_grouped_mm", "transformers.grouped_mm_fallback")  # the names of the product
@@ -166,7 +166,7 @@ class _Found:
         weights, by = _args(column, aten.index.Tensor, 2)
         _require(dim in (-1, 1) and [*by] == [order])
         sort = _require_sort(order, 1)
-        chosen, *rest = Call(sort).arguments.values()
+        chosen, *rest = OperatorCall(sort).arguments.values()
         _require(shape_of(chosen) == (tokens * choices,) and rest[-1] is False)
         product, after = _product_before(_uncast(one))
         second, inner = _Layer.at(product), _Inner()
@@ -213,10 +213,10 @@ def _visit_rows(
 def _is_of_rows(node: fx.Node) -> bool:
     """Whether rows of a call's result are of its arguments' rows, each by the same formula."""
     if node.target in _REDUCTIONS:
-        arguments = Call(node).arguments
+        arguments = OperatorCall(node).arguments
         return bool(arguments["keepdim"]) and [*arguments["dim"]] in ([1], [-1])
     if operator_name(node.target) in _NORMS:
-        return len(Call(node).arguments["normalized_shape"]) == 1
+        return len(OperatorCall(node).arguments["normalized_shape"]) == 1
     is_atens = getattr(node.target, "namespace", None) == "aten"
     tags = node.target.tags if is_atens else ()  # type: ignore[union-attr]
     return node.target is aten.to.dtype or torch.Tag.pointwise in tags
@@ -242,7 +242,7 @@ class _Inner:
 
     def _made(self, node: fx.Node) -> str:
         if _is(node, aten.slice.Tensor) and self._is_product(node.args[0]):
-            _, dim, first, last, step = Call(node).arguments.values()
+            _, dim, first, last, step = OperatorCall(node).arguments.values()
             _require(dim in (-1, 1))
             width = shape_of(node.args[0])[1]
             name = "gate" if first == 0 else "up"
@@ -296,7 +296,7 @@ def _args(node: object, target: object, count: int) -> tuple[Any, ...]:
     """The first arguments of a call, which has no others that say something."""
     if not _is(node, target):
         raise _Other
-    call = Call(node)  # type: ignore[arg-type]
+    call = OperatorCall(node)  # type: ignore[arg-type]
     given = list(call.arguments.items())
     _require(all(_says_nothing(name, value) for name, value in given[count:]))
     return tuple(value for _, value in given[:count])
@@ -319,7 +319,7 @@ def _uncast(node: Any) -> fx.Node:
 
 def _require_sort(node: object, place: int, sort: fx.Node | None = None) -> fx.Node:
     """The call of which a value is one of the two results."""
-    _require(is_result(node) and place_of(node) == place)  # type: ignore[arg-type]
+    _require(is_result(node) and result_index(node) == place)  # type: ignore[arg-type]
     made = maker(node)  # type: ignore[arg-type]
     _require(operator_name(made.target) == "sort" and (sort is None or made is sort))
     return made
@@ -327,7 +327,7 @@ def _require_sort(node: object, place: int, sort: fx.Node | None = None) -> fx.N
 
 def _require_ends(ends: fx.Node, sort: fx.Node, count: int) -> None:
     """That these are the ends of the rows of each of `count` experts."""
-    arguments = Call(ends).arguments
+    arguments = OperatorCall(ends).arguments
     _require(operator_name(ends.target) == "cumsum" and arguments["dim"] in (0, -1))
     sizes, bins, least, most = _args(arguments["self"], aten.histc.default, 4)
     _require((bins, least, most) == (count, 0, count - 1))
@@ -340,6 +340,6 @@ def _counts(node: object, count: int) -> bool:
     """Whether a value is 0, 1, 2, ... count - 1."""
     if not isinstance(node, fx.Node) or operator_name(node.target) != "arange":
         return False
-    arguments = Call(node).arguments
+    arguments = OperatorCall(node).arguments
     ends = arguments.get("start", 0), arguments["end"], arguments.get("step", 1)
     return ends == (0, count, 1)

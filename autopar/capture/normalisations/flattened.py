@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar.capture.graph_builder import GraphBuilder, shape_of
-from autopar.strategies import Call, rule_of, tensor_inputs, traits_of
+from autopar.strategies import OperatorCall, rule_of, tensor_inputs, traits_of
 from autopar.strategies.node_info import info
 from autopar.strategies.rules.elementwise import elementwise
 
@@ -81,7 +81,7 @@ def _unflattened(
         return None
     if [args[index] for index in places] != list(tensor_inputs(node)) or (leading and node.kwargs):
         return None  # some stand in a list, or have a name
-    call = Call(node)
+    call = OperatorCall(node)
     rule = rule_of(node) or elementwise(call)
     factor = next(dims[0] for index, dims in zip(places, rule.inputs) if _lead(args[index]))
     if rule.outputs[0][:1] != (factor,) or not rule.whole.isdisjoint(factor):

@@ -23,7 +23,7 @@ from autopar.capture.normalisations.strides import as_strided
 from autopar.capture.values import refresh
 from autopar.capture.writes import bounds_of, written_input
 from autopar.errors import InvalidInput
-from autopar.strategies import Call, traits_of
+from autopar.strategies import OperatorCall, traits_of
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import permutation
 
@@ -244,7 +244,7 @@ class _Functionaliser:
         """`base` with the part that `view` shows replaced by `new`."""
         target, call = view.target, self.builder.call
         if target in _SCATTERS:
-            _, *place = Call(view).arguments.values()
+            _, *place = OperatorCall(view).arguments.values()
             return self._of_real_parts(write, _SCATTERS[target], (base, new), *place)
         if (order := permutation(view)) is not None:
             return call(write, *as_call(new, [order.index(dim) for dim in range(len(order))]))

@@ -23,7 +23,7 @@ from torch import fx
 from autopar.capture.graph_builder import GraphBuilder, Site, shape_of
 from autopar.capture.normalisations.cleanup import drop_dead_code
 from autopar.capture.normalisations.shapes import as_call
-from autopar.strategies import Call
+from autopar.strategies import OperatorCall
 from autopar.strategies.kernels.recurrences import LINEAR_SCAN
 from autopar.strategies.node_info import info
 
@@ -197,7 +197,7 @@ class _Loop:
             shifted = _DIMS[target]
             _require(not kwargs.keys() & {*shifted})
             others = [_same(column) for column in columns[1:]]
-            named = list(Call(nodes[0]).arguments)[1:]
+            named = list(OperatorCall(nodes[0]).arguments)[1:]
             moved = [_behind(o) if name in shifted else o for name, o in zip(named, others)]
             return self.make(target, self.rolled(columns[0]), *moved, **kwargs)
         tags = getattr(target, "tags", ())

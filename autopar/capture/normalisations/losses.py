@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autopar.capture.graph_builder import GraphBuilder, Site, rewrites, shape_of
-from autopar.strategies import Call
+from autopar.strategies import OperatorCall
 from autopar.strategies.kernels import count_classes, count_targets, cross_entropy
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results
@@ -188,7 +188,7 @@ def _negative_likelihood(
 ) -> fx.Node:
     """-scores[target], 0 where the target is ignored; of log_softmax(z) the cross-entropy of z."""
     last = len(shape_of(scores)) - 1
-    if scores.target is aten.log_softmax.int and Call(scores)["dim"] % (last + 1) == last:
+    if scores.target is aten.log_softmax.int and OperatorCall(scores)["dim"] % (last + 1) == last:
         return call(cross_entropy, scores.args[0], target, weight, ignored, 0.0)
     outside = call(aten.eq.Scalar, target, ignored)
     safe = call(aten.masked_fill.Scalar, target, outside, 0)

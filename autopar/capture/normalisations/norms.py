@@ -10,7 +10,7 @@ from torch import fx
 from autopar.capture.graph_builder import GraphBuilder, Site, rewrites
 from autopar.capture.values import refresh
 from autopar.errors import InvalidInput
-from autopar.strategies import Call
+from autopar.strategies import OperatorCall
 from autopar.strategies.kernels import (
     batch_normalize,
     batch_sums,
@@ -32,7 +32,9 @@ def batch_norms(builder: GraphBuilder) -> None:
         _with_running_statistics(builder)
         refresh(builder)
     for node in builder.calls(*_WRITE_UNSAID):
-        if any(Call(node).get(name) is not None for name in ("running_mean", "running_var")):
+        if any(
+            OperatorCall(node).get(name) is not None for name in ("running_mean", "running_var")
+        ):
             raise InvalidInput(
                 "running statistics are changed by batch_norm and instance_norm",
                 got=f"{node.target}, which writes to them and does not say so",

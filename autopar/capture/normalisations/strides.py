@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from autopar.capture.graph_builder import GraphBuilder, Site, rewrites
 from autopar.capture.normalisations.shapes import as_call
 from autopar.errors import InvalidInput
-from autopar.strategies import Call, Rule, register_rule
+from autopar.strategies import OperatorCall, Rule, register_rule
 from autopar.strategies.node_info import info
 from autopar.strategies.rules.indexing import all_whole
 from autopar.strategies.rules.shapes import same_dims
@@ -81,7 +81,7 @@ def bits(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.contiguous().view(dtype)
 
 
-def _of_bits(call: Call) -> Rule:
+def _of_bits(call: OperatorCall) -> Rule:
     """Elements of another size are parts of the last dim, which stays whole then."""
     same = call.shapes[0] == call.shape
     return same_dims(call, () if same else [len(call.shape) - 1], passes=())

@@ -12,8 +12,8 @@ from torch import fx
 
 from autopar.capture.graph_builder import GraphBuilder, Site
 from autopar.errors import InvalidInput
-from autopar.strategies import Call
-from autopar.strategies.node_info import flat, info
+from autopar.strategies import OperatorCall
+from autopar.strategies.node_info import flat_values, info
 from autopar.strategies.results import result
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ _DIMS = {aten.vsplit: 0, aten.dsplit: 2}  # in which those without an argument f
 def split_into_slices(builder: GraphBuilder) -> None:
     """split, chunk, unbind, broadcast_tensors: a slice, selection or expansion for each result."""
     for node in builder.calls(*PIECES):
-        pieces = _pieces(Call(node))
+        pieces = _pieces(OperatorCall(node))
         for user in list(node.users):
             index = user.args[1]
             assert isinstance(index, int)
@@ -48,7 +48,7 @@ def split_into_slices(builder: GraphBuilder) -> None:
         builder.graph.erase_node(node)
 
 
-def _pieces(call: Call) -> list[tuple[Any, ...]]:
+def _pieces(call: OperatorCall) -> list[tuple[Any, ...]]:
     """The calls that stand for each of the results."""
     packet, x = call.node.target.overloadpacket, call.inputs[0]  # type: ignore[union-attr]
     if packet is aten.broadcast_tensors:
@@ -65,7 +65,7 @@ def single_results(builder: GraphBuilder) -> None:
     """A node for each result that is used; some operators have others that give it alone."""
     for node in builder.calls():
         if isinstance(info(node).val, list | tuple) and node.target is not operator.getitem:
-            info(node).update(val=flat(values := info(node).val))
+            info(node).update(val=flat_values(values := info(node).val))
             _give_results(builder, node, dict(_used(node, values)))
             if not node.users:
                 builder.graph.erase_node(node)
@@ -106,7 +106,7 @@ def _used(node: fx.Node, values: Any, first: int = 0) -> Iterator[tuple[fx.Node,
     for user in node.users:
         index = user.args[1]
         assert isinstance(index, int)
-        place = first + len(flat(values[:index]))
+        place = first + len(flat_values(values[:index]))
         if isinstance(values[index], list | tuple):
             yield from _used(user, values[index], place)
         else:

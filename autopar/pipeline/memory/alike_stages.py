@@ -24,7 +24,7 @@ from autopar.mesh import Mesh
 from autopar.passes.flow import Flow
 from autopar.passes.stages import Cut, cut_stage
 from autopar.pipeline.memory.step_memory import StageMemory
-from autopar.strategies.node_info import Region, info
+from autopar.strategies.node_info import RecomputeRegion, info
 from autopar.strategies.results import tensors_of
 
 MOST_KNOWN = 1 << 18  # calls of stages, before they are forgotten
@@ -70,7 +70,7 @@ class StageMemories:
         flow, (start, end) = cut.flow, cut.bounds(index)
         received, names = flow.crossing(start), list[str]()
         places = {node: place for place, node in enumerate(received)}
-        regions: dict[Region, int] = {}
+        regions: dict[RecomputeRegion, int] = {}
         modules: dict[str, int] = {}
         found: list[Hashable] = [self._form_of(node, flow) for node in received]
         own = flow.made_in(start, end)

@@ -24,8 +24,8 @@ from autopar.cost.host_kernels import HostKernels
 from autopar.mesh import Mesh
 from autopar.passes.kernels import local_call
 from autopar.pipeline.memory.fused_attention import FusedAttention
-from autopar.strategies.kernels.keyed_draws import Place
-from autopar.strategies.node_info import flat, info
+from autopar.strategies.kernels.keyed_draws import DrawPlace
+from autopar.strategies.node_info import flat_values, info
 
 MOST_KNOWN = 4096  # calls, before they are forgotten
 HANDED_ON = -1  # instead of bytes: the gradient of the output, which is no new memory
@@ -118,9 +118,9 @@ class CallMemories:
 def _unnumbered(arguments: Any) -> Any:
     """Arguments without the number of a draw: whichever it is, it takes the same."""
     return pytree.tree_map(
-        lambda x: tuple(x._replace(number=0)) if isinstance(x, Place) else x,
+        lambda x: tuple(x._replace(number=0)) if isinstance(x, DrawPlace) else x,
         arguments,
-        is_leaf=lambda x: isinstance(x, Place),
+        is_leaf=lambda x: isinstance(x, DrawPlace),
     )
 
 
@@ -189,7 +189,7 @@ def _observe(
         forward = _Watch(leaves, kernels)
         with saved_tensors_hooks(keep, lambda value: value), FusedAttention():
             results = forward.see(call)
-        outputs = [value for value in flat(results) if isinstance(value, Tensor)]
+        outputs = [value for value in flat_values(results) if isinstance(value, Tensor)]
         more = forward.most - forward.bytes
         given = [output for output in outputs if output.requires_grad]
         learning = [leaf for leaf in leaves if leaf.requires_grad]

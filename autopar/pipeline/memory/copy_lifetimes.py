@@ -19,7 +19,7 @@ from autopar.cost.gather_groups import LIVE_GROUPS
 from autopar.cost.saved_tensors import remade_for
 from autopar.mesh import Mesh
 from autopar.passes.gathers import is_read_again, readers_of
-from autopar.strategies.node_info import Region, info
+from autopar.strategies.node_info import RecomputeRegion, info
 
 Groups = frozenset[int]
 NONE: Groups = frozenset()
@@ -130,11 +130,11 @@ class _Backward:
     ) -> None:
         self._nodes, self._mesh = list(graph.nodes), mesh
         self._reads, self._again = reads, again
-        self._inside: dict[Region, list[fx.Node]] = {}
+        self._inside: dict[RecomputeRegion, list[fx.Node]] = {}
         for node in self._nodes:
             if (region := info(node).region) is not None and node.op == "call_function":
                 self._inside.setdefault(region, []).append(node)
-        self._remade: set[Region | fx.Node] = set()  # what runs again has done so
+        self._remade: set[RecomputeRegion | fx.Node] = set()  # what runs again has done so
 
     def __iter__(self) -> Iterator[tuple[fx.Node, Groups, int | None, list[Groups]]]:
         asking = [node for node in self._nodes if node in self._again]

@@ -32,7 +32,7 @@ from autopar.pipeline.memory.gradient_bytes import Sums
 from autopar.pipeline.memory.memory_holders import Held
 from autopar.pipeline.memory.moments import Arrival, Begin, Beside, Edge, Event, Moment
 from autopar.pipeline.memory.value_uses import first_readers, made_of_parameters, until
-from autopar.strategies.node_info import Region, info, times_of
+from autopar.strategies.node_info import RecomputeRegion, info, times_of
 from autopar.strategies.results import is_result, maker, tensor_arguments, values_of
 
 
@@ -62,15 +62,15 @@ class ProgramCourse:
         self._values, self._flowing = Held(), Held()
         self._saved: dict[fx.Node, list[Hashable]] = {}
         self._gradient_of: dict[fx.Node, Hashable] = {}
-        self._inside: dict[Region, list[fx.Node]] = {}
+        self._inside: dict[RecomputeRegion, list[fx.Node]] = {}
         for node in self._nodes:
             if (region := info(node).region) is not None:
                 self._inside.setdefault(region, []).append(node)
         self.once = known or KeptOnce(mesh)
-        self._whole: set[Region] = set()  # those that were made again in full
+        self._whole: set[RecomputeRegion] = set()  # those that were made again in full
         self._again: set[Hashable] = set()  # what was made again
         # Of each region, what is read again, by the calls that make it.
-        self._read: dict[Region, dict[fx.Node, dict[Storage, float]]] = {}
+        self._read: dict[RecomputeRegion, dict[fx.Node, dict[Storage, float]]] = {}
         self._times, self._sums = times, Sums(graph, mesh, travel, times)
         self.passing = Passing(graph, mesh, travel.buffer_bytes)
         self._is_late = False  # gradients are made that were put off
@@ -315,7 +315,7 @@ class ProgramCourse:
                 self._values.take(("again", key), new[key])
                 self._saved.setdefault(one, []).append(("again", key))
 
-    def _on_the_way(self, region: Region, made: Sequence[fx.Node]) -> Kept:
+    def _on_the_way(self, region: RecomputeRegion, made: Sequence[fx.Node]) -> Kept:
         """What others of the region read of that from which values are made again."""
         if region not in self._read:
             read = self._read[region] = {}

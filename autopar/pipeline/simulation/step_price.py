@@ -27,7 +27,7 @@ from autopar.pipeline.simulation.message_costs import passages, replica_links
 from autopar.pipeline.simulation.simulator import simulate
 from autopar.pipeline.simulation.timeline import Timeline
 from autopar.pipeline.stages.stage_cost import StageCost
-from autopar.strategies.node_info import Readers
+from autopar.strategies.node_info import ParameterReaders
 
 
 def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
@@ -157,7 +157,7 @@ def memory_by_place(
     held: Sequence[Mapping[fx.Node, int]],
     taken: Mapping[int, StageMemory],
     buffer_bytes: int,
-    readers: Mapping[fx.Node, Readers],
+    readers: Mapping[fx.Node, ParameterReaders],
     kept_in_python: int = 0,
 ) -> list[Memory]:
     """The bytes on each rank along the pipeline's axis: each parameter and buffer that it has,

@@ -11,7 +11,7 @@ from autopar.passes.flow import Flow
 from autopar.pipeline.memory.call_memory import HANDED_ON, CallMemories
 from autopar.pipeline.stages.spans import Spans
 from autopar.pipeline.stages.stretch import Stretch
-from autopar.strategies.node_info import Region, info
+from autopar.strategies.node_info import RecomputeRegion, info
 from autopar.strategies.results import is_result, values_of
 
 
@@ -106,7 +106,7 @@ class Remade:
 
     def __init__(self, flow: Flow, known: KeptOnce, halves: Halves, stretch: Stretch) -> None:
         self.flow, self._known, self._halves, self._stretch = flow, known, halves, stretch
-        inside: dict[Region, list[fx.Node]] = {}
+        inside: dict[RecomputeRegion, list[fx.Node]] = {}
         for node in flow.graph.nodes:
             region = info(node).region
             if region is not None and node in flow.read_at:

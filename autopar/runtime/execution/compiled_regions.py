@@ -39,7 +39,7 @@ from autopar.runtime.execution.region_calls import inputs_of
 from autopar.strategies.kernels.attention.dropped_attention import attention
 from autopar.strategies.kernels.experts.chosen_products import CHOSEN_PRODUCTS
 from autopar.strategies.kernels.experts.expert_kernels import EXPERTS
-from autopar.strategies.kernels.keyed_draws import Place
+from autopar.strategies.kernels.keyed_draws import DrawPlace
 from autopar.strategies.node_info import info
 
 Function = Callable[..., Any]
@@ -151,7 +151,7 @@ class _Region:
         drawn = {place: graph.placeholder(f"drawn{at}") for at, place in enumerate(places)}
 
         def lifted(argument: Any) -> Any:
-            if isinstance(argument, Place):
+            if isinstance(argument, DrawPlace):
                 return argument._replace(number=drawn[argument.number])  # type: ignore
             return copies[argument] if isinstance(argument, fx.Node) else argument
 
@@ -175,13 +175,13 @@ def _said_of(value: fx.Node) -> Hashable:
 def _places(nodes: Sequence[fx.Node]) -> list[int]:
     """The numbers of those among some calls that draw."""
     arguments = (a for node in nodes for a in (*node.args, *node.kwargs.values()))
-    numbers = (a.number for a in arguments if isinstance(a, Place))
+    numbers = (a.number for a in arguments if isinstance(a, DrawPlace))
     return list(dict.fromkeys(number for number in numbers if isinstance(number, int)))
 
 
 def _mapped(argument: Any, function: Callable[[Any], Any]) -> Any:
     """An argument with its leaves changed."""
-    if isinstance(argument, Place | fx.Node):
+    if isinstance(argument, DrawPlace | fx.Node):
         return function(argument)
     if isinstance(argument, list | tuple):
         items = [_mapped(one, function) for one in argument]

@@ -17,7 +17,7 @@ from autopar.runtime.execution.activation_offload import Keeper
 from autopar.runtime.execution.profiler_ranges import function_of
 from autopar.runtime.execution.recomputed_regions import Beside, Full, Leaving, Selective
 from autopar.runtime.parameters.gathered_copies import Window
-from autopar.strategies.node_info import Region, info
+from autopar.strategies.node_info import RecomputeRegion, info
 
 Runner = Full | Selective
 
@@ -34,7 +34,7 @@ class Part:
     """Some calls that follow one another: of one region, or of none."""
 
     nodes: tuple[fx.Node, ...]
-    region: Region | None = None
+    region: RecomputeRegion | None = None
 
     @property
     def inputs(self) -> list[fx.Node]:

@@ -26,7 +26,7 @@ from autopar.passes.localize import Axes
 from autopar.plan.runtime_program import Program
 from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.module.call_outputs import joined
-from autopar.strategies.kernels.keyed_draws import Place
+from autopar.strategies.kernels.keyed_draws import DrawPlace
 from autopar.units import counted
 
 
@@ -86,7 +86,7 @@ class Slices:
             node.kwargs = {name: self._placed(given) for name, given in node.kwargs.items()}
 
     def _placed(self, given: Any) -> Any:
-        return given._replace(slices=self.parts) if isinstance(given, Place) else given
+        return given._replace(slices=self.parts) if isinstance(given, DrawPlace) else given
 
     def split(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """This rank's inputs of every micro-batch, from its slices."""

@@ -47,7 +47,7 @@ from autopar.strategies.kernels.cross_entropy import (
     cross_entropy_part,
     cross_entropy_part_call,
 )
-from autopar.strategies.kernels.empty_pieces import no_results, nothing
+from autopar.strategies.kernels.empty_pieces import zero_result, zero_results
 from autopar.strategies.kernels.experts.chosen_products import CHOSEN_PRODUCTS
 from autopar.strategies.kernels.experts.expert_kernels import EXPERTS
 from autopar.strategies.kernels.experts.routed_experts import ROUTED
@@ -136,9 +136,9 @@ __all__ = [
     "ctc_losses",
     "cut_causal_attention",
     "cut_embedding",
-    "no_results",
-    "nothing",
     "rms_norm",
     "running_mean",
     "running_var",
+    "zero_result",
+    "zero_results",
 ]

@@ -68,7 +68,9 @@ def cross_entropy_part(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """What the classes `start` and on add to the loss: [..., 3] of lse, Q and W."""
-    return _Part.apply(logits, target, weight, start, classes, ignore_index, label_smoothing)
+    return _CrossEntropyPart.apply(
+        logits, target, weight, start, classes, ignore_index, label_smoothing
+    )
 
 
 def cross_entropy_combine(
@@ -115,7 +117,7 @@ def _arguments(
     return logits, target, weight, ignore_index, label_smoothing
 
 
-class _Part(torch.autograd.Function):
+class _CrossEntropyPart(torch.autograd.Function):
     """Keeps the logits and two numbers a row; its backward is one pass over the logits."""
 
     @staticmethod

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 
-def nothing(shape: list[int], dtype: torch.dtype, learns: bool, *inputs: Tensor) -> Tensor:
+def zero_result(shape: list[int], dtype: torch.dtype, learns: bool, *inputs: Tensor) -> Tensor:
     """Zeros that autograd leads to all inputs, where it would from the operator."""
     if not learns:
         return inputs[0].new_zeros(shape, dtype=dtype)
     return _Nothing.apply(shape, dtype, *inputs)
 
 
-def no_results(
+def zero_results(
     shapes: list[list[int]], dtypes: list[torch.dtype], learns: bool, *inputs: Tensor
 ) -> tuple[Tensor, ...]:
     """The same for each result of an operator that has several."""
-    return tuple(nothing(shape, dtype, learns, *inputs) for shape, dtype in zip(shapes, dtypes))
+    return tuple(zero_result(shape, dtype, learns, *inputs) for shape, dtype in zip(shapes, dtypes))
 
 
 class _Nothing(torch.autograd.Function):

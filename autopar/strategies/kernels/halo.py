@@ -23,7 +23,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
-class Window:
+class WindowOperator:
     """One operator along one dim of its space, counted from the last."""
 
     dim: int
@@ -36,11 +36,11 @@ class Window:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _WindowCall:
     """A call on one rank: which dim is cut, and where."""
 
     group: Group
-    window: Window
+    window: WindowOperator
 
     @property
     def own(self) -> Piece:
@@ -128,17 +128,17 @@ class _Call:
         return shape
 
 
-Along = Callable[[int, Mapping[str, Any]], Window]
+Along = Callable[[int, Mapping[str, Any]], WindowOperator]
 
 
 def _joint(name: str, along: Along, keeps: bool = True) -> JointKernel:
     """The kernel of an operator whose first argument is in pieces: `along` gives its window along
     one dim, counted from the last, by its arguments. `keeps`: backward reads what forward did."""
 
-    def call_of(group: Group, ndim: int, arguments: Mapping[str, Any]) -> _Call:
+    def call_of(group: Group, ndim: int, arguments: Mapping[str, Any]) -> _WindowCall:
         cut = group.input(0)
         times = group.output().size // cut.size
-        return _Call(group, along(cut.dim - ndim, {**arguments, "times": times}))
+        return _WindowCall(group, along(cut.dim - ndim, {**arguments, "times": times}))
 
     def forward(group: Group, **arguments: Any) -> Steps:
         x = next(iter(arguments.values()))
@@ -170,7 +170,7 @@ def _joint(name: str, along: Along, keeps: bool = True) -> JointKernel:
 
 
 def _run_again(
-    window: Window, rows: Tensor, piece: Piece, grad: Tensor, needs: Sequence[bool]
+    window: WindowOperator, rows: Tensor, piece: Piece, grad: Tensor, needs: Sequence[bool]
 ) -> Gradients:
     with torch.enable_grad():
         leaf = rows.detach().requires_grad_()
@@ -193,7 +193,7 @@ def _traffic(
 # What is read along one dim, and how it is computed there.
 
 
-def _convolution(dim: int, arguments: Mapping[str, Any]) -> Window:
+def _convolution(dim: int, arguments: Mapping[str, Any]) -> WindowOperator:
     weight, bias = arguments["weight"], arguments["bias"]
     space = weight.ndim - 2
     at = dim + space
@@ -213,10 +213,10 @@ def _convolution(dim: int, arguments: Mapping[str, Any]) -> Window:
         shape = None if bias is None else list(bias.shape)
         return _convolution_back(grad, rows, weight, shape, settings, needs)
 
-    return Window(dim, read, run, back=back)
+    return WindowOperator(dim, read, run, back=back)
 
 
-def _transposed(dim: int, arguments: Mapping[str, Any]) -> Window:
+def _transposed(dim: int, arguments: Mapping[str, Any]) -> WindowOperator:
     """An output row reads the rows whose kernels reach it."""
     weight, bias = arguments["weight"], arguments["bias"]
     space = weight.ndim - 2
@@ -252,7 +252,7 @@ def _transposed(dim: int, arguments: Mapping[str, Any]) -> Window:
         dims = [d for d in range(grad.ndim) if d != grad.ndim - space - 1]
         return *found, grad.sum(dims) if needs[2] else None
 
-    return Window(dim, read, run, back=back)
+    return WindowOperator(dim, read, run, back=back)
 
 
 def _convolved(
@@ -283,7 +283,7 @@ def _convolution_back(
 
 
 def _pooling(name: str, space: int, fill: float) -> Along:
-    def along(dim: int, arguments: Mapping[str, Any]) -> Window:
+    def along(dim: int, arguments: Mapping[str, Any]) -> WindowOperator:
         at = dim + space
         size = _each(arguments["kernel_size"], space, 1)
         stride = _each(arguments["stride"] or size, space, 1)
@@ -304,7 +304,7 @@ def _pooling(name: str, space: int, fill: float) -> Along:
         def run(rows: Tensor, piece: Piece) -> Tensor:
             return function(rows, size, stride, _without(padding, at), **more)
 
-        return Window(dim, read, run, fill)
+        return WindowOperator(dim, read, run, fill)
 
     return along
 
@@ -312,7 +312,7 @@ def _pooling(name: str, space: int, fill: float) -> Along:
 def _resizing(mode: str, space: int, beside: int) -> Along:
     """By a whole number of times; a point reads so many rows beside its own."""
 
-    def along(dim: int, arguments: Mapping[str, Any]) -> Window:
+    def along(dim: int, arguments: Mapping[str, Any]) -> WindowOperator:
         times, factors = arguments["times"], arguments["scale_factors"]
 
         def first(piece: Piece) -> int:
@@ -332,7 +332,7 @@ def _resizing(mode: str, space: int, beside: int) -> Along:
             out = F.interpolate(rows, sizes, factors or None, mode, **smooth)
             return out.narrow(dim, piece[0] - first(piece) * times, piece[1]).contiguous()
 
-        return Window(dim, read, run, fill=None)
+        return WindowOperator(dim, read, run, fill=None)
 
     return along
 

@@ -40,7 +40,7 @@ _COLUMN, *_ROUNDS = (
 _SHIFTS = (15, 13, 16)
 
 
-class Place(NamedTuple):
+class DrawPlace(NamedTuple):
     """What an operator draws."""
 
     number: int | Tensor  # a tensor where programs of several operators are one
@@ -54,12 +54,12 @@ class Place(NamedTuple):
         start = f" from {list(self.starts)}" if any(self.starts) else ""
         return f"draw {self.number} of {list(self.shape)}{start}"
 
-    def in_batches(self, dim: int, count: int, parts: int = 1) -> Place:
+    def in_batches(self, dim: int, count: int, parts: int = 1) -> DrawPlace:
         """The place of one of several micro-batches, which cut a dim, or each of its `parts`."""
         size = self.shape[dim] if dim < len(self.shape) else 1
         return self._replace(batch=(dim, size // count), slices=parts) if size > 1 else self
 
-    def unflattened(self, dim: int, inner: int) -> Place:
+    def unflattened(self, dim: int, inner: int) -> DrawPlace:
         """The same of a dim taken apart, of which pieces are cut in the outer part."""
         starts, batch = self.starts + (0,) * (len(self.shape) - len(self.starts)), self.batch
         if batch is not None and batch[0] >= dim:
@@ -72,7 +72,7 @@ class Place(NamedTuple):
         )
 
 
-def along(key: Tensor, place: Place, dim: int, length: int) -> Tensor:
+def element_numbers(key: Tensor, place: DrawPlace, dim: int, length: int) -> Tensor:
     """The numbers that the elements of a piece have in a dim of the whole."""
     start = place.starts[dim] if len(place.starts) > dim else 0
     parts = place.parts[dim] if len(place.parts) > dim else 1
@@ -99,7 +99,7 @@ def _mixed(x: Any) -> Any:
     return x ^ ((x >> 31) & (2**33 - 1))
 
 
-def rows_of(key: Tensor, place: Place, shape: Sequence[int], stream: int) -> Tensor:
+def rows_of(key: Tensor, place: DrawPlace, shape: Sequence[int], stream: int) -> Tensor:
     """The hashes of the rows of a piece."""
     own = (2 * place.number + 1) * _GOLDEN + stream
     own = _mixed(own if isinstance(own, Tensor) else _signed(own, 64))
@@ -107,7 +107,7 @@ def rows_of(key: Tensor, place: Place, shape: Sequence[int], stream: int) -> Ten
     return _mixed(torch.add(key[0], index, alpha=_GOLDEN).bitwise_xor_(own))
 
 
-def _numbers(key: Tensor, place: Place, shape: Sequence[int]) -> Tensor:
+def _numbers(key: Tensor, place: DrawPlace, shape: Sequence[int]) -> Tensor:
     """Those of the rows of a piece in the whole."""
     last, batch = len(shape) - 1, place.batch
     is_one_by_one = last == 0 or shape[0] == 1 or place.shape[0] > 1
@@ -122,15 +122,17 @@ def _numbers(key: Tensor, place: Place, shape: Sequence[int]) -> Tensor:
     numbers, stride = torch.zeros(1, dtype=torch.int64, device=key.device), 1
     for dim in reversed(range(last)):
         # What is drawn once for a dim is the same all along it.
-        index = along(key, place, dim, shape[dim]) * (stride if place.shape[dim] > 1 else 0)
+        index = element_numbers(key, place, dim, shape[dim]) * (
+            stride if place.shape[dim] > 1 else 0
+        )
         numbers = (index.unsqueeze(-1) + numbers).view(-1)
         stride *= place.shape[dim]
     return numbers
 
 
-def columns_of(key: Tensor, place: Place, shape: Sequence[int]) -> Tensor:
+def columns_of(key: Tensor, place: DrawPlace, shape: Sequence[int]) -> Tensor:
     """The numbers of the columns of a piece, far from one another."""
-    return (along(key, place, len(shape) - 1, shape[-1]) * _COLUMN).int()
+    return (element_numbers(key, place, len(shape) - 1, shape[-1]) * _COLUMN).int()
 
 
 def _hashed(rows: Tensor, columns: Tensor) -> Tensor:
@@ -147,7 +149,7 @@ def _hashed(rows: Tensor, columns: Tensor) -> Tensor:
 
 def _drawn(
     key: Tensor,
-    place: Place,
+    place: DrawPlace,
     shape: Sequence[int],
     made: Callable[[Tensor], Tensor],
     dtype: torch.dtype,
@@ -157,10 +159,10 @@ def _drawn(
     with torch.no_grad():
         sizes = [*shape] or [1]
         rows, columns = rows_of(key, place, sizes, stream), columns_of(key, place, sizes)
-        return made_of(rows, columns, made, dtype).view(shape)
+        return draw_elements(rows, columns, made, dtype).view(shape)
 
 
-def made_of(
+def draw_elements(
     rows: Tensor, columns: Tensor, made: Callable[[Tensor], Tensor], dtype: torch.dtype
 ) -> Tensor:
     """The same of the bits of all columns of rows: on a host of a few at a time."""
@@ -173,7 +175,7 @@ def made_of(
     return found
 
 
-def kept(key: Tensor, place: Place, shape: Sequence[int], p: float) -> Tensor:
+def keep_mask(key: Tensor, place: DrawPlace, shape: Sequence[int], p: float) -> Tensor:
     """True with a probability of 1 - p."""
     least = round(p * 2**32) - 2**31
     if least > 2**31 - 1:
@@ -182,7 +184,7 @@ def kept(key: Tensor, place: Place, shape: Sequence[int], p: float) -> Tensor:
 
 
 def uniform(
-    key: Tensor, place: Place, shape: Sequence[int], dtype: torch.dtype, stream: int = 0
+    key: Tensor, place: DrawPlace, shape: Sequence[int], dtype: torch.dtype, stream: int = 0
 ) -> Tensor:
     """Numbers from 0 to below 1, as fine as the dtype has them there."""
     digits = min(round(-math.log2(torch.finfo(dtype).eps)) + 1, 53)
@@ -196,7 +198,7 @@ def uniform(
     return whole.to(dtype) * 2.0**-digits
 
 
-def _long(key: Tensor, place: Place, shape: Sequence[int], stream: int) -> Tensor:
+def _long(key: Tensor, place: DrawPlace, shape: Sequence[int], stream: int) -> Tensor:
     """64 random bits for every element, of two streams."""
     first, second = (
         _drawn(key, place, shape, lambda bits: bits, torch.int32, stream + number)
@@ -205,7 +207,7 @@ def _long(key: Tensor, place: Place, shape: Sequence[int], stream: int) -> Tenso
     return (first.long() << 32) | (second.long() & (2**32 - 1))
 
 
-def normal(key: Tensor, place: Place, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def normal(key: Tensor, place: DrawPlace, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Numbers of mean 0 and variance 1, of complex ones half of it in each part."""
     wide = torch.promote_types(dtype, torch.float32)
     radius = uniform(key, place, shape, wide.to_real(), 2)
@@ -216,23 +218,23 @@ def normal(key: Tensor, place: Place, shape: Sequence[int], dtype: torch.dtype) 
     return (length * angle.cos()).to(dtype)
 
 
-def scale_of(p: float) -> float:
+def keep_scale(p: float) -> float:
     """What is left is larger by as much as is taken away."""
     return 1 / (1 - p) if p < 1 else 0.0
 
 
-def dropout(input: Tensor, key: Tensor, place: Place, p: float) -> Tensor:
+def dropout(input: Tensor, key: Tensor, place: DrawPlace, p: float) -> Tensor:
     """`input` with a part p of its elements 0, the others larger by as much as that takes away."""
-    return torch.where(kept(key, place, input.shape, p), input * scale_of(p), 0.0)
+    return torch.where(keep_mask(key, place, input.shape, p), input * keep_scale(p), 0.0)
 
 
 def _of_features(input: Tensor) -> list[int]:
     return [*input.shape[:2], *[1] * (input.ndim - 2)]
 
 
-def feature_dropout(input: Tensor, key: Tensor, place: Place, p: float) -> Tensor:
+def feature_dropout(input: Tensor, key: Tensor, place: DrawPlace, p: float) -> Tensor:
     """The same of whole channels."""
-    return torch.where(kept(key, place, _of_features(input), p), input * scale_of(p), 0.0)
+    return torch.where(keep_mask(key, place, _of_features(input), p), input * keep_scale(p), 0.0)
 
 
 def _like_selu(input: Tensor, mask: Tensor, p: float) -> Tensor:
@@ -241,17 +243,17 @@ def _like_selu(input: Tensor, mask: Tensor, p: float) -> Tensor:
     return torch.where(mask, input * scale + shift, _ALPHA * scale + shift)
 
 
-def alpha_dropout(input: Tensor, key: Tensor, place: Place, p: float) -> Tensor:
+def alpha_dropout(input: Tensor, key: Tensor, place: DrawPlace, p: float) -> Tensor:
     """Dropout that leaves mean and variance of what SELU gives as they are."""
-    return _like_selu(input, kept(key, place, input.shape, p), p)
+    return _like_selu(input, keep_mask(key, place, input.shape, p), p)
 
 
-def feature_alpha_dropout(input: Tensor, key: Tensor, place: Place, p: float) -> Tensor:
+def feature_alpha_dropout(input: Tensor, key: Tensor, place: DrawPlace, p: float) -> Tensor:
     """The same of whole channels."""
-    return _like_selu(input, kept(key, place, _of_features(input), p), p)
+    return _like_selu(input, keep_mask(key, place, _of_features(input), p), p)
 
 
-def rrelu(input: Tensor, key: Tensor, place: Place, lower: float, upper: float) -> Tensor:
+def rrelu(input: Tensor, key: Tensor, place: DrawPlace, lower: float, upper: float) -> Tensor:
     """Where `input` is negative it is taken times a slope between two."""
     slope = uniform(key, place, input.shape, input.dtype) * (upper - lower) + lower
     return torch.where(input > 0, input, input * slope)
@@ -272,14 +274,14 @@ def _apart(found: Tensor, *inputs: object) -> Tensor:
     return found
 
 
-def native_dropout(input: Tensor, key: Tensor, place: Place, p: float) -> tuple[Tensor, Tensor]:
+def native_dropout(input: Tensor, key: Tensor, place: DrawPlace, p: float) -> tuple[Tensor, Tensor]:
     """Dropout, and which elements are kept."""
-    mask = kept(key, place, input.shape, p)
-    return torch.where(mask, input * scale_of(p), 0.0), mask
+    mask = keep_mask(key, place, input.shape, p)
+    return torch.where(mask, input * keep_scale(p), 0.0), mask
 
 
 def bernoulli(
-    input: Tensor, p: Tensor | None, key: Tensor, place: Place, dtype: torch.dtype
+    input: Tensor, p: Tensor | None, key: Tensor, place: DrawPlace, dtype: torch.dtype
 ) -> Tensor:
     """1 for elements of `input` with probabilities, `p` or `input` itself, else 0."""
     given = input if p is None else p
@@ -288,13 +290,13 @@ def bernoulli(
     return _apart((numbers < given.detach()).to(dtype), input, p)
 
 
-def chosen(input: Tensor, key: Tensor, place: Place, p: float, dtype: torch.dtype) -> Tensor:
+def chosen(input: Tensor, key: Tensor, place: DrawPlace, p: float, dtype: torch.dtype) -> Tensor:
     """1 with a probability for every element of `input`, else 0."""
-    return _apart(kept(key, place, input.shape, 1 - p).to(dtype), input)
+    return _apart(keep_mask(key, place, input.shape, 1 - p).to(dtype), input)
 
 
 def uniform_like(
-    input: Tensor, key: Tensor, place: Place, low: float, high: float, dtype: torch.dtype
+    input: Tensor, key: Tensor, place: DrawPlace, low: float, high: float, dtype: torch.dtype
 ) -> Tensor:
     """A number between two for every element of `input`; of complex ones for each part."""
     if dtype.is_complex:
@@ -304,14 +306,14 @@ def uniform_like(
 
 
 def normal_like(
-    input: Tensor, key: Tensor, place: Place, mean: float, std: float, dtype: torch.dtype
+    input: Tensor, key: Tensor, place: DrawPlace, mean: float, std: float, dtype: torch.dtype
 ) -> Tensor:
     """The same of a normal distribution."""
     return _apart(normal(key, place, input.shape, dtype) * std + mean, input)
 
 
 def normal_around(
-    mean: Tensor | float, std: Tensor | float, key: Tensor, place: Place, dtype: torch.dtype
+    mean: Tensor | float, std: Tensor | float, key: Tensor, place: DrawPlace, dtype: torch.dtype
 ) -> Tensor:
     """Of normal distributions, each with a mean and a deviation of its own."""
     given = [value for value in (mean, std) if isinstance(value, Tensor)]
@@ -323,7 +325,7 @@ def normal_around(
 
 
 def log_normal_like(
-    input: Tensor, key: Tensor, place: Place, mean: float, std: float, dtype: torch.dtype
+    input: Tensor, key: Tensor, place: DrawPlace, mean: float, std: float, dtype: torch.dtype
 ) -> Tensor:
     """Numbers whose logarithm is of a normal distribution."""
     wide = torch.promote_types(dtype, torch.float32)
@@ -331,7 +333,7 @@ def log_normal_like(
 
 
 def exponential_like(
-    input: Tensor, key: Tensor, place: Place, rate: float, dtype: torch.dtype
+    input: Tensor, key: Tensor, place: DrawPlace, rate: float, dtype: torch.dtype
 ) -> Tensor:
     """Numbers of an exponential distribution: above 0, so that they have a logarithm."""
     wide, ends = torch.promote_types(dtype, torch.float32), torch.finfo(dtype)
@@ -341,7 +343,7 @@ def exponential_like(
 
 
 def cauchy_like(
-    input: Tensor, key: Tensor, place: Place, median: float, width: float, dtype: torch.dtype
+    input: Tensor, key: Tensor, place: DrawPlace, median: float, width: float, dtype: torch.dtype
 ) -> Tensor:
     """Numbers of a Cauchy distribution."""
     wide = torch.promote_types(dtype, torch.float32)
@@ -350,14 +352,14 @@ def cauchy_like(
 
 
 def geometric_like(
-    input: Tensor, key: Tensor, place: Place, p: float, dtype: torch.dtype
+    input: Tensor, key: Tensor, place: DrawPlace, p: float, dtype: torch.dtype
 ) -> Tensor:
     """How many trials it takes to the first that succeeds, each with a probability."""
     misses = torch.log1p(-uniform(key, place, input.shape, torch.float64)) / math.log1p(-p)
     return _apart(misses.ceil().clamp_min_(1).to(dtype), input)
 
 
-def poisson(input: Tensor, key: Tensor, place: Place) -> Tensor:
+def poisson(input: Tensor, key: Tensor, place: DrawPlace) -> Tensor:
     """Whole numbers of Poisson distributions with the rates of `input`.
 
     Each is the least that lies at or below with a probability above a number from 0 to 1: as exact
@@ -381,7 +383,7 @@ def poisson(input: Tensor, key: Tensor, place: Place) -> Tensor:
 
 
 def whole_like(
-    input: Tensor, high: Tensor | int, key: Tensor, place: Place, low: int, dtype: torch.dtype
+    input: Tensor, high: Tensor | int, key: Tensor, place: DrawPlace, low: int, dtype: torch.dtype
 ) -> Tensor:
     """A whole number from `low` to below `high` for every element of `input`."""
     if isinstance(high, Tensor):
@@ -395,12 +397,14 @@ def whole_like(
     return _apart(numbers.to(dtype), input)
 
 
-def permutation(input: Tensor, key: Tensor, place: Place) -> Tensor:
+def permutation(input: Tensor, key: Tensor, place: DrawPlace) -> Tensor:
     """The places of the elements of a row in a random order."""
     return uniform(key, place, input.shape, torch.float64).argsort().to(input.dtype)
 
 
-def multinomial(input: Tensor, key: Tensor, place: Place, count: int, replacement: bool) -> Tensor:
+def multinomial(
+    input: Tensor, key: Tensor, place: DrawPlace, count: int, replacement: bool
+) -> Tensor:
     """Of each row of weights, which are drawn; each once, or put back each time."""
     weights = input.detach().double()
     is_weight = (weights >= 0) & weights.isfinite() & (weights.sum(-1, keepdim=True) > 0)

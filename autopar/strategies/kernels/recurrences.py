@@ -24,7 +24,7 @@ from torch import Tensor
 from autopar.collectives.joint_kernels import Gather, Group, JointKernel, Steps, Traffic
 
 
-def states(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
+def scan_states(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
     """Along the first dim."""
     if not len(b):
         return b.clone()
@@ -62,7 +62,7 @@ def _wide(x: Tensor) -> Tensor:
 
 def _run(a: Tensor, b: Tensor, start: Tensor | None = None, dim: int = -1) -> Tensor:
     start = None if start is None else _wide(start)
-    return _back(states(_along(dim, a), _along(dim, b), start), dim, b)
+    return _back(scan_states(_along(dim, a), _along(dim, b), start), dim, b)
 
 
 def _back(found: Tensor, dim: int, like: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def _carried(
     index: int, is_reversed: bool, a: Tensor, b: Tensor, start: Tensor | None = None
 ) -> Steps:
     """The states of the piece that is number `index`, along the first dim, and the one before."""
-    h = states(a, b, start)
+    h = scan_states(a, b, start)
     last = h[-1] if len(h) else h.new_zeros(h.shape[1:])
     totals = yield (yield Gather(torch.stack([a.prod(0), last])))
     before = torch.zeros_like(last) if start is None else start

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import torch
 
-from autopar.strategies.between import Between
+from autopar.strategies.intermediate_work import IntermediateWork
 from autopar.strategies.kernels.attention import dropped_attention
 from autopar.strategies.node_info import info
-from autopar.strategies.registry import Call, register_rule
-from autopar.strategies.rule import Dim, Extra, Rule, Saved, broadcast
+from autopar.strategies.registry import OperatorCall, register_rule
+from autopar.strategies.rule import Dim, ExtraTensor, Rule, Saved, broadcast
 from autopar.strategies.rules.random_draws import BITS
-from autopar.strategies.strategy import Joint
+from autopar.strategies.strategy import JointCut
 
 # Bytes of the passes that dropped attention makes over each weight, of 4 bytes: forward writes and
 # reads a score, takes its softmax, draws, and drops; backward does so again, and drops and scales
 # the score's gradient. The fused kernels make none. On a host as measured beside a copy.
-DROPPED = Between(16 + BITS + 3 + 20, 16 + BITS + 3 + 64, 150.0, 200.0)
+DROPPED = IntermediateWork(16 + BITS + 3 + 20, 16 + BITS + 3 + 64, 150.0, 200.0)
 BLOCK = 512  # keys that a fused kernel on a host's cores multiplies at once
 EXPONENTIALS = 28.0, 70.0  # bytes that memory moves in the time of one, forward and backward
 
 
-def _attention(call: Call) -> Rule:
+def _attention(call: OperatorCall) -> Rule:
     query, key, value = call.shapes[:3]
     leading: list[Dim] = [(f"b{index}",) for index in range(len(call.shape) - 2)]
     # Of heads that an input has once for all, too.
@@ -49,7 +49,7 @@ def _attention(call: Call) -> Rule:
     if not (is_fused and call["dropout_p"]):
         is_shared = call["is_causal"] and query[-2] == key[-2]
         cut = ["q", "k", "k", *("q" if ("q",) in dims else None for dims in inputs[3:])]
-        rings["ring"] = Joint(
+        rings["ring"] = JointCut(
             "causal_ring_attention" if is_shared else "ring_attention", tuple(cut), ("q",)
         )
     rows = call.outputs[0].numel() // max(value[-1] * query[-2], 1)  # of scores, for each query
@@ -76,14 +76,14 @@ def _attention(call: Call) -> Rule:
     )
 
 
-def _on_cores(call: Call, rows: int, points: int) -> Between:
+def _on_cores(call: OperatorCall, rows: int, points: int) -> IntermediateWork:
     """What a fused kernel takes besides on a host's cores: exponentials of scores; and products of
     those that a causal mask leaves out of blocks that it does not leave out as a whole."""
     (*_, queries, width), (*_, keys, _), (*_, other) = call.shapes[:3]
     made = min(rows * queries * keys, points + rows * queries * BLOCK // 2)
     masked = (made - points) * 2.0 * (width + other)
     forward, backward = EXPONENTIALS
-    return Between(0.0, 0.0, forward * made, backward * made, masked, 2.5 * masked)
+    return IntermediateWork(0.0, 0.0, forward * made, backward * made, masked, 2.5 * masked)
 
 
 def _causal(queries: int, keys: int) -> int:
@@ -92,14 +92,14 @@ def _causal(queries: int, keys: int) -> int:
     return short * (short + 1) // 2 + (queries - short) * keys
 
 
-def _saved_by_ring(call: Call, heads: list[Dim]) -> Saved:
+def _saved_by_ring(call: OperatorCall, heads: list[Dim]) -> Saved:
     """All that it reads, its output, and a number for each row."""
     wide = torch.promote_types(call.outputs[0].dtype, torch.float32)
-    sums = Extra((*heads, ("q",)), wide)
+    sums = ExtraTensor((*heads, ("q",)), wide)
     return Saved((*range(len(call.inputs)),), output=True, extra=(sums,))
 
 
-def _saved(call: Call, heads: list[Dim]) -> Saved:
+def _saved(call: OperatorCall, heads: list[Dim]) -> Saved:
     """What the fused kernels keep; where torch has none, what its products keep in between."""
     query, key, value = call.shapes[:3]
     mask = call.inputs[3] if len(call.inputs) > 3 else None
@@ -110,15 +110,15 @@ def _saved(call: Call, heads: list[Dim]) -> Saved:
     )
     learns = mask is not None and info(mask).differentiable
     if len(query) == 4 and alike and query[-1] == value[-1] and not learns:
-        sums = Extra((*heads, ("q",)), wide)
+        sums = ExtraTensor((*heads, ("q",)), wide)
         if mask is None or info(mask).val.dtype != torch.bool:
             return Saved((*range(len(call.inputs)),), output=True, extra=(sums,))
         dims: list[Dim] = [*heads, ("q",), ("k",)]  # of the mask as numbers
         added = broadcast(dims, call.shapes[3])
-        return Saved((0, 1, 2), output=True, extra=(sums, Extra(tuple(added))))
+        return Saved((0, 1, 2), output=True, extra=(sums, ExtraTensor(tuple(added))))
     whole = value[:-2] == call.shape[:-2] and dtype == wide  # else torch makes a copy
     copies = [("q", "d"), ("k", "d"), ("q", "k"), *([] if whole else [("k", "e")])]
-    extra = tuple(Extra((*heads, (rows,), (columns,)), wide) for rows, columns in copies)
+    extra = tuple(ExtraTensor((*heads, (rows,), (columns,)), wide) for rows, columns in copies)
     return Saved((2,) if whole else (), extra=extra)
 
 

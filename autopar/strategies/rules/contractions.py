@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.strategies.language import ELLIPSIS
-from autopar.strategies.registry import Call, Traits, aten, register_rule
-from autopar.strategies.rule import Dim, Extra, Rule, Saved, broadcast, names
-from autopar.strategies.strategy import Joint
+from autopar.strategies.registry import OperatorCall, Traits, aten, register_rule
+from autopar.strategies.rule import Dim, ExtraTensor, Rule, Saved, broadcast, names
+from autopar.strategies.strategy import JointCut
 
 
-def _linear(call: Call) -> Rule:
+def _linear(call: OperatorCall) -> Rule:
     if call["bias"] is not None:
         return call.parse("... i, o i, o -> ... o", saved="0 1")
     rule = call.parse("... i, o i -> ... o", passes="each", saved="0 1")
@@ -24,13 +24,13 @@ def _linear(call: Call) -> Rule:
         return rule
     (rows,) = rule.inputs[0][-2] or (None,)
     joints = {
-        "gather": Joint("gathered_product", (rows, "o"), ("o",)),
-        "scatter": Joint("scattered_product", ("i", "i"), (rows,)),
+        "gather": JointCut("gathered_product", (rows, "o"), ("o",)),
+        "scatter": JointCut("scattered_product", ("i", "i"), (rows,)),
     }
     return replace(rule, joints=joints if rows is not None else {})
 
 
-def _matmul(call: Call) -> Rule:
+def _matmul(call: OperatorCall) -> Rule:
     left, right = (len(shape) for shape in call.shapes)
     line = {
         (True, True): "k, k -> ",
@@ -41,7 +41,7 @@ def _matmul(call: Call) -> Rule:
     return call.parse(line, passes="each", saved="0 1")
 
 
-def _product_and_sum(call: Call) -> Rule:
+def _product_and_sum(call: OperatorCall) -> Rule:
     """The summand is broadcast to the output; it would be added by every rank if k were cut."""
     batch: list[Dim] = [("b",)] if len(call.shape) == 3 else []
     out: list[Dim] = [*batch, ("m",), ("n",)]
@@ -50,7 +50,7 @@ def _product_and_sum(call: Call) -> Rule:
     return call.rule(inputs, out, whole=["k"], flops=flops, product=True, saved=Saved((1, 2)))
 
 
-def _einsum(call: Call) -> Rule | None:
+def _einsum(call: OperatorCall) -> Rule | None:
     terms, right = subscripts(call["equation"])
     if any(len(set(term)) != len(term) for term in (t.replace("...", "") for t in terms)):
         return None  # a diagonal
@@ -68,7 +68,7 @@ def _einsum(call: Call) -> Rule | None:
     return call.parse(line, passes="each", saved=kept)
 
 
-def _cross(call: Call) -> Rule:
+def _cross(call: OperatorCall) -> Rule:
     """The dim of the vectors stays whole."""
     dims, dim = names(len(call.shape)), call.dim(call["dim"], len(call.shape))
     inputs = [broadcast(dims, shape) for shape in call.shapes]
@@ -76,7 +76,7 @@ def _cross(call: Call) -> Rule:
     return call.rule(inputs, dims, whole=dims[dim], passes=[(0,), (1,)], saved=both)
 
 
-def _cosines(call: Call) -> Rule | None:
+def _cosines(call: OperatorCall) -> Rule | None:
     """cosine_similarity: the dim of the vectors stays whole; of two numbers there is none."""
     rank = max(map(len, call.shapes))
     if not rank:
@@ -84,7 +84,7 @@ def _cosines(call: Call) -> Rule | None:
     dims, dim = names(rank), call.dim(call["dim"], rank)
     rest = [d for i, d in enumerate(dims) if i != dim]
     inputs = [broadcast(dims, shape) for shape in call.shapes]
-    kept = (*[Extra(tuple(dims))] * 2, *[Extra(tuple(rest))] * 4)
+    kept = (*[ExtraTensor(tuple(dims))] * 2, *[ExtraTensor(tuple(rest))] * 4)
     return call.rule(inputs, rest, whole=[dims[dim]], saved=Saved((0, 1), extra=kept))
 
 

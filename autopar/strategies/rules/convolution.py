@@ -13,9 +13,9 @@ import torch
 
 from autopar.strategies.kernels.halo import POOLINGS, RESIZINGS
 from autopar.strategies.node_info import info
-from autopar.strategies.registry import Call, Traits, aten, register_rule
-from autopar.strategies.rule import Dim, Extra, Rule, Saved, names
-from autopar.strategies.strategy import Joint, Reads
+from autopar.strategies.registry import OperatorCall, Traits, aten, register_rule
+from autopar.strategies.rule import Dim, ExtraTensor, Rule, Saved, names
+from autopar.strategies.strategy import InputWindow, JointCut
 
 RESIZES = {
     1: "upsample_linear1d",
@@ -24,7 +24,7 @@ RESIZES = {
 }
 
 
-def _convolution(call: Call) -> Rule | None:
+def _convolution(call: OperatorCall) -> Rule | None:
     transposed = call.get("transposed", "output_padding" in call.arguments)
     weight = call.shapes[1]
     space = len(weight) - 2
@@ -47,7 +47,7 @@ def _convolution(call: Call) -> Rule | None:
         # torch pads one side before, and keeps what that makes.
         padded = names(space, "p")
         sizes |= {name: size for (name,), size in zip(padded, more)}
-        saved = Saved((1,), extra=(Extra((*batch, ("g", "i"), *padded)),))
+        saved = Saved((1,), extra=(ExtraTensor((*batch, ("g", "i"), *padded)),))
     if call["bias"] is not None:
         inputs.append([("g", "o")])
         passes = []
@@ -66,7 +66,7 @@ def _convolution(call: Call) -> Rule | None:
     )
 
 
-def _padded_beside(call: Call, space: int) -> list[int] | None:
+def _padded_beside(call: OperatorCall, space: int) -> list[int] | None:
     """The sizes of the input with a row more on one side, where both have not the same padding."""
     if call["padding"] != "same":
         return None
@@ -76,7 +76,7 @@ def _padded_beside(call: Call, space: int) -> list[int] | None:
     return [size + more for size, more in zip(before, odd)] if any(odd) else None
 
 
-def _reach(call: Call, dim: int) -> tuple[int, int, int] | None:
+def _reach(call: OperatorCall, dim: int) -> tuple[int, int, int] | None:
     """How far a kernel reaches along a dim, its stride, and the padding before it."""
     if not isinstance(call["padding"], list | tuple):
         return None
@@ -87,14 +87,14 @@ def _reach(call: Call, dim: int) -> tuple[int, int, int] | None:
     return dilation * (call.shapes[1][dim + 2] - 1) + 1, stride, padding
 
 
-def _is_pointwise(call: Call, dim: int) -> bool:
+def _is_pointwise(call: OperatorCall, dim: int) -> bool:
     """Whether each point of a dim of the output reads that of the input; one that is padded behind
     has others besides."""
     at = dim - len(call.shapes[1]) + 2
     return _reach(call, dim) == (1, 1, 0) and call.shapes[0][at] == call.shape[at]
 
 
-def _halos(call: Call, transposed: bool, space: int) -> dict[str, Joint]:
+def _halos(call: OperatorCall, transposed: bool, space: int) -> dict[str, JointCut]:
     """Space can be cut where each rank gets the rows beside its own; of complex numbers torch makes
     several convolutions, and its kernels know none."""
     if info(call.inputs[0]).val.is_complex():
@@ -108,30 +108,30 @@ def _halos(call: Call, transposed: bool, space: int) -> dict[str, Joint]:
     }
 
 
-def _reads(reach: int, stride: int, padding: int, transposed: bool = False) -> Reads:
+def _reads(reach: int, stride: int, padding: int, transposed: bool = False) -> InputWindow:
     """The rows of the input that are in the window of a row of the output."""
     if transposed:
-        return Reads(1, stride, padding - reach + stride, padding)
-    return Reads(stride, 1, -padding, reach - 1 - padding)
+        return InputWindow(1, stride, padding - reach + stride, padding)
+    return InputWindow(stride, 1, -padding, reach - 1 - padding)
 
 
-def _joint(kernel: str, dim: int, beside: Reads, weights: int = 0) -> Joint:
+def _joint(kernel: str, dim: int, beside: InputWindow, weights: int = 0) -> JointCut:
     """Along a dim of space, pieces of the input with those of the output."""
-    return Joint(kernel, (f"x{dim}", *(None,) * weights), (f"y{dim}",), beside=beside)
+    return JointCut(kernel, (f"x{dim}", *(None,) * weights), (f"y{dim}",), beside=beside)
 
 
-def _groups_of_piece(call: Call, shape: Sequence[int]) -> int:
+def _groups_of_piece(call: OperatorCall, shape: Sequence[int]) -> int:
     channels = len(shape) - len(call.shapes[1]) + 1
     groups: int = call["groups"]
     return groups if groups == 1 else shape[channels] * groups // call.shape[channels]
 
 
-def _pooling(call: Call, space: int, linear: bool, saved: tuple[int, ...] = (0,)) -> Rule:
+def _pooling(call: OperatorCall, space: int, linear: bool, saved: tuple[int, ...] = (0,)) -> Rule:
     shape, out_shape = call.shapes[0], call.shape
     leading, before, after = names(len(shape) - space, "n"), names(space, "x"), names(space, "y")
     window = call.get("kernel_size") or [1]
     window = window * space if len(window) == 1 else window
-    places = (Extra((*leading, *after), torch.int64),)  # of the maxima
+    places = (ExtraTensor((*leading, *after), torch.int64),)  # of the maxima
     # Fractional windows of each sample and channel are by numbers between 0 and 1.
     drawn: list[list[Dim]] = [
         [*[()] * (len(other) - 1 - len(leading)), *leading, ("r",)] for other in call.shapes[1:]
@@ -149,7 +149,7 @@ def _pooling(call: Call, space: int, linear: bool, saved: tuple[int, ...] = (0,)
     )
 
 
-def _unpooling(call: Call) -> Rule:
+def _unpooling(call: OperatorCall) -> Rule:
     """Maxima back in their places within the space of each sample and channel."""
     space = len(call["output_size"])
     leading = names(len(call.shape) - space, "n")
@@ -161,7 +161,7 @@ def _unpooling(call: Call) -> Rule:
     )
 
 
-def _columns(call: Call) -> Rule:
+def _columns(call: OperatorCall) -> Rule:
     """Windows as columns, or their sum back in space: the channels are (c k)."""
     batch = names(len(call.shape) - (2 if "output_size" not in call.arguments else 3), "n")
     image: list[Dim] = [*batch, ("c",), ("y",), ("x",)]
@@ -171,18 +171,18 @@ def _columns(call: Call) -> Rule:
     return call.rule([into], out, sizes, whole=["y", "x", "l"], passes=[(0,)])
 
 
-def _grid(call: Call) -> Rule:
+def _grid(call: OperatorCall) -> Rule:
     """The places that each sample's own map gives the points of a grid."""
     _, *points = names(len(call.shape))
     into: list[Dim] = [("n",), ("i",), ("j",)]
     return call.rule([into], [("n",), *points], whole=["i", "j", *points])
 
 
-def _rows_of_piece(call: Call, shape: Sequence[int]) -> list[int]:
+def _rows_of_piece(call: OperatorCall, shape: Sequence[int]) -> list[int]:
     return [shape[0], *call["size"][1:]]
 
 
-def _windows(call: Call, space: int) -> dict[str, Joint]:
+def _windows(call: OperatorCall, space: int) -> dict[str, JointCut]:
     """Of a pooling whose windows lie as those of a convolution."""
     if call.get("kernel_size") is None:
         return _enlarged(call, space)
@@ -199,25 +199,25 @@ def _windows(call: Call, space: int) -> dict[str, Joint]:
     }
 
 
-def _enlarged(call: Call, space: int) -> dict[str, Joint]:
+def _enlarged(call: OperatorCall, space: int) -> dict[str, JointCut]:
     """Of what is resized a whole number of times along a dim."""
     name = str(call.node.target).split(".")[1]
     beside = {known: beside for known, *_, beside in RESIZINGS}.get(name)
     if beside is None or call.get("align_corners") or "scale_factors" not in call.arguments:
         return {}
     factors = call["scale_factors"] or [None] * space
-    joints = dict[str, Joint]()
+    joints = dict[str, JointCut]()
     for d, before, after, factor in zip(
         range(space), call.shapes[0][-space:], call.shape[-space:], factors
     ):
         times = after // max(before, 1)
         if after == times * before and factor in (None, times):
-            reads = Reads(1, max(times, 1), -beside * times, beside * times)
+            reads = InputWindow(1, max(times, 1), -beside * times, beside * times)
             joints[f"space{d}"] = _joint(f"cut_{name}", d, reads)
     return joints
 
 
-def _average_to_size(call: Call) -> Rule:
+def _average_to_size(call: OperatorCall) -> Rule:
     """To one point it is a mean, which keeps nothing."""
     return _pooling(call, 2, linear=True, saved=() if set(call["output_size"]) == {1} else (0,))
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from autopar.strategies.registry import Call, Traits, aten, register_rule, shape_of_piece
+from autopar.strategies.registry import OperatorCall, Traits, aten, register_rule, shape_of_piece
 from autopar.strategies.rule import Rule, names
 
 
-def _constant(call: Call, *, counted: bool = False) -> Rule:
+def _constant(call: OperatorCall, *, counted: bool = False) -> Rule:
     """What it reads stays whole; so does the result where its numbers are `counted`."""
     out = names(len(call.shape))
     inputs = [names(len(shape), f"other{number}_") for number, shape in enumerate(call.shapes)]

@@ -13,7 +13,7 @@ import torch
 
 from autopar.strategies.language import Options
 from autopar.strategies.node_info import info
-from autopar.strategies.registry import Call, Traits, aten, register_rule
+from autopar.strategies.registry import OperatorCall, Traits, aten, register_rule
 from autopar.strategies.rule import Rule, names
 
 SAVES_OUTPUT = aten("exp exp2 sqrt rsqrt tanh sigmoid relu reciprocal expm1 tan special_ndtri")
@@ -57,20 +57,20 @@ PAIRS = aten(
 LEADING = Traits(leading="")
 
 
-def elementwise(call: Call, **options: Unpack[Options]) -> Rule:
+def elementwise(call: OperatorCall, **options: Unpack[Options]) -> Rule:
     """All tensor inputs broadcast to the output."""
     count = max(call.slots, default=-1) + 1
     return call.parse(", ".join(["..."] * count) + " -> ...", **options)
 
 
-def _sum_of_inputs(call: Call) -> Rule:
+def _sum_of_inputs(call: OperatorCall) -> Rule:
     if len(call.shapes) == 2:
         return elementwise(call, passes="all")
     # Each rank would add the number.
     return replace(elementwise(call), adds=frozenset({"other"}))
 
 
-def _scaled(call: Call) -> Rule:
+def _scaled(call: OperatorCall) -> Rule:
     """Linear in the first input: alone, with a number."""
     if len(call.shapes) == 1:
         return elementwise(call, passes=[(0,)])
@@ -78,11 +78,11 @@ def _scaled(call: Call) -> Rule:
     return replace(rule, saved=replace(rule.saved, factors=frozenset({0})))
 
 
-def _product(call: Call) -> Rule:
+def _product(call: OperatorCall) -> Rule:
     return elementwise(call, passes="each", saved="0 1" if len(call.shapes) == 2 else "")
 
 
-def _converted(call: Call) -> Rule:
+def _converted(call: OperatorCall) -> Rule:
     """A sum passes to a dtype that holds every number of it; to a narrower one it would round."""
     before, after = info(call.inputs[0]).val.dtype, call.outputs[0].dtype
     passes = [(0,)] if _holds(after, before) else []
@@ -105,7 +105,7 @@ def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     return narrow.is_signed and wide in (torch.int32, torch.int64, torch.float64, torch.complex128)
 
 
-def _where(call: Call) -> Rule:
+def _where(call: OperatorCall) -> Rule:
     values = [call["self"], call["other"]] if "other" in call.arguments else []
     slots = [index for index, node in enumerate(call.inputs) if index > 0]
     constants = [v for v in values if isinstance(v, (int, float))]
@@ -113,7 +113,7 @@ def _where(call: Call) -> Rule:
     return elementwise(call, passes=[slots] if linear else "", saved="0")
 
 
-def _is_among(call: Call) -> Rule:
+def _is_among(call: OperatorCall) -> Rule:
     """Each element is looked for among all of the second input."""
     shapes, first = list(call.shapes), call.inputs[0] is call.get("elements")
     among = [names(len(shape), "among") for shape in shapes[first:]]
@@ -121,7 +121,7 @@ def _is_among(call: Call) -> Rule:
     return call.rule(inputs, names(len(call.shape)), whole=[dim for dims in among for dim in dims])
 
 
-def _masked_fill(call: Call) -> Rule:
+def _masked_fill(call: OperatorCall) -> Rule:
     zero = isinstance(call["value"], (int, float)) and call["value"] == 0
     return elementwise(call, passes=[(0,)] if zero else "", saved="1")
 

@@ -15,13 +15,13 @@ from autopar.strategies.kernels import (
     ctc_losses,
 )
 from autopar.strategies.node_info import info
-from autopar.strategies.registry import Call, Traits, aten, register_rule
-from autopar.strategies.rule import Extra, Rule, Saved, names
+from autopar.strategies.registry import OperatorCall, Traits, aten, register_rule
+from autopar.strategies.rule import ExtraTensor, Rule, Saved, names
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for the reduction of a loss
 
 
-def _embedding(call: Call) -> Rule:
+def _embedding(call: OperatorCall) -> Rule:
     special = call["scale_grad_by_freq"]
     return call.parse(
         "v! e!, ...! -> ...! e!" if special else "v+ e, ... -> ... e",
@@ -32,7 +32,7 @@ def _embedding(call: Call) -> Rule:
     )
 
 
-def _bags(call: Call) -> Rule:
+def _bags(call: OperatorCall) -> Rule:
     """Bags of any length: a column of the table is one of the bags. Kept is the bag of each row,
     but of sums that a CPU takes in few digits, and of each bag its size and what it is made of."""
     given, mode = call.outputs[0], call["mode"]
@@ -44,7 +44,7 @@ def _bags(call: Call) -> Rule:
     return call.parse("v! e, i!, o!, i! -> b! e", saved=saved, extra=extra, flops=0.0)
 
 
-def _pointwise_loss(call: Call, absolute: bool = False) -> Rule:
+def _pointwise_loss(call: OperatorCall, absolute: bool = False) -> Rule:
     """Elementwise, and summed by `reduction`."""
     reduction = call["reduction"]
     line = {
@@ -58,7 +58,7 @@ def _pointwise_loss(call: Call, absolute: bool = False) -> Rule:
 
 
 def _loss_of_elements(
-    call: Call, line: str, saved: str | None = None, extra: str = ""
+    call: OperatorCall, line: str, saved: str | None = None, extra: str = ""
 ) -> Rule | None:
     """By a line, for what capture makes of every loss: the losses alone, not reduced.
 
@@ -70,14 +70,14 @@ def _loss_of_elements(
     return call.parse(line, saved=every if saved is None else saved, extra=extra, cost=4)
 
 
-def _divergence(call: Call) -> Rule | None:
+def _divergence(call: OperatorCall) -> Rule | None:
     """Of targets given as logarithms torch keeps their probabilities, and the difference."""
     if call["log_target"]:
         return _loss_of_elements(call, "..., ... -> ...", saved="", extra="..., ...")
     return _loss_of_elements(call, "..., ... -> ...")
 
 
-def _count_loss(call: Call) -> Rule | None:
+def _count_loss(call: OperatorCall) -> Rule | None:
     """The input is kept as a factor of the target; one that learns brings Stirling's formula."""
     stirling = call["full"] and info(call.inputs[1]).differentiable
     extra = "..., ..., ..., bool: ..." if stirling else "..."
@@ -87,27 +87,27 @@ def _count_loss(call: Call) -> Rule | None:
     return replace(rule, saved=replace(rule.saved, factors=frozenset({0})))
 
 
-def _triplet_loss(call: Call) -> Rule | None:
+def _triplet_loss(call: OperatorCall) -> Rule | None:
     """Each distance keeps a difference and its norm."""
     distances = 3 if call["swap"] else 2
     extra = "... e, ..., " * distances + "..."
     return _loss_of_elements(call, "... e!, ... e!, ... e! -> ...", saved="", extra=extra)
 
 
-def _cross_entropy(call: Call) -> Rule:
+def _cross_entropy(call: OperatorCall) -> Rule:
     """The kernel: kept are the log-softmax, a number, and with smoothing what is ignored."""
     extra = "... v, " + ", bool: ..." * (call["label_smoothing"] > 0)
     line, kernels = "... v, ..., v -> ...", {"v": "cross_entropy"}
     return call.parse(line, kernels=kernels, cost=5, saved="1 2", extra=extra)
 
 
-def _alignments(call: Call) -> Rule:
+def _alignments(call: OperatorCall) -> Rule:
     """A loss for each sample; targets without padding are whole, and so is the batch then."""
     line = "t! n c!, n s!, n, n -> n" if len(call.shapes[1]) == 2 else "t! n! c!, s!, n!, n! -> n!"
     return call.parse(line, saved="0 1 2 3", cost=8)
 
 
-def _class_loss(call: Call) -> Rule:
+def _class_loss(call: OperatorCall) -> Rule:
     """torch's own losses by class: the class dim stays whole, and all of it for a mean."""
     shape, target = call.shapes[:2]
     dims = names(len(shape))
@@ -117,10 +117,10 @@ def _class_loss(call: Call) -> Rule:
     inputs += [[dims[classes]]] * (len(call.shapes) - 2)
     reduction = call["reduction"]
     whole = dims if reduction == MEAN else [dims[classes]]
-    number = Extra(())
+    number = ExtraTensor(())
     saved = Saved((*range(len(inputs)),), extra=(number,))
     if "label_smoothing" in call.arguments:  # takes logits, and keeps their log-softmax
-        saved = Saved(saved.inputs[1:], extra=(Extra(tuple(dims)), number))
+        saved = Saved(saved.inputs[1:], extra=(ExtraTensor(tuple(dims)), number))
     return call.rule(
         inputs,
         rest if reduction == NONE else [],

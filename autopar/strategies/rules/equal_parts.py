@@ -16,14 +16,14 @@ from collections.abc import Iterable, Sequence
 
 from autopar.layout import Parts
 from autopar.strategies.rule import Dim, Rule
-from autopar.strategies.strategy import Cut, InParts
+from autopar.strategies.strategy import PartsCut, TensorCut
 
 
 def parts_of_tensors(
     rule: Rule, tensors: Iterable[tuple[Sequence[Dim], Parts]]
-) -> dict[str, InParts]:
+) -> dict[str, PartsCut]:
     """Return the cuts in parts by name, of a call whose tensors have these dims and parts."""
-    found = dict[str, InParts]()
+    found = dict[str, PartsCut]()
     for dims, parts in tensors:
         for dim, number in parts:
             taken = in_parts(rule, dims[dim], number)
@@ -41,7 +41,7 @@ def choice_of(rule: Rule, dim: Dim, number: int) -> str | None:
     return next((f for f in dim if rule.sizes[f] > 1), None) if number == 1 else None
 
 
-def in_parts(rule: Rule, dim: Dim, number: int) -> InParts | None:
+def in_parts(rule: Rule, dim: Dim, number: int) -> PartsCut | None:
     """Return what an axis cuts of each tensor that cuts a dim of one of them in so many parts.
 
     `None` where the operator needs more than a piece of each part. In one part is as a whole.
@@ -51,7 +51,7 @@ def in_parts(rule: Rule, dim: Dim, number: int) -> InParts | None:
         tuple(_cut_of(rule, dims, cut) for dims in tensors)
         for tensors in (rule.inputs, rule.outputs)
     )
-    found = InParts(tuple(cut.items()), inputs, outputs)
+    found = PartsCut(tuple(cut.items()), inputs, outputs)
     return found if cut and _is_possible(rule, found) else None
 
 
@@ -77,7 +77,7 @@ def _factors_cut(rule: Rule, dim: Dim, number: int) -> dict[str, int]:
     return {other: size // part for other, size in sizes.items()}
 
 
-def _cut_of(rule: Rule, dims: Sequence[Dim], cut: dict[str, int]) -> Cut:
+def _cut_of(rule: Rule, dims: Sequence[Dim], cut: dict[str, int]) -> TensorCut:
     """What is cut of one tensor. What is outside in the dim of a factor has parts of its own."""
     for dim in dims:
         for place, factor in enumerate(dim):
@@ -86,7 +86,7 @@ def _cut_of(rule: Rule, dims: Sequence[Dim], cut: dict[str, int]) -> Cut:
     return None
 
 
-def _is_possible(rule: Rule, found: InParts) -> bool:
+def _is_possible(rule: Rule, found: PartsCut) -> bool:
     factors, has_parts = found.factors, found.name is not None
     if any(factor in rule.whole and factor not in rule.spans for factor in factors):
         return False

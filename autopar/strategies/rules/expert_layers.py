@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
-from autopar.strategies.between import Between
+from autopar.strategies.intermediate_work import IntermediateWork
 from autopar.strategies.kernels.experts.capacity import WITHIN_CAPACITY
 from autopar.strategies.kernels.experts.chosen_products import CHOSEN_PRODUCTS
 from autopar.strategies.kernels.experts.expert_kernels import EXPERTS
-from autopar.strategies.registry import Call, Traits, register_rule
+from autopar.strategies.registry import OperatorCall, Traits, register_rule
 from autopar.strategies.rule import Rule
-from autopar.strategies.strategy import Joint
+from autopar.strategies.strategy import JointCut
 
 LAYERS = {
     "apart": "e+ f+ h!, e+ f+ h!, e+ f+, e+ f+",
@@ -26,7 +26,7 @@ LAYERS = {
 }
 
 
-def _experts(call: Call) -> Rule:
+def _experts(call: OperatorCall) -> Rule:
     tokens = [f"d{index}" for index in range(len(call.shape) - 1)]
     is_joined = call["columns"] != "apart"
     layers = 2 if is_joined or call["up"] is not None else 1
@@ -44,19 +44,19 @@ def _experts(call: Call) -> Rule:
     # Rows are gathered, pass through `inner`, and are weighted and added.
     size = rows * call.outputs[0].itemsize
     forward = size * (5.0 * hidden + (2.0 + layers) * inside)
-    between = Between(forward, 2 * forward, forward, 2 * forward)
+    between = IntermediateWork(forward, 2 * forward, forward, 2 * forward)
     joints = {} if rule.sizes.get("e", 1) == 1 else dict(_joints(rule, tokens))
     return replace(rule, backward_flops=2 * flops, between=between, joints=joints)
 
 
-def _joints(rule: Rule, tokens: Sequence[str]) -> Iterator[tuple[str, Joint]]:
+def _joints(rule: Rule, tokens: Sequence[str]) -> Iterator[tuple[str, JointCut]]:
     """One axis that cuts tokens and experts, for each of the dims that tokens have."""
     found = [token for token in tokens if rule.sizes.get(token, 1) > 1]
     for index, token in enumerate(found):
         inputs = (token,) * 3 + ("e",) * (len(rule.inputs) - 3)
         # The rows that come, as many as choices if each goes to another rank.
         rows = ((*tokens, "k", "h"),)
-        joint = Joint("routed_experts", inputs, (token,), keeps=rows, follows=True)
+        joint = JointCut("routed_experts", inputs, (token,), keeps=rows, follows=True)
         yield f"experts{index or ''}", joint
 
 

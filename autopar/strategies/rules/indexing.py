@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from autopar.strategies.node_info import info
-from autopar.strategies.registry import Call, Traits, aten, register_rule
+from autopar.strategies.registry import OperatorCall, Traits, aten, register_rule
 from autopar.strategies.rule import Dim, Rule, Saved, broadcast, names
-from autopar.strategies.rules.shapes import moved, same_dims
+from autopar.strategies.rules.shapes import movement_rule, same_dims
 
 
-def _slice(call: Call) -> Rule:
+def _slice(call: OperatorCall) -> Rule:
     """A run of a dim, in which equal parts of it may lie."""
     dim, is_whole = call.dim(call["dim"]), call.shape == call.shapes[0]
     rule = same_dims(call, () if is_whole else [dim])
@@ -28,23 +28,23 @@ def _slice(call: Call) -> Rule:
     return replace(rule, spans={f"d{dim}": 0, f"n{dim}": call["start"] or 0})
 
 
-def is_part(call: Call, count: int) -> bool:
+def is_part(call: OperatorCall, count: int) -> bool:
     """Whether a slice takes one of so many equal parts, of more than one element."""
     dim = call.dim(call["dim"])
     whole, size, start = call.shapes[0][dim], call.shape[dim], call["start"] or 0
     return call.get("step", 1) == 1 and size > 1 and whole == count * size and start % size == 0
 
 
-def _start_of_piece(call: Call, shape: Sequence[int]) -> Any:
+def _start_of_piece(call: OperatorCall, shape: Sequence[int]) -> Any:
     """Where it is cut, equal parts of it are."""
     return _bound_of_piece(call, shape, "start")
 
 
-def _end_of_piece(call: Call, shape: Sequence[int]) -> Any:
+def _end_of_piece(call: OperatorCall, shape: Sequence[int]) -> Any:
     return _bound_of_piece(call, shape, "end")
 
 
-def _bound_of_piece(call: Call, shape: Sequence[int], which: str) -> Any:
+def _bound_of_piece(call: OperatorCall, shape: Sequence[int], which: str) -> Any:
     dim, bound = call.dim(call["dim"]), call[which]
     if shape[dim] == call.shape[dim]:
         return bound
@@ -52,21 +52,21 @@ def _bound_of_piece(call: Call, shape: Sequence[int], which: str) -> Any:
     return bound * shape[dim] // call.shape[dim]
 
 
-def _select(call: Call) -> Rule:
+def _select(call: OperatorCall) -> Rule:
     dim = call.dim(call["dim"])
     dims = names(len(call.shapes[0]))
-    return moved(call, [dims], dims[:dim] + dims[dim + 1 :], whole=dims[dim])
+    return movement_rule(call, [dims], dims[:dim] + dims[dim + 1 :], whole=dims[dim])
 
 
-def _index_select(call: Call) -> Rule:
+def _index_select(call: OperatorCall) -> Rule:
     dim = call.dim(call["dim"])
     dims = names(len(call.shapes[0]))
     index: list[Dim] = [("j",)] * len(call.shapes[1])
     out: list[Dim] = [("j",) if i == dim else factor for i, factor in enumerate(dims)]
-    return moved(call, [dims, index], out, whole=[f"d{dim}"], saved=Saved((1,)))
+    return movement_rule(call, [dims, index], out, whole=[f"d{dim}"], saved=Saved((1,)))
 
 
-def _gather(call: Call) -> Rule | None:
+def _gather(call: OperatorCall) -> Rule | None:
     """Output and index share all dims; the table shares those of equal size except `dim`."""
     dim = call.dim(call["dim"])
     table, index = call.shapes
@@ -83,10 +83,10 @@ def _gather(call: Call) -> Rule | None:
         whole.append(f"n{i}")
         if i != dim:
             whole += factor  # the table's rows are matched by position
-    return moved(call, [into, out], out, whole=whole, saved=Saved((0, 1)))
+    return movement_rule(call, [into, out], out, whole=whole, saved=Saved((0, 1)))
 
 
-def _index(call: Call) -> Rule | None:
+def _index(call: OperatorCall) -> Rule | None:
     """Advanced indexing: indexed dims stay whole, the broadcast dims of the indices are free."""
     indices = list(call["indices"])
     present = [i for i, index in enumerate(indices) if index is not None]
@@ -100,10 +100,10 @@ def _index(call: Call) -> Rule | None:
     rest = [factor for i, factor in enumerate(into) if i not in present]
     out = rest[:at] + picked + rest[at:]
     whole = [f"d{i}" for i in present]
-    return moved(call, inputs, out, whole=whole, saved=Saved(tuple(range(1, len(inputs)))))
+    return movement_rule(call, inputs, out, whole=whole, saved=Saved(tuple(range(1, len(inputs)))))
 
 
-def _scatter(call: Call) -> Rule | None:
+def _scatter(call: OperatorCall) -> Rule | None:
     """All tensors share the dims other than `dim` where all have one size; what has no dims is
     written everywhere."""
     if len({len(shape) for shape in call.shapes}) != 1:
@@ -124,19 +124,19 @@ def _scatter(call: Call) -> Rule | None:
     return call.rule(inputs, out, whole=whole, saved=saved)
 
 
-def _written(call: Call, part: list[Dim]) -> Rule:
+def _written(call: OperatorCall, part: list[Dim]) -> Rule:
     """The dims of the first input with a part of it replaced; what the part lacks is whole."""
     dims = names(len(call.shape))
-    return moved(call, [dims, part], dims, whole={*dims} ^ {*part}, passes=[(0, 1)])
+    return movement_rule(call, [dims, part], dims, whole={*dims} ^ {*part}, passes=[(0, 1)])
 
 
-def _select_scatter(call: Call) -> Rule:
+def _select_scatter(call: OperatorCall) -> Rule:
     """The second input has all dims but the one it is written into at an index."""
     dim, dims = call.dim(call["dim"]), names(len(call.shape))
     return _written(call, dims[:dim] + dims[dim + 1 :])
 
 
-def _slice_scatter(call: Call) -> Rule:
+def _slice_scatter(call: OperatorCall) -> Rule:
     """The second input has the size of the slice in the dim it is written into."""
     dim, dims = call.dim(call["dim"]), names(len(call.shape))
     rule = _written(call, [*dims[:dim], ("part",), *dims[dim + 1 :]])
@@ -145,14 +145,14 @@ def _slice_scatter(call: Call) -> Rule:
     )
 
 
-def _diagonal_scatter(call: Call) -> Rule:
+def _diagonal_scatter(call: OperatorCall) -> Rule:
     """The diagonal of two dims stands last in the second input."""
     held = {call.dim(call["dim1"]), call.dim(call["dim2"])}
     dims = [dim for i, dim in enumerate(names(len(call.shape))) if i not in held]
     return _written(call, [*dims, ("part",)])
 
 
-def _added(call: Call) -> Rule:
+def _added(call: OperatorCall) -> Rule:
     """The rows of a source added to, or put in the place of, those that an index names."""
     dim = call.dim(call["dim"])
     out = names(len(call.shape))
@@ -165,7 +165,7 @@ def _added(call: Call) -> Rule:
     return call.rule(inputs, out, whole=whole, saved=saved)
 
 
-def _filled(call: Call) -> Rule:
+def _filled(call: OperatorCall) -> Rule:
     """One value, a number or a tensor of one, in the rows that an index names."""
     dim = call.dim(call["dim"])
     out = names(len(call.shape))
@@ -174,7 +174,7 @@ def _filled(call: Call) -> Rule:
     return call.rule(inputs, out, whole=["j", f"d{dim}"], saved=Saved((1,)))
 
 
-def _put(call: Call) -> Rule | None:
+def _put(call: OperatorCall) -> Rule | None:
     """Values put where indices say, one for each of their broadcast dims; both stay whole."""
     indices, (_, *shapes, given) = list(call["indices"]), call.shapes
     if any(info(node).val.dtype == torch.bool for node in call.inputs[1:-1]):
@@ -193,13 +193,13 @@ def _put(call: Call) -> Rule | None:
     return call.rule(inputs, into, whole=whole, saved=saved, passes=passes)
 
 
-def _take(call: Call) -> Rule:
+def _take(call: OperatorCall) -> Rule:
     """Elements by their places in the whole input."""
     into, out = names(len(call.shapes[0])), names(len(call.shape), "j")
-    return moved(call, [into, out], out, whole=into, saved=Saved((0, 1)))
+    return movement_rule(call, [into, out], out, whole=into, saved=Saved((0, 1)))
 
 
-def all_whole(call: Call, linear: Sequence[int] = (), saved: Saved = Saved()) -> Rule:  # noqa: B008
+def all_whole(call: OperatorCall, linear: Sequence[int] = (), saved: Saved = Saved()) -> Rule:  # noqa: B008
     """Every element may go anywhere: nothing is cut, and sums pass through what is `linear`."""
     inputs = [names(len(shape), f"in{i}_") for i, shape in enumerate(call.shapes)]
     more = [names(output.dim(), f"out{i}_") for i, output in enumerate(call.outputs)]
@@ -208,11 +208,11 @@ def all_whole(call: Call, linear: Sequence[int] = (), saved: Saved = Saved()) ->
     return call.rule(inputs, more[0], more=more[1:], whole=whole, passes=passes, saved=saved)
 
 
-def _blocks(call: Call) -> Rule:
+def _blocks(call: OperatorCall) -> Rule:
     return all_whole(call, range(len(call.shapes)))
 
 
-def _segments(call: Call) -> Rule | None:
+def _segments(call: OperatorCall) -> Rule | None:
     """Rows of one dim reduced by segments; the dims after it are beside."""
     if call["axis"] != 0 or len(call.shapes) != 2 or len(call.shapes[1]) != 1:
         return None
@@ -222,7 +222,7 @@ def _segments(call: Call) -> Rule | None:
     return call.rule([rows, ends], dims, whole=whole, saved=Saved((0, 1), output=True))
 
 
-def _places_in_order(call: Call) -> Rule:
+def _places_in_order(call: OperatorCall) -> Rule:
     """Where values stand among sorted ones: those of their own row, or of one row for all."""
     if "boundaries" in call.arguments:
         return call.parse("..., b! -> ...")
@@ -233,7 +233,7 @@ def _places_in_order(call: Call) -> Rule:
     return call.rule([rows, values, rows][: len(call.shapes)], values, whole=row)
 
 
-def _counted(call: Call) -> Rule:
+def _counted(call: OperatorCall) -> Rule:
     """How many values are in each of equal bins, whose ends are given or those of all values."""
     given = call["min"] != call["max"]
     return call.parse("... -> bins!" if given else "...! -> bins!")

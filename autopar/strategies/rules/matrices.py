@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from autopar.strategies.language import Pattern
-from autopar.strategies.registry import Call, aten, register_rule
-from autopar.strategies.rule import Extra, Rule, Saved
+from autopar.strategies.registry import OperatorCall, aten, register_rule
+from autopar.strategies.rule import ExtraTensor, Rule, Saved
 
 # By line: what is kept, what is kept besides, and the operators.
 TABLE = {
@@ -70,7 +70,7 @@ def _of_batch(name: str) -> bool:
     return name[0] == "d" and name[1:].isdigit()
 
 
-def _of_matrices(call: Call, line: Pattern, **options: Any) -> Rule | None:
+def _of_matrices(call: OperatorCall, line: Pattern, **options: Any) -> Rule | None:
     """By a line; none where a result is left out, which is then one empty dim."""
     for dims, value in zip(line.outputs, call.outputs):
         if value.dim() < len(dims) - 1:
@@ -78,7 +78,7 @@ def _of_matrices(call: Call, line: Pattern, **options: Any) -> Rule | None:
     return cubic(call.parse(line, **options))
 
 
-def _solved(call: Call) -> Rule:
+def _solved(call: OperatorCall) -> Rule:
     """A x = B, or x A = B, of which each row is solved on its own; B may be one vector."""
     matrix, right = call.shapes
     is_vector = len(right) == 1 or (len(matrix) - 1 == len(right) and matrix[:-1] == right)
@@ -86,11 +86,11 @@ def _solved(call: Call) -> Rule:
     infos = ", ..." * (len(call.outputs) - 1)
     line = Pattern.read(f"... n! m!, ... {side} -> ... {side}{infos}")
     rule = cubic(call.parse(line, passes=[(1,)]))
-    factors = Extra(rule.inputs[0]), Extra(rule.inputs[0][:-1], torch.int32)
+    factors = ExtraTensor(rule.inputs[0]), ExtraTensor(rule.inputs[0][:-1], torch.int32)
     return replace(rule, saved=Saved((0,), output=True, extra=factors))
 
 
-def _solved_by_factors(call: Call) -> Rule:
+def _solved_by_factors(call: OperatorCall) -> Rule:
     """linalg_solve_triangular and linalg_lu_solve: each column of B, or row if right of it."""
     side = "n! q" if call["left"] else "q n!"
     if "pivots" in call.arguments:

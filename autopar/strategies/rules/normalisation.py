@@ -18,23 +18,23 @@ from autopar.strategies.kernels import (
     running_mean,
     running_var,
 )
-from autopar.strategies.registry import Call, Traits, register_rule
-from autopar.strategies.rule import Dim, Extra, Rule, Saved, broadcast, names
-from autopar.strategies.strategy import Joint
+from autopar.strategies.registry import OperatorCall, Traits, register_rule
+from autopar.strategies.rule import Dim, ExtraTensor, Rule, Saved, broadcast, names
+from autopar.strategies.strategy import JointCut
 
 
-def statistics_dtype(call: Call) -> torch.dtype:
+def statistics_dtype(call: OperatorCall) -> torch.dtype:
     """In which means and deviations are kept: half precision is summed in float32."""
     return torch.promote_types(call.outputs[0].dtype, torch.float32)
 
 
-def _over_last_dims(call: Call, stats: int = 2) -> Rule:
+def _over_last_dims(call: OperatorCall, stats: int = 2) -> Rule:
     """layer_norm and rms_norm: the normalised dims and the parameters stay whole."""
     dims, rows = names(len(call.shape)), len(call.shape) - len(call["normalized_shape"])
     parameters = [dims[rows:]] * (len(call.shapes) - 1)
     # The mean and the inverse deviation of each row may be results, too.
     statistics = [broadcast(dims, value.shape) for value in call.outputs[1:]]
-    extra = (Extra(tuple(dims[:rows]), statistics_dtype(call)),) * stats
+    extra = (ExtraTensor(tuple(dims[:rows]), statistics_dtype(call)),) * stats
     return call.rule(
         [dims, *parameters],
         dims,
@@ -45,12 +45,12 @@ def _over_last_dims(call: Call, stats: int = 2) -> Rule:
     )
 
 
-def _group_norm(call: Call) -> Rule:
+def _group_norm(call: OperatorCall) -> Rule:
     """The channels are (g c): groups can be cut evenly."""
     space = names(len(call.shape) - 2, "x")
     dims: list[Dim] = [("n",), ("g", "c"), *space]
     parameters: list[list[Dim]] = [[("g", "c")]] * (len(call.shapes) - 1)
-    statistics = (Extra((("n",), ("g",)), statistics_dtype(call)),) * 2
+    statistics = (ExtraTensor((("n",), ("g",)), statistics_dtype(call)),) * 2
     beside = (None,) * len(parameters)
     return call.rule(
         [dims, *parameters],
@@ -61,18 +61,18 @@ def _group_norm(call: Call) -> Rule:
         even=frozenset("g"),
         saved=Saved((0, *((1,) if parameters else ())), extra=statistics),
         joints={
-            f"space{dim[0][1:]}": Joint("cut_group_norm", (dim[0], *beside), (dim[0],))
+            f"space{dim[0][1:]}": JointCut("cut_group_norm", (dim[0], *beside), (dim[0],))
             for dim in space
         },
     )
 
 
-def _groups_of_piece(call: Call, shape: Sequence[int]) -> int:
+def _groups_of_piece(call: OperatorCall, shape: Sequence[int]) -> int:
     groups: int = call["num_groups"]
     return groups if groups == 1 else shape[1] * groups // call.shape[1]
 
 
-def _with_statistics(call: Call) -> Rule:
+def _with_statistics(call: OperatorCall) -> Rule:
     """Group norm that gives its means and deviations, too; sizes are arguments."""
     space = names(len(call.shape) - 2, "x")
     dims: list[Dim] = [("n",), ("g", "c"), *space]
@@ -88,24 +88,24 @@ def _with_statistics(call: Call) -> Rule:
         even=frozenset("g"),
         saved=Saved(
             (0, *((1,) if 1 in call.slots else ())),
-            extra=(Extra(tuple(statistics), statistics_dtype(call)),) * 2,
+            extra=(ExtraTensor(tuple(statistics), statistics_dtype(call)),) * 2,
         ),
     )
 
 
-def _weight_norm(call: Call) -> Rule:
+def _weight_norm(call: OperatorCall) -> Rule:
     """A weight scaled to given norms, one for each index of `dim`, or one for all if it is -1."""
     one_for_all = call["dim"] == -1
     own = None if one_for_all else call["dim"] % len(call.shape)
     dims = names(len(call.shape))
     norms = [dim if i == own else () for i, dim in enumerate(dims)][: len(call.shapes[1])]
     held = [dim for i, dim in enumerate(dims) if i != own]
-    extra = Extra(tuple(dim for dim in norms if dim), statistics_dtype(call))
+    extra = ExtraTensor(tuple(dim for dim in norms if dim), statistics_dtype(call))
     saved = Saved((0, 1), extra=(extra,) * (2 if one_for_all else 1))
     return call.rule([dims, norms], dims, whole=held, saved=saved)
 
 
-def _batch_norm(call: Call) -> Rule | None:
+def _batch_norm(call: OperatorCall) -> Rule | None:
     """Batch norm by running statistics is elementwise; in training capture splits it."""
     if call.get("training") or call.get("use_input_stats") or len(call.shape) < 2:
         return None
@@ -115,11 +115,11 @@ def _batch_norm(call: Call) -> Rule | None:
     return call.rule([dims, *vectors], dims, saved=Saved(kept))
 
 
-def _instance_norm(call: Call) -> Rule:
+def _instance_norm(call: OperatorCall) -> Rule:
     """Every channel of every sample apart; kept are two statistics, and a copy of the scales."""
     dims = names(len(call.shape))
     vectors = [[dims[1]]] * (len(call.shapes) - 1)
-    kept = (Extra(tuple(dims[:2]), statistics_dtype(call)),) * (3 if 1 in call.slots else 2)
+    kept = (ExtraTensor(tuple(dims[:2]), statistics_dtype(call)),) * (3 if 1 in call.slots else 2)
     return call.rule([dims, *vectors], dims, whole=dims[2:], saved=Saved((0,), extra=kept))
 
 

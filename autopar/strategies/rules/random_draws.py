@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.strategies.between import Between
+from autopar.strategies.intermediate_work import IntermediateWork
 from autopar.strategies.kernels import keyed_draws
 from autopar.strategies.language import Passes, Pattern
-from autopar.strategies.registry import Call, RuleFunction, register_rule
+from autopar.strategies.registry import OperatorCall, RuleFunction, register_rule
 from autopar.strategies.rule import Rule
 
 COST = 16.0  # operations for the bits of an element
@@ -24,16 +24,16 @@ def _of_elements(line: str, passes: Passes = (), extra: str = "") -> RuleFunctio
     as long as to draw."""
     pattern = Pattern.read(line)
 
-    def rule(call: Call) -> Rule:
+    def rule(call: OperatorCall) -> Rule:
         found = call.parse(pattern, cost=COST, passes=passes, extra=extra)
         size = call.outputs[0].itemsize
-        once = Between(BITS + 2 * size + 1, 2 * size + 1, HOST_BITS, HOST_BITS)
+        once = IntermediateWork(BITS + 2 * size + 1, 2 * size + 1, HOST_BITS, HOST_BITS)
         return replace(found, between=once.times(call.outputs[0].numel()))
 
     return rule
 
 
-def _of_features(call: Call) -> Rule:
+def _of_features(call: OperatorCall) -> Rule:
     """One number for each channel of each sample."""
     passes = [(0,)] if call.node.target is keyed_draws.feature_dropout else []
     return call.parse("n c ..., key! -> n c ...", passes=passes, extra="bool: n c", cost=2.0)

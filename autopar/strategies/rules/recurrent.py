@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.strategies.kernels.recurrences import LINEAR_SCAN
-from autopar.strategies.observed import observed_rule
-from autopar.strategies.registry import Call, aten, register_rule
-from autopar.strategies.rule import Between, Dim, Extra, Rule, Saved, names
-from autopar.strategies.strategy import Joint
+from autopar.strategies.observed_rules import observed_rule
+from autopar.strategies.registry import OperatorCall, aten, register_rule
+from autopar.strategies.rule import Dim, ExtraTensor, IntermediateWork, Rule, Saved, names
+from autopar.strategies.strategy import JointCut
 
 
-def _layers(call: Call) -> Rule | None:
+def _layers(call: OperatorCall) -> Rule | None:
     """All layers over all steps: what they keep is seen, and each sample has an equal part of it.
 
     Dropout between layers is drawn by torch, for all samples together.
@@ -42,7 +42,7 @@ def _layers(call: Call) -> Rule | None:
         parts = samples if samples and size % samples == 0 else 1
         sizes[f"kept{index}"] = size // parts
         shared: list[Dim] = [("n",)] if parts == samples else []
-        extra.append(Extra((*shared, (f"kept{index}",)), kept.dtype))
+        extra.append(ExtraTensor((*shared, (f"kept{index}",)), kept.dtype))
     whole = {dim for dims in [*inputs, sequence("o")] for dim in dims} - {("n",)}
     return call.rule(
         inputs,
@@ -64,7 +64,7 @@ register_rule("aten.gru_cell", _STEP, saved="0 1 2 3", extra=", ".join(["n h!"] 
 register_rule(aten("rnn_tanh_cell rnn_relu_cell"), _STEP, saved="0 1 2 3 output")
 
 
-def _linear_scan(call: Call) -> Rule:
+def _linear_scan(call: OperatorCall) -> Rule:
     """Factors, terms, and perhaps a start, which is read where the first states are."""
     dims, dim = names(len(call.shape)), call.dim(call["dim"])
     row = [*dims[:dim], *dims[dim + 1 :]]
@@ -76,14 +76,14 @@ def _linear_scan(call: Call) -> Rule:
         dims,
         whole=dims[dim],
         passes=[range(1, len(inputs))],
-        between=Between(forward, 2 * forward, forward, 2 * forward),
+        between=IntermediateWork(forward, 2 * forward, forward, 2 * forward),
         saved=Saved((0, 2), output=True),
     )
     if not (time := rule.outputs[0][dim]):
         return rule
     cut = time[0], time[0], None
     before = () if len(inputs) > 2 else (tuple(name for (name,) in row),)
-    joint = Joint("cut_linear_scan", cut[: len(inputs)], time, keeps=before, beside=1)
+    joint = JointCut("cut_linear_scan", cut[: len(inputs)], time, keeps=before, beside=1)
     return replace(rule, joints={"carry": joint})
 
 

@@ -12,16 +12,16 @@ import torch
 
 from autopar.strategies.kernels.reduction_kernels import correction_of
 from autopar.strategies.node_info import info
-from autopar.strategies.registry import Call, Traits, aten, register_rule
-from autopar.strategies.rule import Extra, Rule, Saved, names
-from autopar.strategies.rules.shapes import FIRST, along
-from autopar.strategies.strategy import Joint
+from autopar.strategies.registry import OperatorCall, Traits, aten, register_rule
+from autopar.strategies.rule import ExtraTensor, Rule, Saved, names
+from autopar.strategies.rules.shapes import FIRST, along_dims
+from autopar.strategies.strategy import JointCut
 
 KEPT = Saved((0,), output=True)
 
 
 def _reduction(
-    call: Call,
+    call: OperatorCall,
     summed: bool = False,
     passes: Sequence[Sequence[int]] = (),
     saved: Saved = Saved(),  # noqa: B008 (frozen)
@@ -38,22 +38,22 @@ def _reduction(
     if not kernel or not _is_together(call, rule):
         return rule
     cut = [f"d{i}" for i in sorted(reduced) if call.shapes[0][i] > 1]
-    joints = {f"over_{dim}": Joint(kernel, (dim,), (None,)) for dim in cut}
+    joints = {f"over_{dim}": JointCut(kernel, (dim,), (None,)) for dim in cut}
     return replace(
         rule, joints=joints, kept=dict.fromkeys(joints, _kept_together(call, rule, kernel))
     )
 
 
-def _kept_together(call: Call, rule: Rule, kernel: str) -> Saved:
+def _kept_together(call: OperatorCall, rule: Rule, kernel: str) -> Saved:
     """The piece, the result in wide digits, and of most a number besides for each of the result."""
     dtype = call.outputs[0].dtype
     wide = torch.promote_types(dtype, torch.float32)
     is_alone = kernel == "cut_logsumexp" or (kernel == "cut_norm" and not math.isinf(call["ord"]))
-    extra = (Extra(rule.outputs[0], wide),) * ((wide != dtype) + (not is_alone))
+    extra = (ExtraTensor(rule.outputs[0], wide),) * ((wide != dtype) + (not is_alone))
     return Saved((0,), output=wide == dtype, extra=extra)
 
 
-def _is_together(call: Call, rule: Rule) -> bool:
+def _is_together(call: OperatorCall, rule: Rule) -> bool:
     """Whether a kernel does the same: of real numbers, and deviations of more than none."""
     before, after = info(call.inputs[0]).val.dtype, call.outputs[0].dtype
     if not before.is_floating_point or not after.is_floating_point:
@@ -65,26 +65,26 @@ def _is_together(call: Call, rule: Rule) -> bool:
     return not is_spread or count > correction_of(call.arguments)
 
 
-def _softmax(call: Call, kernel: str = "") -> Rule:
+def _softmax(call: OperatorCall, kernel: str = "") -> Rule:
     """Along the dim ranks share the largest element and the sum."""
-    rule, dims = along(call, passes=(), flops=None, saved=Saved(output=True)), call.dims()
+    rule, dims = along_dims(call, passes=(), flops=None, saved=Saved(output=True)), call.dims()
     reals = all(v.dtype.is_floating_point for v in (info(call.inputs[0]).val, *call.outputs))
     if not kernel or not reals or not dims or not rule.inputs[0][dims[0]]:
         return rule
     (cut,) = rule.inputs[0][dims[0]]
     # What travels is a number of each row: a piece one element long.
-    return replace(rule, joints={f"over_{cut}": Joint(kernel, (cut,), (cut,), beside=1)})
+    return replace(rule, joints={f"over_{cut}": JointCut(kernel, (cut,), (cut,), beside=1)})
 
 
-def _with_places(call: Call) -> Rule:
+def _with_places(call: OperatorCall) -> Rule:
     """Values and where they stand: two results, of which backward keeps places."""
     if len(call.outputs) == 1:
         return _reduction(call, saved=KEPT)  # of all elements
     rule = _reduction(call)
-    return replace(rule, saved=Saved(extra=(Extra(rule.outputs[1], torch.int64),)))
+    return replace(rule, saved=Saved(extra=(ExtraTensor(rule.outputs[1], torch.int64),)))
 
 
-def _slope_of_softmax(call: Call) -> Rule:
+def _slope_of_softmax(call: OperatorCall) -> Rule:
     """Of what backward reads besides, its output, the dim is whole as well."""
     dims, dim = names(len(call.shape)), call.dim(call["dim"])
     return call.rule([dims, dims], dims, whole=dims[dim], saved=Saved((0, 1)))

@@ -16,21 +16,21 @@ from typing import Any
 import torch
 
 from autopar.strategies.node_info import info
-from autopar.strategies.registry import Call, Traits, aten, register_rule, shape_of_piece
-from autopar.strategies.rule import Dim, Extra, Rule, Saved, broadcast, names
-from autopar.strategies.strategy import Joint
+from autopar.strategies.registry import OperatorCall, Traits, aten, register_rule, shape_of_piece
+from autopar.strategies.rule import Dim, ExtraTensor, Rule, Saved, broadcast, names
+from autopar.strategies.strategy import JointCut
 
 FIRST = ((0,),)  # the first input may be a partial sum
 
 
-def moved(
-    call: Call, inputs: Sequence[Sequence[Dim]], output: Sequence[Dim], **options: Any
+def movement_rule(
+    call: OperatorCall, inputs: Sequence[Sequence[Dim]], output: Sequence[Dim], **options: Any
 ) -> Rule:
     """The rule of what computes nothing; linear in its first input if `passes` are not given."""
     return call.rule(inputs, output, **{"passes": FIRST, "flops": 0.0, **options})
 
 
-def same_dims(call: Call, whole: Iterable[int], **options: Any) -> Rule:
+def same_dims(call: OperatorCall, whole: Iterable[int], **options: Any) -> Rule:
     """The results have the dims of the input; those in `whole` stay whole, and may change size."""
     dims = names(len(call.shape))
     out, held = list(dims), {f"d{dim}" for dim in whole}
@@ -38,30 +38,30 @@ def same_dims(call: Call, whole: Iterable[int], **options: Any) -> Rule:
         if before != after:
             out[index] = (f"n{index}",)
             held |= {f"d{index}", f"n{index}"}
-    return moved(call, [dims], out, whole=held, **options)
+    return movement_rule(call, [dims], out, whole=held, **options)
 
 
-def along(call: Call, **options: Any) -> Rule:
+def along_dims(call: OperatorCall, **options: Any) -> Rule:
     """The dims that an argument numbers stay whole."""
     return same_dims(call, call.dims(), **options)
 
 
-def _cumsum(call: Call) -> Rule:
+def _cumsum(call: OperatorCall) -> Rule:
     """A dim in pieces begins with the totals of those before."""
-    rule, dims = along(call), call.dims()
+    rule, dims = along_dims(call), call.dims()
     if not dims or not rule.inputs[0][dims[0]]:
         return rule
     (cut,) = rule.inputs[0][dims[0]]
-    return replace(rule, joints={"carry": Joint("cut_cumsum", (cut,), (cut,), beside=1)})
+    return replace(rule, joints={"carry": JointCut("cut_cumsum", (cut,), (cut,), beside=1)})
 
 
-def _reshape(call: Call) -> Rule:
+def _reshape(call: OperatorCall) -> Rule:
     into, out, sizes, whole = reshape_factors(call.shapes[0], call.shape)
     inputs = [into, out][: len(call.shapes)]  # view_as has a second input of the wanted shape
-    return moved(call, inputs, out, sizes=sizes, whole=whole)
+    return movement_rule(call, inputs, out, sizes=sizes, whole=whole)
 
 
-def _in_order(call: Call) -> bool:
+def _in_order(call: OperatorCall) -> bool:
     """Whether a reshape need not copy: its input is laid out in order."""
     return info(call.inputs[0]).val.is_contiguous()
 
@@ -136,12 +136,12 @@ def _running(sizes: Sequence[int]) -> list[int]:
     return [math.prod(sizes[: index + 1]) for index in range(len(sizes))]
 
 
-def _permuted(call: Call) -> Rule:
+def _permuted(call: OperatorCall) -> Rule:
     dims = names(len(call.shape))
-    return moved(call, [dims], [dims[i] for i in order_of_dims(call)])
+    return movement_rule(call, [dims], [dims[i] for i in order_of_dims(call)])
 
 
-def order_of_dims(call: Call) -> list[int]:
+def order_of_dims(call: OperatorCall) -> list[int]:
     """The dims of the input in the order of the output, of an operator that permutes dims."""
     rank, (_, *named) = len(call.shape), call.arguments.values()
     given = [[call.dim(d) for d in ([g] if isinstance(g, int) else g)] for g in named]
@@ -160,21 +160,21 @@ def order_of_dims(call: Call) -> list[int]:
     return order
 
 
-def _order_of_real(call: Call) -> list[int] | None:
+def _order_of_real(call: OperatorCall) -> list[int] | None:
     """Complex numbers change besides."""
     return None if info(call.inputs[0]).val.is_complex() else order_of_dims(call)
 
 
-def _reversed(call: Call) -> list[int]:
+def _reversed(call: OperatorCall) -> list[int]:
     return list(reversed(range(len(call.shape))))
 
 
-def _expand(call: Call) -> Rule:
+def _expand(call: OperatorCall) -> Rule:
     out = names(len(call.shape))
-    return moved(call, [broadcast(out, call.shapes[0])], out)
+    return movement_rule(call, [broadcast(out, call.shapes[0])], out)
 
 
-def _repeat_interleave(call: Call) -> Rule | None:
+def _repeat_interleave(call: OperatorCall) -> Rule | None:
     if call["dim"] is None or not isinstance(call["repeats"], int):
         return None
     dims, dim = names(len(call.shape)), call.dim(call["dim"])
@@ -182,17 +182,17 @@ def _repeat_interleave(call: Call) -> Rule | None:
     return call.rule([dims], out, {"repeats": call["repeats"]}, passes=FIRST)
 
 
-def _interleaved_of_piece(call: Call, shape: Sequence[int]) -> int:
+def _interleaved_of_piece(call: OperatorCall, shape: Sequence[int]) -> int:
     """A dim of size 1 is repeated as often as the piece is long."""
     dim: int = call.dim(call["dim"])
     return shape[dim] if call.shape[dim] == call["repeats"] else call["repeats"]
 
 
-def _interleaved_size_of_piece(call: Call, shape: Sequence[int]) -> int | None:
+def _interleaved_size_of_piece(call: OperatorCall, shape: Sequence[int]) -> int | None:
     return None if call["output_size"] is None else shape[call.dim(call["dim"])]
 
 
-def _concatenate(call: Call, **options: Any) -> Rule | None:
+def _concatenate(call: OperatorCall, **options: Any) -> Rule | None:
     """Any number of pieces of one dim, all of them linear together."""
     if len({len(shape) for shape in call.shapes}) != 1:
         return None  # torch's old empty operand of one dim
@@ -200,10 +200,10 @@ def _concatenate(call: Call, **options: Any) -> Rule | None:
     parts = names(len(call.shapes), "n")
     inputs = [[*out[:dim], part, *out[dim + 1 :]] for part in parts]
     together = [range(len(inputs))]
-    return moved(call, inputs, out, whole=[f"d{dim}", *parts], passes=together, **options)
+    return movement_rule(call, inputs, out, whole=[f"d{dim}", *parts], passes=together, **options)
 
 
-def _joined(call: Call) -> Rule | None:
+def _joined(call: OperatorCall) -> Rule | None:
     """What is joined are runs of the whole, in which equal parts of it may lie."""
     rule = _concatenate(call)
     if rule is None:
@@ -214,13 +214,13 @@ def _joined(call: Call) -> Rule | None:
     return replace(rule, spans={f"d{dim}": 0, **starts})
 
 
-def _stack(call: Call) -> Rule:
+def _stack(call: OperatorCall) -> Rule:
     out, dim = names(len(call.shape)), call.dim(call["dim"], len(call.shape))
     inputs = [out[:dim] + out[dim + 1 :]] * len(call.shapes)
-    return moved(call, inputs, out, whole=out[dim], passes=[range(len(inputs))])
+    return movement_rule(call, inputs, out, whole=out[dim], passes=[range(len(inputs))])
 
 
-def _pad(call: Call) -> Rule:
+def _pad(call: OperatorCall) -> Rule:
     pad, ndim = call["pad"], len(call.shape)
     padded = [ndim - 1 - i // 2 for i, amount in enumerate(pad) if amount]
     constant = call.get("mode", "constant") == "constant"
@@ -229,54 +229,54 @@ def _pad(call: Call) -> Rule:
     return same_dims(call, padded, passes=FIRST if linear else (), saved=saved)
 
 
-def _values_and_places(call: Call, inputs: tuple[int, ...] = ()) -> Rule:
+def _values_and_places(call: OperatorCall, inputs: tuple[int, ...] = ()) -> Rule:
     """Values along one dim and where they stand: two results, of which backward keeps places."""
-    rule = along(call, passes=())
-    return replace(rule, saved=Saved(inputs, extra=(Extra(rule.outputs[0], torch.int64),)))
+    rule = along_dims(call, passes=())
+    return replace(rule, saved=Saved(inputs, extra=(ExtraTensor(rule.outputs[0], torch.int64),)))
 
 
-def _triangle(call: Call) -> Rule:
+def _triangle(call: OperatorCall) -> Rule:
     return same_dims(call, [len(call.shape) - 2, len(call.shape) - 1])
 
 
-def _diagonal(call: Call) -> Rule:
+def _diagonal(call: OperatorCall) -> Rule:
     """The diagonal of two dims, which comes last."""
     dims = names(len(call.shapes[0]))
     held = {call.dim(call["dim1"]), call.dim(call["dim2"])}
     rest = [dim for i, dim in enumerate(dims) if i not in held]
     whole = [dims[i] for i in held] + [("k",)]
-    return moved(call, [dims], [*rest, ("k",)], whole=whole)
+    return movement_rule(call, [dims], [*rest, ("k",)], whole=whole)
 
 
-def _on_diagonal(call: Call) -> Rule:
+def _on_diagonal(call: OperatorCall) -> Rule:
     """The last dim becomes the diagonal of two."""
     ndim = len(call.shape)
     *rest, last = names(ndim - 1)
     new = {call.dim(call["dim1"], ndim): ("x",), call.dim(call["dim2"], ndim): ("y",)}
     others = iter(rest)
     out = [new[i] if i in new else next(others) for i in range(ndim)]
-    return moved(call, [[*rest, last]], out, whole=[last, "x", "y"])
+    return movement_rule(call, [[*rest, last]], out, whole=[last, "x", "y"])
 
 
-def _turned(call: Call) -> Rule:
+def _turned(call: OperatorCall) -> Rule:
     """A quarter turn of two dims, any number of times."""
     dims = names(len(call.shape))
     first, second = call.dims()
     out = list(dims)
     if call["k"] % 2:
         out[first], out[second] = out[second], out[first]
-    return moved(call, [dims], out, whole=[dims[first], dims[second]])
+    return movement_rule(call, [dims], out, whole=[dims[first], dims[second]])
 
 
-def _windows(call: Call) -> Rule:
+def _windows(call: OperatorCall) -> Rule:
     """The windows of one dim, each as a last dim."""
     *out, last = names(len(call.shape))
     dim = call.dim(call["dimension"])
     into = [("x",) if i == dim else factor for i, factor in enumerate(out)][: len(call.shapes[0])]
-    return moved(call, [into], [*out, last], whole=["x", out[dim] if out else last, last])
+    return movement_rule(call, [into], [*out, last], whole=["x", out[dim] if out else last, last])
 
 
-def _pixels(call: Call) -> Rule:
+def _pixels(call: OperatorCall) -> Rule:
     """Channels (c y x) and pixels, or pixels (h y) and (w x) and channels."""
     *batch, _, _, _ = names(len(call.shape))
     deep: list[Dim] = [*batch, ("c", "y", "x"), ("h",), ("w",)]
@@ -284,10 +284,10 @@ def _pixels(call: Call) -> Rule:
     is_shuffle = "upscale_factor" in call.arguments
     size = call["upscale_factor" if is_shuffle else "downscale_factor"]
     into, out = (deep, wide) if is_shuffle else (wide, deep)
-    return moved(call, [into], out, sizes={"y": size, "x": size})
+    return movement_rule(call, [into], out, sizes={"y": size, "x": size})
 
 
-def _kept_small(call: Call) -> Rule:
+def _kept_small(call: OperatorCall) -> Rule:
     """Each slice of a dim scaled to a norm."""
     dim = call.dim(call["dim"])
     return same_dims(call, set(range(len(call.shape))) - {dim}, passes=(), saved=Saved((0,)))
@@ -328,11 +328,12 @@ register_rule("aten.diff", partial(_concatenate, flops=None))
 register_rule("aten.stack", _stack)
 register_rule(aten("pad constant_pad_nd"), _pad)
 register_rule("aten.cumsum", _cumsum)
-register_rule(aten("flip roll"), along)
+register_rule(aten("flip roll"), along_dims)
 register_rule(
-    aten("argsort cumprod logcumsumexp"), partial(along, passes=(), saved=Saved((0,), output=True))
+    aten("argsort cumprod logcumsumexp"),
+    partial(along_dims, passes=(), saved=Saved((0,), output=True)),
 )
-register_rule("aten.glu", partial(along, passes=(), saved=Saved((0,))))
+register_rule("aten.glu", partial(along_dims, passes=(), saved=Saved((0,))))
 register_rule(aten("topk sort"), _values_and_places)
 register_rule(aten("cummax cummin"), partial(_values_and_places, inputs=(0,)))
 register_rule("aten.view_as_real", "... -> ... two!", passes="all", cost=0)

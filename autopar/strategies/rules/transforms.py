@@ -9,7 +9,7 @@ from functools import partial
 
 from autopar.strategies.registry import aten, register_rule
 from autopar.strategies.rule import Saved
-from autopar.strategies.rules.shapes import along
+from autopar.strategies.rules.shapes import along_dims
 
-register_rule(aten("_fft_c2c _fft_c2r"), along)
-register_rule("aten._fft_r2c", partial(along, saved=Saved((0,))))
+register_rule(aten("_fft_c2c _fft_c2r"), along_dims)
+register_rule("aten._fft_r2c", partial(along_dims, saved=Saved((0,))))

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from autopar.strategies.kernels.keyed_draws import (
-    Place,
+    DrawPlace,
     columns_of,
-    made_of,
+    draw_elements,
+    keep_scale,
     rows_of,
-    scale_of,
 )
 
 _SCORES = {"cpu": 2**20}  # at a time, by kind of device: what stays in a cache
@@ -32,17 +32,17 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Weights:
+class AttentionOptions:
     """How scores become weights."""
 
     scale: float
     is_causal: bool = False  # by the numbers of rows and columns in the whole
-    place: Place | None = None  # of all weights, [..., groups, rows, columns], some are dropped
+    place: DrawPlace | None = None  # of all weights, [..., groups, rows, columns], some are dropped
     p: float = 0.0
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """Some queries, keys and values, and where they are in the whole."""
 
     query: Tensor
@@ -68,15 +68,15 @@ class Block:
         keys, values = self.key.shape[:-2], self.value.shape[:-2]
         return (*torch.broadcast_shapes(queries, keys, values), groups)
 
-    def sees(self, weights: Weights) -> bool:
+    def sees(self, weights: AttentionOptions) -> bool:
         """Whether some row sees some column."""
         is_later = weights.is_causal and self.column >= self.row + self.rows
         return self.rows > 0 and self.columns > 0 and not is_later
 
-    def sees_all(self, weights: Weights) -> bool:
+    def sees_all(self, weights: AttentionOptions) -> bool:
         return not weights.is_causal or self.column + self.columns - 1 <= self.row
 
-    def part(self, rows: slice, columns: slice) -> Block:
+    def part(self, rows: slice, columns: slice) -> AttentionBlock:
         return replace(
             self,
             query=self.query[..., rows, :],
@@ -87,7 +87,7 @@ class Block:
             mask=None if self.mask is None else cut_mask(self.mask, rows, columns),
         )
 
-    def parts(self, weights: Weights) -> Iterator[tuple[slice, slice, Block]]:
+    def parts(self, weights: AttentionOptions) -> Iterator[tuple[slice, slice, AttentionBlock]]:
         """Some rows and columns at a time, those that are seen."""
         most = _SCORES.get(self.query.device.type, _MANY) // max(math.prod(self.heads), 1)
         side = max(math.isqrt(most), 1)
@@ -102,18 +102,18 @@ class Block:
                         return
 
 
-class Whole(NamedTuple):
+class RowResults(NamedTuple):
     """What all blocks together gave for some rows, and the gradient of it."""
 
     output: Tensor
     sums: Tensor
     slope: Tensor
 
-    def part(self, rows: slice) -> Whole:
-        return Whole(*(x[..., rows, :] for x in self))
+    def part(self, rows: slice) -> RowResults:
+        return RowResults(*(x[..., rows, :] for x in self))
 
 
-class Gradients(NamedTuple):
+class AttentionGradients(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
@@ -130,12 +130,12 @@ def cut_mask(mask: Tensor, rows: slice, columns: slice) -> Tensor:
     return mask[..., columns] if mask.shape[-1] > 1 else mask
 
 
-def attended(block: Block, weights: Weights) -> tuple[Tensor, Tensor]:
+def attend(block: AttentionBlock, weights: AttentionOptions) -> tuple[Tensor, Tensor]:
     """The output of a block, and the logarithms of its sums."""
     if _is_fused(block, weights):
         return _fused(block, weights)
     wide = wide_of(block.query.dtype)
-    output, sums = nothing_seen(block, wide)
+    output, sums = empty_results(block, wide)
     for rows, _, part in block.parts(weights):
         scores = _scores(part, weights)
         own = scores.logsumexp(-1, keepdim=True)
@@ -144,7 +144,7 @@ def attended(block: Block, weights: Weights) -> tuple[Tensor, Tensor]:
     return output, sums
 
 
-def nothing_seen(block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def empty_results(block: AttentionBlock, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """What rows have before the first block is merged."""
     shape = *block.heads, block.rows
     output = block.query.new_zeros(*shape, block.value.shape[-1], dtype=dtype)
@@ -158,14 +158,17 @@ def merge(output: Tensor, sums: Tensor, other: Tensor, other_sums: Tensor) -> No
     sums.copy_(total)
 
 
-def slopes(
-    block: Block, weights: Weights, whole: Whole, of_mask: Tensor | None = None
-) -> Gradients:
+def block_gradients(
+    block: AttentionBlock,
+    weights: AttentionOptions,
+    whole: RowResults,
+    of_mask: Tensor | None = None,
+) -> AttentionGradients:
     """What a block adds to gradients. That of the mask is added to `of_mask`."""
     if of_mask is None and _is_fused(block, weights):
         return _fused_slopes(block, weights, whole)
     inputs, wide = (block.query, block.key, block.value), wide_of(block.query.dtype)
-    found = Gradients(*(torch.zeros_like(x, dtype=wide) for x in inputs))
+    found = AttentionGradients(*(torch.zeros_like(x, dtype=wide) for x in inputs))
     for rows, columns, part in block.parts(weights):
         output, sums, slope = whole.part(rows)
         slope = slope.to(wide)
@@ -181,7 +184,7 @@ def slopes(
     return found
 
 
-def _scores(block: Block, weights: Weights) -> Tensor:
+def _scores(block: AttentionBlock, weights: AttentionOptions) -> Tensor:
     query = block.query.to(wide_of(block.query.dtype))
     scores = _times(query, block.key.mT) * weights.scale
     if block.mask is not None and block.mask.dtype == torch.bool:
@@ -202,19 +205,19 @@ def _weighted(scores: Tensor, sums: Tensor) -> Tensor:
     return torch.exp(scores - sums.masked_fill(sums == -math.inf, 0.0))
 
 
-def _dropped(weights: Tensor, block: Block, how: Weights) -> Tensor:
+def _dropped(weights: Tensor, block: AttentionBlock, how: AttentionOptions) -> Tensor:
     """Weights, or their gradient, some of them dropped by their places."""
     if how.place is None or block.drawn is None:
         return weights
     place = how.place._replace(starts=(*how.place.starts[:-2], block.row, block.column))
     most = max(round(how.p * 2**32) - 1, 0) - 2**31
-    kept = made_of(
+    kept = draw_elements(
         rows_of(block.drawn, place, weights.shape, 0),
         columns_of(block.drawn, place, weights.shape),
         lambda bits: bits.gt_(most),
         weights.dtype,
     )
-    return weights * kept.view(weights.shape) * scale_of(how.p)
+    return weights * kept.view(weights.shape) * keep_scale(how.p)
 
 
 def _times(rows: Tensor, other: Tensor) -> Tensor:
@@ -232,7 +235,7 @@ def _add(into: Tensor, found: Tensor) -> None:
     into += found.sum_to_size(into.shape)
 
 
-def _is_fused(block: Block, weights: Weights) -> bool:
+def _is_fused(block: AttentionBlock, weights: AttentionOptions) -> bool:
     """Whether torch has a kernel for a block, which gives its sums."""
     query, key, value = block.query, block.key, block.value
     if block.mask is not None or weights.place is not None or query.ndim != 5:
@@ -248,7 +251,7 @@ def _is_fused(block: Block, weights: Weights) -> bool:
     return query.is_cuda and is_half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
 
 
-def _fused(block: Block, weights: Weights) -> tuple[Tensor, Tensor]:
+def _fused(block: AttentionBlock, weights: AttentionOptions) -> tuple[Tensor, Tensor]:
     is_causal = not block.sees_all(weights)
     given = (_rows_apart(x) for x in (block.query.flatten(1, 2), block.key, block.value))
     if block.query.is_cuda:
@@ -263,7 +266,9 @@ def _fused(block: Block, weights: Weights) -> tuple[Tensor, Tensor]:
     return output.unflatten(1, heads), sums.unflatten(1, heads).unsqueeze(-1)
 
 
-def _fused_slopes(block: Block, weights: Weights, whole: Whole) -> Gradients:
+def _fused_slopes(
+    block: AttentionBlock, weights: AttentionOptions, whole: RowResults
+) -> AttentionGradients:
     query, is_causal = block.query.flatten(1, 2), not block.sees_all(weights)
     output, sums, slope = (x.flatten(1, 2) for x in whole)
     rows = (_rows_apart(x) for x in (slope, query, block.key, block.value, output))
@@ -279,7 +284,7 @@ def _fused_slopes(block: Block, weights: Weights, whole: Whole) -> Gradients:
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *given, 0.0, is_causal, scale=weights.scale
         )
-    return Gradients(found[0].unflatten(1, block.query.shape[1:3]), *found[1:])
+    return AttentionGradients(found[0].unflatten(1, block.query.shape[1:3]), *found[1:])
 
 
 def _rows_apart(x: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from autopar.collectives.single_backward import once
 from autopar.strategies.kernels.keyed_draws import (
-    Place,
-    along,
+    DrawPlace,
     columns_of,
-    made_of,
+    draw_elements,
+    element_numbers,
+    keep_scale,
     rows_of,
-    scale_of,
 )
 
 _SCORES = {"cpu": 2**20}  # at a time, by kind of device: what stays in a cache
@@ -34,7 +34,7 @@ def attention(
     value: Tensor,
     attn_mask: Tensor | None,
     drawn: Tensor,
-    place: Place,
+    place: DrawPlace,
     dropout_p: float,
     is_causal: bool,
     scale: float | None = None,
@@ -52,7 +52,7 @@ def attention(
             is_each = attn_mask.shape[-3] > 1
             attn_mask = attn_mask.unflatten(-3, groups) if is_each else attn_mask.unsqueeze(-3)
         place = place.unflattened(len(place.shape) - 3, groups[1])
-    weights = _Weights(place, dropout_p, is_causal, scale)
+    weights = _DroppedWeights(place, dropout_p, is_causal, scale)
     found = _Attention.apply(query, key, value, attn_mask, drawn, weights)
     return found.flatten(-4, -3) if is_grouped else found
 
@@ -68,14 +68,14 @@ class _Attention(torch.autograd.Function):
         value: Tensor,
         mask: Tensor | None,
         drawn: Tensor,
-        weights: _Weights,
+        weights: _DroppedWeights,
     ) -> Tensor:
         heads = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
         out = query.new_empty(*heads, query.shape[-2], value.shape[-1])
         flat = out.view(math.prod(heads), *out.shape[-2:])
         for part in weights.parts(query, key, value, mask, drawn, heads):
             kept = part.weights.mul_(part.kept).to(value.dtype)
-            flat[part.heads, part.rows] = torch.bmm(kept, part.value).mul_(scale_of(weights.p))
+            flat[part.heads, part.rows] = torch.bmm(kept, part.value).mul_(keep_scale(weights.p))
         ctx.save_for_backward(query, key, value, mask, drawn, out)
         ctx.weights = weights
         return out
@@ -97,7 +97,7 @@ class _Attention(torch.autograd.Function):
         )
         of_mask = torch.zeros_like(mask) if mask is not None and ctx.needs_input_grad[3] else None
         shared = (grad * out).sum(-1, keepdim=True).reshape(math.prod(heads), grad.shape[-2], 1)
-        slopes = (grad * scale_of(weights.p)).reshape(math.prod(heads), *grad.shape[-2:])
+        slopes = (grad * keep_scale(weights.p)).reshape(math.prod(heads), *grad.shape[-2:])
         for part in weights.parts(query, key, value, mask, drawn, heads):
             slope, keys = slopes[part.heads, part.rows], part.key.shape[-2]
             wide = part.weights.dtype
@@ -118,7 +118,7 @@ class _Attention(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Part:
+class _WeightBlock:
     """Some rows of some heads."""
 
     heads: slice
@@ -131,10 +131,10 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Weights:
+class _DroppedWeights:
     """The weights of attention, some rows at a time."""
 
-    place: Place
+    place: DrawPlace
     p: float
     is_causal: bool
     scale: float
@@ -147,7 +147,7 @@ class _Weights:
         mask: Tensor | None,
         drawn: Tensor,
         heads: Sequence[int],
-    ) -> Iterator[_Part]:
+    ) -> Iterator[_WeightBlock]:
         """All of them."""
         queries, keys = query.shape[-2], key.shape[-2]
         query, key, value = (
@@ -155,7 +155,7 @@ class _Weights:
             for x in (query, key, value)
         )
         place, shape = self.place, (*heads, queries, keys)
-        order = along(drawn, place, len(heads), queries)
+        order = element_numbers(drawn, place, len(heads), queries)
         is_in_order = place.batch is None or place.batch[0] != len(heads)
         first = place.starts[len(heads)] if len(place.starts) > len(heads) else 0
         hashes = rows_of(drawn, place, shape, 0).view(math.prod(heads), queries)
@@ -185,9 +185,9 @@ class _Weights:
                 weights = scores.softmax(-1)
                 if mask is not None:  # rows that see nothing
                     weights.masked_fill_(scores.amax(-1, keepdim=True) == -math.inf, 0.0)
-                kept = made_of(hashes[at, of].reshape(-1), columns[:seen], is_more, wide)
+                kept = draw_elements(hashes[at, of].reshape(-1), columns[:seen], is_more, wide)
                 kept = kept.view(weights.shape)
-                yield _Part(at, of, part, key[at, :seen], value[at, :seen], weights, kept)
+                yield _WeightBlock(at, of, part, key[at, :seen], value[at, :seen], weights, kept)
 
 
 def _hidden(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -201,7 +201,7 @@ def _own(mask: Tensor, heads: Sequence[int], at: slice, rows: slice) -> Tensor:
     return own[..., rows, :] if own.shape[-2] > 1 else own
 
 
-def _add_to(of_mask: Tensor, heads: Sequence[int], part: _Part, of_scores: Tensor) -> None:
+def _add_to(of_mask: Tensor, heads: Sequence[int], part: _WeightBlock, of_scores: Tensor) -> None:
     """Add the gradients of scores where a mask was added to them."""
     into = of_mask[..., part.rows, :] if of_mask.shape[-2] > 1 else of_mask
     given = of_scores.to(into.dtype)

@@ -26,23 +26,23 @@ from torch import Tensor
 
 from autopar.collectives.joint_kernels import Group, JointKernel, Piece, Shift, Steps, Traffic
 from autopar.strategies.kernels.attention.attention_blocks import (
-    Block,
-    Weights,
-    Whole,
-    attended,
+    AttentionBlock,
+    AttentionOptions,
+    RowResults,
+    attend,
+    block_gradients,
     cut_mask,
+    empty_results,
     merge,
-    nothing_seen,
-    slopes,
     wide_of,
 )
-from autopar.strategies.kernels.keyed_draws import Place
+from autopar.strategies.kernels.keyed_draws import DrawPlace
 
 Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Task:
+class RingTask:
     """What a member computes in a step: for some rows of a member's queries, by a member's keys."""
 
     queries: int
@@ -58,7 +58,7 @@ class Ring:
 
     rows: tuple[Piece, ...]
     columns: tuple[Piece, ...]
-    weights: Weights
+    weights: AttentionOptions
     groups: int = 1  # of heads of queries, for each of keys
 
     @property
@@ -74,7 +74,7 @@ class Ring:
     def steps(self) -> range:
         return range(1, self.count // 2 + 1 if self.is_shared else self.count)
 
-    def task(self, member: int, step: int) -> Task | None:
+    def task(self, member: int, step: int) -> RingTask | None:
         """That of a member in a step; None where it would see nothing."""
         other = (member - step) % self.count
         is_help = self.is_shared and member < step
@@ -87,10 +87,10 @@ class Ring:
         if first == last or width == 0 or is_later:
             return None
         rows = slice(first, last)
-        return Task(queries, keys, rows, is_help, rows if is_help else slice(0, width))
+        return RingTask(queries, keys, rows, is_help, rows if is_help else slice(0, width))
 
 
-class Inputs(NamedTuple):
+class RingInputs(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
@@ -106,7 +106,7 @@ class _Member:
     for_queries: Tensors  # what comes back is like these
     for_keys: Tensors
 
-    def __init__(self, ring: Ring, at: int, inputs: Inputs) -> None:
+    def __init__(self, ring: Ring, at: int, inputs: RingInputs) -> None:
         self.ring, self.at = ring, at
         query, self.key, self.value, mask, self.drawn = inputs
         self.query, self.wide = _grouped(query, ring.groups), wide_of(query.dtype)
@@ -116,11 +116,11 @@ class _Member:
             mask = _grouped(mask, ring.groups if is_each else 1)
         self.mask = mask
 
-    def compute(self, task: Task, came: Tensors) -> Tensors:
+    def compute(self, task: RingTask, came: Tensors) -> Tensors:
         """Compute with what came, and give what goes back."""
         raise NotImplementedError
 
-    def take(self, task: Task, came: Tensors) -> None:
+    def take(self, task: RingTask, came: Tensors) -> None:
         """Add what came back of a task of another member."""
         raise NotImplementedError
 
@@ -161,10 +161,10 @@ class _Member:
         if (theirs := self._task_of_next(step)) is not None:
             self.take(theirs, came)
 
-    def _task_of_next(self, step: int) -> Task | None:
+    def _task_of_next(self, step: int) -> RingTask | None:
         return self.ring.task((self.at + step) % self.ring.count, step)
 
-    def _block(self, task: Task, came: Tensors) -> Block:
+    def _block(self, task: RingTask, came: Tensors) -> AttentionBlock:
         """What a task computes."""
         query = came[0] if task.is_help else self.query[..., task.rows, :]
         key, value = (self.key, self.value) if task.is_help else came[:2]
@@ -172,14 +172,16 @@ class _Member:
         if mask is not None:
             mask = cut_mask(mask, task.rows, self._columns(task))
         row = self.ring.rows[task.queries][0] + task.rows.start
-        return Block(query, key, value, row, self._columns(task).start, mask, self.drawn)
+        return AttentionBlock(query, key, value, row, self._columns(task).start, mask, self.drawn)
 
-    def _columns(self, task: Task) -> slice:
+    def _columns(self, task: RingTask) -> slice:
         start, width = self.ring.columns[task.keys]
         return slice(start, start + width)
 
 
-def _shift(step: int, given: Tensors, task: Task | None, queries: Tensors, keys: Tensors) -> Shift:
+def _shift(
+    step: int, given: Tensors, task: RingTask | None, queries: Tensors, keys: Tensors
+) -> Shift:
     """A message, and for another task one that comes. All are as many tensors."""
     shapes: list[tuple[int, ...]] = []
     if task is not None:
@@ -192,36 +194,38 @@ def _shift(step: int, given: Tensors, task: Task | None, queries: Tensors, keys:
     return Shift(sent, step, [*shapes, *[(0,)] * (len(longer) - len(shapes))])
 
 
-class _Forward(_Member):
+class _ForwardMember(_Member):
     """The output of the own queries."""
 
-    def __init__(self, ring: Ring, at: int, inputs: Inputs) -> None:
+    def __init__(self, ring: Ring, at: int, inputs: RingInputs) -> None:
         super().__init__(ring, at, inputs)
-        whole = Block(self.query, self.key, self.value, 0, 0)
-        self.output, self.sums = nothing_seen(whole, self.wide)
+        whole = AttentionBlock(self.query, self.key, self.value, 0, 0)
+        self.output, self.sums = empty_results(whole, self.wide)
         self.queries, self.keys = (self.query,), (self.key, self.value)
         like = self.query.new_empty(1).expand(self.output.shape)
         self.for_queries, self.for_keys = (like, self.sums), ()
 
-    def compute(self, task: Task, came: Tensors) -> Tensors:
-        output, sums = attended(self._block(task, came), self.ring.weights)
+    def compute(self, task: RingTask, came: Tensors) -> Tensors:
+        output, sums = attend(self._block(task, came), self.ring.weights)
         if task.is_help:
             return output.to(self.query.dtype), sums
         self._merge(task, output, sums)
         return ()
 
-    def take(self, task: Task, came: Tensors) -> None:
+    def take(self, task: RingTask, came: Tensors) -> None:
         if task.is_help:
             self._merge(task, *came)
 
-    def _merge(self, task: Task, output: Tensor, sums: Tensor) -> None:
+    def _merge(self, task: RingTask, output: Tensor, sums: Tensor) -> None:
         merge(self.output[..., task.rows, :], self.sums[..., task.rows, :], output, sums)
 
 
-class _Backward(_Member):
+class _BackwardMember(_Member):
     """The gradients of the own queries, keys, values and mask."""
 
-    def __init__(self, ring: Ring, at: int, inputs: Inputs, whole: Whole, learns: bool) -> None:
+    def __init__(
+        self, ring: Ring, at: int, inputs: RingInputs, whole: RowResults, learns: bool
+    ) -> None:
         super().__init__(ring, at, inputs)
         self.whole = whole
         self.of_query, self.of_key, self.of_value = (
@@ -233,13 +237,13 @@ class _Backward(_Member):
         self.queries, self.keys = (self.query, *whole), (self.key, self.value)
         self.for_queries, self.for_keys = (self.query,), self.keys
 
-    def compute(self, task: Task, came: Tensors) -> Tensors:
+    def compute(self, task: RingTask, came: Tensors) -> Tensors:
         block = self._block(task, came)
-        whole = Whole(*came[1:]) if task.is_help else self.whole.part(task.rows)
+        whole = RowResults(*came[1:]) if task.is_help else self.whole.part(task.rows)
         of_mask = None
         if self.of_mask is not None:
             of_mask = cut_mask(self.of_mask, task.rows, self._columns(task))
-        found = slopes(block, self.ring.weights, whole, of_mask)
+        found = block_gradients(block, self.ring.weights, whole, of_mask)
         if task.is_help:
             self.of_key += found.key
             self.of_value += found.value
@@ -247,7 +251,7 @@ class _Backward(_Member):
         self.of_query[..., task.rows, :] += found.query
         return found.key.to(self.key.dtype), found.value.to(self.value.dtype)
 
-    def take(self, task: Task, came: Tensors) -> None:
+    def take(self, task: RingTask, came: Tensors) -> None:
         if task.is_help:
             self.of_query[..., task.rows, :] += came[0]
         else:
@@ -266,19 +270,19 @@ def ring_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     drawn: Tensor | None = None,
-    place: Place | None = None,
+    place: DrawPlace | None = None,
 ) -> Steps:
     """Scaled dot product attention, its queries, and its keys with their values, in pieces."""
     is_grouped = enable_gqa and key.shape[-3] != query.shape[-3]
     groups = query.shape[-3] // key.shape[-3] if is_grouped else 1
-    weights = Weights(
+    weights = AttentionOptions(
         1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         is_causal,
         None if place is None else _placed(place, groups),
         dropout_p,
     )
     ring = Ring(group.input(0).pieces, group.input(1).pieces, weights, groups)
-    member = _Forward(ring, group.index, Inputs(query, key, value, attn_mask, drawn))
+    member = _ForwardMember(ring, group.index, RingInputs(query, key, value, attn_mask, drawn))
     yield from member.around()
     output = _ungrouped(member.output, is_grouped).to(query.dtype)
     given = [x for x in (attn_mask, drawn) if x is not None]
@@ -299,9 +303,9 @@ def ring_attention_backward(
     drawn = given.pop() if ring.weights.place is not None else None
     mask = given.pop() if given else None
     learns = mask is not None and group.needs[3]
-    whole = Whole(_grouped(output, ring.groups), sums, _grouped(slope, ring.groups))
-    inputs = Inputs(query, key, value, mask, drawn)
-    member = _Backward(ring, group.index, inputs, whole, learns)
+    whole = RowResults(_grouped(output, ring.groups), sums, _grouped(slope, ring.groups))
+    inputs = RingInputs(query, key, value, mask, drawn)
+    member = _BackwardMember(ring, group.index, inputs, whole, learns)
     yield from member.around()
     found: list[Tensor | None] = [None] * len(group.needs)
     found[0] = _ungrouped(member.of_query, is_grouped).to(query.dtype)
@@ -322,7 +326,7 @@ def _ungrouped(x: Tensor, is_grouped: bool) -> Tensor:
     return x.flatten(-4, -3) if is_grouped else x.squeeze(-3)
 
 
-def _placed(place: Place, groups: int) -> Place:
+def _placed(place: DrawPlace, groups: int) -> DrawPlace:
     """Of weights with groups."""
     if len(place.shape) > 2:
         return place.unflattened(len(place.shape) - 3, groups)

@@ -79,7 +79,7 @@ class Experts:
         rows = x[tokens]
         before = [products(rows, matrices.mT, sizes, bias) for matrices, bias in self.layers]
         out = products(self.evaluated(before), self.down.mT, sizes)
-        dtype = wide(out, weights)
+        dtype = sum_dtype(out, weights)
         out = out.to(dtype) * weights.reshape(-1, 1)[order]
         y = out.new_zeros(len(x), out.shape[-1]).index_add(0, tokens, out)
         return y.to(x.dtype), before
@@ -100,7 +100,7 @@ class Experts:
         order, sizes = self.routes(chosen)
         tokens = order // chosen.shape[-1]
         rows, slopes = x[tokens], grad[tokens]
-        dtype = wide(grad, weights)
+        dtype = sum_dtype(grad, weights)
         factors = weights.reshape(-1, 1)[order].to(dtype)
         inner_slopes = products(slopes, self.down, sizes)
         with torch.enable_grad():
@@ -110,7 +110,7 @@ class Experts:
         of_inner = (inner_slopes * factors).to(inner.dtype)
         of_before = torch.autograd.grad(inner, leaves, of_inner, materialize_grads=True)
         of_down = products_of_rows((slopes * factors).to(x.dtype), inner.detach(), sizes)
-        of_x = x.new_zeros(x.shape, dtype=wide(x))
+        of_x = x.new_zeros(x.shape, dtype=sum_dtype(x))
         found: list[tuple[Tensor, Tensor | None]] = []
         for slope, (matrices, bias) in zip(of_before, self.layers):
             of_x.index_add_(0, tokens, products(slope, matrices, sizes).to(of_x.dtype))
@@ -143,11 +143,11 @@ def experts(
     return EXPERTS(x, chosen, weights, down, gate, up, gate_bias, up_bias, inner, columns)
 
 
-def flat(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def wide(*tensors: Tensor) -> torch.dtype:
+def sum_dtype(*tensors: Tensor) -> torch.dtype:
     """That in which the terms of a sum are added."""
     dtype = torch.float32
     for tensor in tensors:
@@ -197,7 +197,7 @@ def _sums_of_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _run(x: Tensor, chosen: Tensor, weights: Tensor, *arguments: Any) -> Tensor:
-    y, _ = Experts(*arguments).forward(flat(x), flat(chosen), flat(weights))
+    y, _ = Experts(*arguments).forward(as_rows(x), as_rows(chosen), as_rows(weights))
     return y.view(x.shape)
 
 
@@ -215,7 +215,7 @@ class _Recorded(torch.autograd.Function):
         if type(x) not in (Tensor, torch.nn.Parameter):  # nothing can be computed
             with below_autograd():
                 return EXPERTS(x, chosen, weights, *arguments)
-        y, before = layer.forward(flat(x), flat(chosen), flat(weights))
+        y, before = layer.forward(as_rows(x), as_rows(chosen), as_rows(weights))
         ctx.save_for_backward(x, chosen, weights, *layer.learned, *before)
         return y.view(x.shape)
 
@@ -230,8 +230,8 @@ class _Recorded(torch.autograd.Function):
             made = torch.autograd.grad(y, list(asked.values()), grad, create_graph=True)
             of = dict(zip(asked, made))
             return tuple(of.get(index) for index in range(11))
-        rows = flat(x), flat(chosen), flat(weights)
-        of_x, of_weights, *others = layer.backward(*rows, learned[5:], flat(grad))
+        rows = as_rows(x), as_rows(chosen), as_rows(weights)
+        of_x, of_weights, *others = layer.backward(*rows, learned[5:], as_rows(grad))
         return of_x.view(x.shape), None, of_weights.view(weights.shape), *others, None, None, None
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.collectives.joint_kernels import Gather, Group, JointKernel, Steps, Trade, Traffic
-from autopar.strategies.kernels.experts.expert_kernels import Experts, flat, wide
+from autopar.strategies.kernels.experts.expert_kernels import Experts, as_rows, sum_dtype
 
 DOWN = 3  # which of its tensors are the experts
 
@@ -51,7 +51,7 @@ def routed_experts(
     """The same arguments as the operator, of the tokens and the experts at hand."""
     pieces = group.input(DOWN).pieces
     arguments["start"] = pieces[group.index][0]
-    layer, own = Experts(**arguments), (flat(x), flat(chosen), flat(weights))
+    layer, own = Experts(**arguments), (as_rows(x), as_rows(chosen), as_rows(weights))
     route = yield from _route(group, own[1], pieces)
     coming = []
     for value in own:
@@ -61,7 +61,7 @@ def routed_experts(
         received.append(torch.cat((yield handle)))
     y, before = layer.forward(*received)
     returned = yield (yield route.back(y))
-    total = route.added(len(own[0]), returned, wide(y, weights)).to(x.dtype)
+    total = route.added(len(own[0]), returned, sum_dtype(y, weights)).to(x.dtype)
     saved = (*received, *layer.learned, *before)
     return (
         (total.view(x.shape),),
@@ -91,12 +91,14 @@ def routed_experts_backward(
     x, chosen, weights = (next(kept) for _ in range(3))
     layer = Experts(*(next(kept) if there else None for there in rest.there), *rest.about)  # type: ignore[arg-type]
     (x_shape, weights_shape), tokens = rest.shapes, grad.numel() // max(grad.shape[-1], 1)
-    slopes = torch.cat((yield (yield route.out(flat(grad)))))
+    slopes = torch.cat((yield (yield route.out(as_rows(grad)))))
     of_x, of_weights, *others = layer.backward(x, chosen, weights, [*kept], slopes)
     coming = yield route.back(of_x)
     also_coming = yield route.back(of_weights)
-    of_x = route.added(tokens, (yield coming), wide(of_x)).to(of_x.dtype)
-    of_weights = route.added(tokens, (yield also_coming), wide(of_weights)).to(of_weights.dtype)
+    of_x = route.added(tokens, (yield coming), sum_dtype(of_x)).to(of_x.dtype)
+    of_weights = route.added(tokens, (yield also_coming), sum_dtype(of_weights)).to(
+        of_weights.dtype
+    )
     learned = [found for found, there in zip(others, rest.there) if there]
     return of_x.view(x_shape), None, of_weights.view(weights_shape), *learned
 

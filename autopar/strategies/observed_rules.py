@@ -18,14 +18,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar._torch import memory_of, onednn_dtypes
 from autopar.strategies.node_info import info
-from autopar.strategies.registry import Call, tensor_inputs
-from autopar.strategies.results import flat
-from autopar.strategies.rule import Dim, Extra, Rule, Saved
+from autopar.strategies.registry import OperatorCall, tensor_inputs
+from autopar.strategies.results import flat_values
+from autopar.strategies.rule import Dim, ExtraTensor, Rule, Saved
 
 TEXT = "no rule: whole on every rank"
 
 
-class Kept(NamedTuple):
+class SavedMemory(NamedTuple):
     """Of one run of a call: which inputs it keeps, whether its output, and further storages."""
 
     inputs: tuple[int, ...]
@@ -51,7 +51,7 @@ def observed_rule(node: fx.Node) -> Rule:
     sizes = {name: size for name, size in sizes.items() if size != 1}
     whole = frozenset(sizes)
     sizes |= {f"kept{index}": size for index, size in enumerate(kept.further)}
-    extra = tuple(Extra(((f"kept{i}",),), torch.uint8) for i in range(len(kept.further)))
+    extra = tuple(ExtraTensor(((f"kept{i}",),), torch.uint8) for i in range(len(kept.further)))
     return Rule(
         inputs,
         outputs,
@@ -65,7 +65,7 @@ def observed_rule(node: fx.Node) -> Rule:
     )
 
 
-def _seen(node: fx.Node) -> tuple[float, float, Kept]:
+def _seen(node: fx.Node) -> tuple[float, float, SavedMemory]:
     """FLOPs forward and backward on meta tensors; what is kept there, or on the device if more."""
     values = [info(value).val for value in tensor_inputs(node)]
     try:
@@ -77,13 +77,13 @@ def _seen(node: fx.Node) -> tuple[float, float, Kept]:
                     *_, here = _run(node, info(node).values[0].device)
                 kept = max(kept, here, key=lambda one: _bytes(one, values))
     except Exception:  # whatever torch, or an operator of the user, raises without values
-        return 0.0, 0.0, Kept(tuple(range(len(values))), True, ())
+        return 0.0, 0.0, SavedMemory(tuple(range(len(values))), True, ())
     return forward, backward, kept._replace(further=(*kept.further, *_workspaces(node)))
 
 
 def _run(
     node: fx.Node, device: torch.device, differentiate: bool = False
-) -> tuple[float, float, Kept]:
+) -> tuple[float, float, SavedMemory]:
     """One call on empty tensors of a device."""
     leaves = {value: _leaf(value, device) for value in tensor_inputs(node)}
     args, kwargs = fx.map_arg((node.args, node.kwargs), leaves.__getitem__)
@@ -99,7 +99,7 @@ def _run(
 
     assert callable(node.target)
     with FlopCounterMode(display=False) as forward, saved_tensors_hooks(keep, lambda value: value):
-        outputs = [x for x in flat(node.target(*args, **kwargs)) if isinstance(x, Tensor)]
+        outputs = [x for x in flat_values(node.target(*args, **kwargs)) if isinstance(x, Tensor)]
     kept = _kept(saved, list(leaves.values()), outputs)
     given = [output for output in outputs if output.requires_grad]
     with FlopCounterMode(display=False) as backward:
@@ -118,14 +118,14 @@ def _leaf(node: fx.Node, device: torch.device) -> Tensor:
     return leaf.requires_grad_(info(node).differentiable)
 
 
-def _bytes(kept: Kept, inputs: Sequence[Tensor]) -> int:
+def _bytes(kept: SavedMemory, inputs: Sequence[Tensor]) -> int:
     return sum(kept.further) + sum(inputs[index].nbytes for index in kept.inputs)
 
 
 def _workspaces(node: fx.Node) -> Iterator[int]:
     """What oneDNN keeps of an LSTM on a CPU, as measured: no empty tensor shows it. Of each layer
     and direction it has a page, and for each sample and step numbers of gates and of states."""
-    call = Call(node)
+    call = OperatorCall(node)
     if node.target is not torch.ops.aten.lstm.input or not info(node).differentiable:
         return
     given: Tensor = call.outputs[0]
@@ -139,14 +139,16 @@ def _workspaces(node: fx.Node) -> Iterator[int]:
         yield size * (4 if given.dtype is torch.float32 else 3) + 2**15
 
 
-def _kept(saved: Sequence[Tensor], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Kept:
+def _kept(
+    saved: Sequence[Tensor], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> SavedMemory:
     """Which inputs were kept, whether an output was, and the bytes of all other storages."""
 
     sizes = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
     read = {memory_of(tensor) for tensor in inputs}
     given = {memory_of(tensor) for tensor in outputs} - read
     further = tuple(size for pointer, size in sizes.items() if pointer not in read | given)
-    return Kept(
+    return SavedMemory(
         tuple(index for index, tensor in enumerate(inputs) if memory_of(tensor) in sizes),
         not given.isdisjoint(sizes),
         tuple(size for size in further if size),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Between(NamedTuple):
+class IntermediateWork(NamedTuple):
     """Bytes of intermediate results that passes over elements write and read, beside products and
     what is read and written once. The cores of a host have most of them in a cache: there, as many
     as its memory moves in the same time."""
@@ -18,9 +18,9 @@ class Between(NamedTuple):
     host_flops: float = 0.0
     host_backward_flops: float = 0.0
 
-    def times(self, count: float) -> Between:
+    def times(self, count: float) -> IntermediateWork:
         """Of so many elements, where these are of one."""
-        return Between(*(size * count for size in self))
+        return IntermediateWork(*(size * count for size in self))
 
 
-NOTHING = Between()
+NO_WORK = IntermediateWork()

@@ -16,10 +16,10 @@ from torch import fx
 
 from autopar.layout import Layout, TensorType, axes_of
 from autopar.mesh import Mesh
-from autopar.strategies.kernels import no_results, nothing
-from autopar.strategies.kernels.keyed_draws import Place
-from autopar.strategies.node_info import flat, info
-from autopar.strategies.registry import Call, traits_of
+from autopar.strategies.kernels import zero_result, zero_results
+from autopar.strategies.kernels.keyed_draws import DrawPlace
+from autopar.strategies.node_info import flat_values, info
+from autopar.strategies.registry import OperatorCall, traits_of
 from autopar.strategies.results import has_results
 from autopar.strategies.rule import Rule
 from autopar.strategies.strategy import Strategy
@@ -35,7 +35,7 @@ def localize_arguments(
 
     `types` are the global shapes of the outputs and their layouts.
     """
-    output_type, traits = flat(types)[0], traits_of(node)
+    output_type, traits = flat_values(types)[0], traits_of(node)
     args, kwargs = list(node.args), dict(node.kwargs)
     shape = output_type.layout.local_shape(output_type.shape, mesh, rank)
     if traits.as_reshape:
@@ -43,7 +43,7 @@ def localize_arguments(
     if shape == output_type.shape:
         return node.args, dict(node.kwargs)
     for name, of_piece in traits.of_piece.items():
-        call = Call(node)
+        call = OperatorCall(node)
         value, place = of_piece(call, shape), list(call.arguments).index(name)
         if name not in kwargs and place < len(args):
             args[place] = value
@@ -56,7 +56,7 @@ def joint_arguments(node: fx.Node, types: Types, mesh: Mesh) -> dict[str, Any]:
     """Those of a call that ranks carry out together, by name. What a piece has others of, as counts
     of channels, is the same on all ranks: such dims are cut evenly."""
     args, kwargs = localize_arguments(node, types, mesh, 0)
-    given = Call(node).arguments
+    given = OperatorCall(node).arguments
     return {**given, **dict(zip(given, args)), **kwargs}
 
 
@@ -83,12 +83,12 @@ def piece_call(
             rule.bounds(factor, strategy, mesh, rank)[1] for factor in rule.cuts_of(strategy)
         ]
         if 0 in lengths:
-            shapes = [list(t.layout.local_shape(t.shape, mesh, rank)) for t in flat(types)]
-            dtypes = [type_.dtype for type_ in flat(types)]
+            shapes = [list(t.layout.local_shape(t.shape, mesh, rank)) for t in flat_values(types)]
+            dtypes = [type_.dtype for type_ in flat_values(types)]
             learns = info(node).differentiable
             if has_results(node):
-                return no_results, (shapes, dtypes, learns, *node.all_input_nodes), {}
-            return nothing, (shapes[0], dtypes[0], learns, *node.all_input_nodes), {}
+                return zero_results, (shapes, dtypes, learns, *node.all_input_nodes), {}
+            return zero_result, (shapes[0], dtypes[0], learns, *node.all_input_nodes), {}
     # Every reshape that looks at sizes becomes `reshape`.
     function = torch.ops.aten.reshape.default if traits.as_reshape else node.target
     args, kwargs = localize_arguments(node, types, mesh, rank)
@@ -98,12 +98,14 @@ def piece_call(
 
 
 def _of_piece(argument: Any, rule: Rule, strategy: Strategy, mesh: Mesh, rank: int) -> Any:
-    if isinstance(argument, Place):
-        return place_of_piece(argument, rule, strategy, mesh, rank)
+    if isinstance(argument, DrawPlace):
+        return draw_place_of_piece(argument, rule, strategy, mesh, rank)
     return argument
 
 
-def place_of_piece(place: Place, rule: Rule, strategy: Strategy, mesh: Mesh, rank: int) -> Place:
+def draw_place_of_piece(
+    place: DrawPlace, rule: Rule, strategy: Strategy, mesh: Mesh, rank: int
+) -> DrawPlace:
     """Where the piece of a rank starts in what is drawn, which has the first dims of the output."""
     starts = []
     for dim, size in zip(rule.outputs[0], place.shape):
