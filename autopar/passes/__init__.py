@@ -18,7 +18,7 @@ from autopar.collectives import Price
 from autopar.cost.repeats import NONE, Repeats
 from autopar.passes.eager_sums import choose_sums
 from autopar.passes.early_sums import settle_small_sums
-from autopar.passes.flow import part_of
+from autopar.passes.flow import copy_subgraph
 from autopar.passes.fusion import fuse_biases
 from autopar.passes.gathers import mark_copies, take_gathers
 from autopar.passes.gradient_sync import hoist_gradient_sync
@@ -28,7 +28,7 @@ from autopar.passes.layout_types import assign_types
 from autopar.passes.linear_reductions import hide_reductions
 from autopar.passes.localize import localize
 from autopar.passes.parameter_gathers import gather_parameters
-from autopar.passes.pass_setting import Copies, LocalSetting, Setting
+from autopar.passes.pass_setting import LocalSetting, ParameterCopies, Setting
 from autopar.passes.recombine import recombine
 from autopar.passes.recompute_marks import mark_recomputed
 from autopar.passes.times import mark_times
@@ -38,24 +38,24 @@ from autopar.strategies.node_info import info
 __all__ = [
     "LOCAL_PASSES",
     "PASSES",
-    "Copies",
     "LocalSetting",
+    "ParameterCopies",
+    "change_recomputation",
+    "change_state_places",
     "localize",
-    "quicken",
-    "remark",
-    "replace_states",
     "rewrite",
+    "run_local_passes",
 ]
 
-Run = Callable[[fx.Graph, Any], fx.Graph]
+PassFunction = Callable[[fx.Graph, Any], fx.Graph]
 
 
 @dataclass(frozen=True)
 class Pass:
     """One step of a table."""
 
-    run: Run  # with the `Setting` of its table
-    after: tuple[Run, ...]  # what must come before it
+    run: PassFunction  # with the `Setting` of its table
+    after: tuple[PassFunction, ...]  # what must come before it
     gives: str  # the stage whose invariants the verifier asks of the graph after it
 
 
@@ -89,7 +89,7 @@ def rewrite(
     return _run(PASSES, captured.graph, Setting(captured, decisions, price), each)
 
 
-def remark(
+def change_recomputation(
     graph: fx.Graph,
     captured: Captured,
     decisions: Decisions,
@@ -98,16 +98,16 @@ def remark(
 ) -> fx.Graph:
     """A rewritten program of the same layouts in which other regions are recomputed. `repeats`: its
     equal blocks, if none is yet."""
-    made = part_of(graph, graph.nodes)
+    made = copy_subgraph(graph, graph.nodes)
     return mark_recomputed(made, Setting(captured, decisions, price), repeats.moved_to(made))
 
 
-def replace_states(
+def change_state_places(
     graph: fx.Graph, captured: Captured, decisions: Decisions, price: Price
 ) -> fx.Graph:
     """A rewritten program of the same layouts whose parameters have had one place so far, with the
     places of these decisions."""
-    setting, found = Setting(captured, decisions, price), part_of(graph, graph.nodes)
+    setting, found = Setting(captured, decisions, price), copy_subgraph(graph, graph.nodes)
     for node in found.find_nodes(op="placeholder"):
         if node.name in decisions.apart:
             info(node).places = decisions.apart[node.name]
@@ -119,7 +119,7 @@ def replace_states(
     return found
 
 
-def quicken(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
+def run_local_passes(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
     """What one rank runs, in place: as few calls and as little waiting as eager code needs."""
     return _run(LOCAL_PASSES, graph, setting)
 

@@ -22,7 +22,7 @@ from autopar.capture.node_classes import number_calls
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType, parts_of
 from autopar.mesh import Mesh
-from autopar.passes.flow import ancestors, part_of
+from autopar.passes.flow import ancestors, copy_subgraph
 from autopar.search.propagation import propagate
 from autopar.strategies import OperatorCall, localize_arguments, tensor_inputs, traits_of
 from autopar.strategies.kernels.keyed_draws import DrawPlace
@@ -74,7 +74,7 @@ class InseparableBatch(InvalidInput):
     """Samples meet before the loss, so that a step has one micro-batch, whatever else it has."""
 
 
-class Cutter:
+class BatchCutter:
     """The working state: what each value is across micro-batches, and the new graph."""
 
     def __init__(
@@ -211,7 +211,7 @@ class Cutter:
         """From the inputs of a whole batch to the totals, as a graph of its own."""
         if not self.summed:
             return None
-        graph = part_of(self.captured.graph, self.summed)
+        graph = copy_subgraph(self.captured.graph, self.summed)
         copies = {node.name: node for node in graph.nodes}
         graph.output({total.name: copies[node.name] for node, total in self.summed.items()})
         return graph

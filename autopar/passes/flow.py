@@ -315,7 +315,9 @@ def ancestors(
     return found
 
 
-def part_of(source: fx.Graph, wanted: Iterable[fx.Node], given: Iterable[fx.Node] = ()) -> fx.Graph:
+def copy_subgraph(
+    source: fx.Graph, wanted: Iterable[fx.Node], given: Iterable[fx.Node] = ()
+) -> fx.Graph:
     """A copy of the part of `source` that makes `wanted`, with `given` as placeholders."""
     given = dict.fromkeys(given)
     needed = ancestors(

@@ -28,7 +28,7 @@ from autopar.strategies.node_info import info
 from autopar.strategies.registry import has_rule
 from autopar.strategies.results import is_result
 
-NONE = -1  # no group
+NO_GROUP = -1  # no group
 # What may give its input itself.
 _PASSING = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 _PIECES = (operator.getitem, torch.unbind, torch.split_with_sizes)
@@ -99,7 +99,7 @@ def _mark_forward(graph: fx.Graph, order: list[_Readers], lasting: frozenset[int
         lasts = readers.group in lasting
         later = [other.group for other in order[at + 1 :] if (other.group in lasting) == lasts]
         with graph.inserting_before(readers.all[0]):
-            graph.call_function(have_copies, (readers.group, later[0] if later else NONE))
+            graph.call_function(have_copies, (readers.group, later[0] if later else NO_GROUP))
         if not lasts:
             with graph.inserting_after(readers.all[-1]):
                 graph.call_function(leave_copies, (readers.group,))
@@ -117,7 +117,7 @@ def _mark_backward(
         groups = tuple(sorted(again[reader]))
         earlier = [one for one in reversed(readers[:at]) if info(one).learns]
         before = [group for one in earlier for group in sorted(again[one])]
-        following = next((one for one in before if one not in groups), NONE)
+        following = next((one for one in before if one not in groups), NO_GROUP)
         weights = info(reader).weight_inputs
         if weights is not None and weights.product and len(weights.positions) > 1:
             info(reader).weight_inputs = None

@@ -16,7 +16,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.cost.operator_costs import facts_of
 from autopar.layout import ALL_PLACES, Layout, Placement, TensorType
-from autopar.passes.flow import part_of
+from autopar.passes.flow import copy_subgraph
 from autopar.passes.pass_setting import Setting
 from autopar.search.decisions import Decisions
 from autopar.strategies import Strategy, tensor_inputs
@@ -28,7 +28,7 @@ from autopar.strategies.rule import Facts
 def assign_types(source: fx.Graph, setting: Setting) -> fx.Graph:
     """A copy of the captured graph with the decisions written on its nodes."""
     captured, decisions = setting.captured, setting.decisions
-    graph = part_of(source, source.nodes)
+    graph = copy_subgraph(source, source.nodes)
     facts: dict[int, Facts] = {}  # of calls that are alike
     taken: dict[tuple[int, Strategy], dict[str, object]] = {}  # what is said of these
     parted = {reader for _, reader, _ in decisions.ways}

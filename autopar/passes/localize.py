@@ -13,7 +13,7 @@ from torch import fx
 
 from autopar.collectives import operator_call
 from autopar.mesh import Mesh
-from autopar.passes.flow import part_of
+from autopar.passes.flow import copy_subgraph
 from autopar.passes.kernels import arguments_of, joint_call, local_call
 from autopar.strategies.node_info import info
 
@@ -25,7 +25,7 @@ def localize(
     graph: fx.Graph, mesh: Mesh, rank: int, device: torch.device, group_name: GroupName
 ) -> fx.Graph:
     """A copy of `graph` for `rank` on `device`; `group_name` names its group over some axes."""
-    local = part_of(graph, graph.nodes)
+    local = copy_subgraph(graph, graph.nodes)
     for node in local.nodes:
         if (movement := info(node).movement) is not None:
             (value,) = node.all_input_nodes

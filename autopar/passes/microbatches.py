@@ -29,7 +29,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.execute import evaluate
 from autopar.capture.verifier import verify
 from autopar.errors import InvalidInput
-from autopar.passes.batch_cutter import SUM, BatchDim, Cutter, Status
+from autopar.passes.batch_cutter import SUM, BatchCutter, BatchDim, Status
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import info
 
@@ -120,7 +120,7 @@ def _cut_batch(
     captured: Captured, count: int, *, tells: bool = False, keeps: bool = True
 ) -> Microbatches:
     batch = _require_parts(captured, count)
-    cutter = Cutter(captured, count, tells=tells, keeps=keeps)
+    cutter = BatchCutter(captured, count, tells=tells, keeps=keeps)
     for node in captured.graph.nodes:
         if node in cutter.live:
             cutter.visit(node)
@@ -147,7 +147,7 @@ def batch_statistics(captured: Captured) -> tuple[fx.Node, ...]:
     return tuple(node for node in captured.graph.nodes if traits_of(node).statistics)
 
 
-def batch_of(captured: Captured) -> int | None:
+def batch_size(captured: Captured) -> int | None:
     """The first dim of the first input that has one."""
     nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
     shapes = [info(nodes[name]).val.shape for name in captured.inputs if name is not None]
@@ -156,7 +156,7 @@ def batch_of(captured: Captured) -> int | None:
 
 def _require_parts(captured: Captured, count: int) -> int:
     """The batch, if it has so many equal parts."""
-    batch = batch_of(captured)
+    batch = batch_size(captured)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise InvalidInput(
             "a step has a whole number of micro-batches, at least 1",

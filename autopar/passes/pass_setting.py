@@ -27,7 +27,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Copies:
+class ParameterCopies:
     """Of which parameters a rank's program reads copies, by their names in the model."""
 
     # So many gathers and casts behind a parameter are not the program's own.
@@ -44,6 +44,6 @@ class LocalSetting:
     mesh: Mesh | None = None  # of these ranks
     late: int = 0  # of so many results the caller sees to the sums
     is_split: bool = False  # what operators with weight halves give is not theirs alone
-    copies: Copies = Copies()
+    copies: ParameterCopies = ParameterCopies()
     once: bool = False  # gradients have no gradients of their own
     compiled: bool = False  # a compiler makes the calls, which are to change nothing in place

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from autopar.errors import InvalidInput
 from autopar.passes.flow import Flow
-from autopar.passes.stages import Cut
+from autopar.passes.stages import StageCut
 from autopar.strategies.node_info import info
 from autopar.units import plural
 
 
-def cut_like(flow: Flow, like: Cut) -> Cut:
+def cut_like(flow: Flow, like: StageCut) -> StageCut:
     """The program of `flow` in the stages of another, which hold what they hold there."""
     held = {info(node).origin[1]: stages for node, stages in like.stages.items()}
     known = {node.name: like.stage_at(place) for node, place in like.flow.position.items()}
@@ -31,7 +31,7 @@ def cut_like(flow: Flow, like: Cut) -> Cut:
     except InvalidInput:
         stages = _stages(flow, needs, held, [0] * len(wished))
     points = [sum(stage < index for stage in stages) for index in range(like.count)]
-    return Cut(flow, (*points, len(stages)), like.placement, held)
+    return StageCut(flow, (*points, len(stages)), like.placement, held)
 
 
 def _stages(

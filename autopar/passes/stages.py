@@ -1,6 +1,6 @@
 """Stages: a rewritten program becomes one program for each stage of a pipeline.
 
-    split_stages(Cut.at(flow, ["add", "add_8", "add_16"], placement), mesh)    # three stages
+    split_stages(StageCut.at(flow, ["add", "add_8", "add_16"], placement), mesh)    # three stages
 
 Comes last, when every movement is in place. A stage receives the activations that cross its start
 and returns those that cross its end: one that a later stage reads passes through those between.
@@ -23,14 +23,14 @@ from autopar.capture.verifier import verify
 from autopar.errors import InvalidInput
 from autopar.layout import Placement
 from autopar.mesh import Mesh
-from autopar.passes.flow import Flow, ancestors, part_of
+from autopar.passes.flow import Flow, ancestors, copy_subgraph
 from autopar.passes.recompute_marks import stay_received
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import ParameterReaders, info
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageCut:
     """Where a program is cut into stages."""
 
     flow: Flow
@@ -41,7 +41,9 @@ class Cut:
     held: Mapping[str, tuple[int, ...]] | None = None
 
     @classmethod
-    def at(cls, flow: Flow, starts: Sequence[str], placement: tuple[tuple[int, ...], ...]) -> Cut:
+    def at(
+        cls, flow: Flow, starts: Sequence[str], placement: tuple[tuple[int, ...], ...]
+    ) -> StageCut:
         """Stages that begin at these activations; the first at the first of all."""
         places = {node.name: place for node, place in flow.position.items()}
         points = 0, *(places[name] for name in starts[1:]), len(flow.activations)
@@ -150,7 +152,7 @@ class Stage:
         return list(dict.fromkeys(info(n).origin[1] for n in nodes if info(n).origin[0] == kind))
 
 
-def split_stages(cut: Cut, mesh: Mesh) -> tuple[Stage, ...]:
+def split_stages(cut: StageCut, mesh: Mesh) -> tuple[Stage, ...]:
     """The stages of a program."""
     flow, stages = cut.flow, []
     for index in range(cut.count):
@@ -161,7 +163,7 @@ def split_stages(cut: Cut, mesh: Mesh) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def cut_stage(cut: Cut, index: int) -> Stage:
+def cut_stage(cut: StageCut, index: int) -> Stage:
     """The stage between two cut points."""
     flow, (start, end) = cut.flow, cut.bounds(index)
     own = [node for node, position in flow.position.items() if start <= position < end]
@@ -169,7 +171,7 @@ def cut_stage(cut: Cut, index: int) -> Stage:
     statistics = [node for node in own if node in flow.statistics]
     outputs = tuple(at for at, stage in enumerate(cut.outputs) if stage == index)
     results = [*sent, *(flow.outputs[at] for at in outputs), *statistics]
-    graph = part_of(flow.graph, [*results, *own], received)
+    graph = copy_subgraph(flow.graph, [*results, *own], received)
     copies = {node.name: node for node in graph.nodes}
     for node in received:
         info(copies[node.name]).origin = ("received", node.name)
@@ -202,7 +204,7 @@ def _update(flow: Flow, statistics: set[fx.Node], is_first: bool) -> fx.Graph | 
             changed[buffer] = value
     if not changed:
         return None
-    graph = part_of(flow.graph, changed.values(), statistics)
+    graph = copy_subgraph(flow.graph, changed.values(), statistics)
     copies = {node.name: node for node in graph.nodes}
     for node in statistics:
         info(copies[node.name]).origin = ("received", node.name)

@@ -19,9 +19,9 @@ from autopar.capture.captured import Captured
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.layout import Layout
 from autopar.passes.flow import flow_of
-from autopar.passes.microbatches import Microbatches, batch_of, cut_batch
+from autopar.passes.microbatches import Microbatches, batch_size, cut_batch
 from autopar.passes.restaging import cut_like
-from autopar.passes.stages import Cut
+from autopar.passes.stages import StageCut
 from autopar.pipeline.pipelining import Pipelining
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.plan.restaged import forward_batches, scheduled, without_gradients
@@ -36,12 +36,12 @@ class StagedPlan(Plan):
 
     like: Plan | None = None
 
-    def cut(self, pipelining: Pipelining) -> Cut:
+    def cut(self, pipelining: Pipelining) -> StageCut:
         """Stages that hold what they hold there."""
         return self._cut
 
     @cached_property
-    def _cut(self) -> Cut:
+    def _cut(self) -> StageCut:
         assert self.like is not None
         assert self.like.pipelining is not None
         return cut_like(self.flow, self.like.cut(self.like.pipelining))
@@ -120,7 +120,7 @@ def _count(plan: Plan, captured: Captured, is_step: bool, parts: int) -> int | N
     """Into how many micro-batches what was captured is cut, of a batch in so many slices."""
     if plan.batches is None or not (is_step or plan.pipelining is not None):
         return None
-    batch, most = batch_of(captured) or 1, plan.batches.count
+    batch, most = batch_size(captured) or 1, plan.batches.count
     counts = [count for count in range(2, most + 1) if batch % (parts * count) == 0]
     count = max(counts, default=1)
     return count if is_step or forward_batches(captured, count) is not None else None

@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.errors import InvalidInput
-from autopar.passes.flow import flow_of, part_of
+from autopar.passes.flow import copy_subgraph, flow_of
 from autopar.passes.microbatches import Microbatches, batch_statistics, cut_batch
 from autopar.passes.restaging import cut_like
 from autopar.passes.stages import split_stages
@@ -40,7 +40,7 @@ def restaged(plan: Candidate, program: Program, forward: bool = False) -> Progra
 
 def without_gradients(captured: Captured) -> Captured:
     """The same program where nothing is differentiated."""
-    graph = part_of(captured.graph, captured.graph.nodes)
+    graph = copy_subgraph(captured.graph, captured.graph.nodes)
     copies = {node.name: node for node in graph.nodes}
     for node in graph.nodes:
         info(node).update(differentiable=False, learns=False)

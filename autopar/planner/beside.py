@@ -23,7 +23,7 @@ from autopar.capture.gradients import reached
 from autopar.capture.regions import checkpoints, found
 from autopar.cost.copy_groups import copied_in
 from autopar.layout import Layout, ParameterPlacement
-from autopar.passes.microbatches import Microbatches, batch_of
+from autopar.passes.microbatches import Microbatches, batch_size
 from autopar.planner.candidate import Candidate
 from autopar.planner.carried import carried, fitting
 from autopar.planner.recomputation import FULL
@@ -64,7 +64,7 @@ def spread_beside(
     )
     left = [axis for axis in mesh if mesh[axis] > 1 and axis not in said.axes]
     decisions = propagate(
-        captured, mesh, said, batch=(batch_of(captured) or 1) >= mesh.degree(left)
+        captured, mesh, said, batch=(batch_size(captured) or 1) >= mesh.degree(left)
     )
     return _placed(source, captured, batches, decisions)
 

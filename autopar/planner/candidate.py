@@ -24,10 +24,10 @@ from autopar.cost.saved_tensors import KeptOnce
 from autopar.cost.time_report import Cost, NodePrices, Run, program_run
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.passes import remark, replace_states, rewrite
+from autopar.passes import change_recomputation, change_state_places, rewrite
 from autopar.passes.flow import Flow, flow_of
 from autopar.passes.microbatches import Microbatches
-from autopar.passes.stages import Cut
+from autopar.passes.stages import StageCut
 from autopar.pipeline.memory.alike_stages import StageMemories
 from autopar.pipeline.memory.long_stages import bounds_by_place, in_three, taken_by_long_stages
 from autopar.pipeline.memory.step_memory import StageMemory, most_in_step
@@ -170,7 +170,7 @@ class Candidate:
         if self._source is not None:
             about = self.captured, self.decisions, self.prices.price
             source, is_same = self._source.rewritten, not self.decisions.apart
-            return source if is_same else replace_states(source, *about)
+            return source if is_same else change_state_places(source, *about)
         return rewrite(self.captured, self.decisions, self.prices.price, each=False)
 
     @cached_property
@@ -234,7 +234,9 @@ class Candidate:
         decisions = replace(self.decisions, recompute=dict(decided))
         made = replace(self, decisions=decisions)
         repeats = NONE if self.decisions.recompute else self.repeats
-        graph = remark(self.rewritten, self.captured, decisions, self.prices.price, repeats)
+        graph = change_recomputation(
+            self.rewritten, self.captured, decisions, self.prices.price, repeats
+        )
         vars(made).update(self._shared_prices, _forms=self._forms, rewritten=graph)
         if self._knows_flow:
             vars(made)["flow"] = self.flow.moved_to(graph)
@@ -337,10 +339,10 @@ class Candidate:
         at = self.pipelining
         return 0 if at is None else self.whole_mesh.coordinate(rank)[at.axis]
 
-    def cut(self, pipelining: Pipelining) -> Cut:
+    def cut(self, pipelining: Pipelining) -> StageCut:
         """Its stages."""
         starts = [stage.starts for stage in pipelining.stages]
-        return Cut.at(self.flow, starts, pipelining.schedule.placement)
+        return StageCut.at(self.flow, starts, pipelining.schedule.placement)
 
     def taken_by_stages(self, pipelining: Pipelining) -> dict[int, StageMemory]:
         """What its stages take in a step. Those that start and end alike are looked at once."""

@@ -22,7 +22,7 @@ from autopar.cluster.cluster_part import Line
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
-from autopar.passes.microbatches import batch_of, cut_batch
+from autopar.passes.microbatches import batch_size, cut_batch
 from autopar.planner.beside import constraints_beside
 from autopar.planner.candidate import Candidate
 from autopar.planner.carried import carried, counterparts
@@ -37,7 +37,7 @@ _LISTED = 3
 def data_axis(source: Candidate, sequence: int | None) -> tuple[str, str] | None:
     """The axis that cuts the batch of most values, the outermost of several, or else their
     `sequence`; and which of these. None: no axis does."""
-    wanted = {"batch": batch_of(source.captured), "sequence": sequence}
+    wanted = {"batch": batch_size(source.captured), "sequence": sequence}
     for dim, (what, size) in enumerate(wanted.items()):
         weights = Counter[str]()
         for node in source.captured.operators:

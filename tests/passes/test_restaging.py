@@ -13,7 +13,7 @@ import autopar as ap
 from autopar import Mesh
 from autopar.capture import capture
 from autopar.capture.listing import Listing
-from autopar.passes.flow import Flow, part_of
+from autopar.passes.flow import Flow, copy_subgraph
 from autopar.passes.restaging import cut_like
 from autopar.pipeline.schedule import forward_only
 from autopar.plan.plan import Plan
@@ -48,7 +48,7 @@ def test_the_plans_own_program_has_the_stages_that_it_has(name, options):
 def test_calls_of_other_names_lie_where_what_they_read_is_held():
     plan = planned(shared("gpt", layers=4), **ZB_V)
     like = plan.cut(plan.pipelining)
-    graph = part_of(plan.program.graph, plan.program.graph.nodes)
+    graph = copy_subgraph(plan.program.graph, plan.program.graph.nodes)
     for node in graph.nodes:
         if node.op == "call_function":
             node.name = f"other_{node.name}"

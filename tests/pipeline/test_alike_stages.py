@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autopar import Cluster, Mesh, plan
-from autopar.passes.stages import Cut, cut_stage
+from autopar.passes.stages import StageCut, cut_stage
 from autopar.pipeline.memory.alike_stages import StageMemories
 from autopar.pipeline.memory.step_memory import StageMemory
 from autopar.planner import candidate
@@ -29,7 +29,7 @@ def test_alike_stages_take_the_same(
     case, met = gpt(layers=6), list[bool]()
 
     class Compared(StageMemories):
-        def __call__(self, cut: Cut, index: int, is_split: bool) -> StageMemory:
+        def __call__(self, cut: StageCut, index: int, is_split: bool) -> StageMemory:
             before = len(self._seen)
             found = super().__call__(cut, index, is_split)
             met.append(len(self._seen) == before)

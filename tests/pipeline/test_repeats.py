@@ -14,7 +14,7 @@ from autopar.capture.regions import blocks
 from autopar.cost.repeats import Repeats
 from autopar.cost.saved_tensors import KeptOnce
 from autopar.cost.time_report import NodePrices, program_run
-from autopar.passes import remark
+from autopar.passes import change_recomputation
 from autopar.passes.flow import flow_of
 from autopar.pipeline.stages.stage_tables import StageCosts
 from autopar.states import BUFFER_BYTES
@@ -106,7 +106,10 @@ def test_regions_that_repeat_are_marked_as_each_by_itself(name: str, how: str) -
     # One of them is treated otherwise.
     for kinds in (decided, decided | {list(decided)[4]: ap.Recompute("full")}):
         about = graph, captured, replace(decisions, recompute=kinds), price
-        for one, other in zip(remark(*about, Repeats.of(graph)).nodes, remark(*about).nodes):
+        for one, other in zip(
+            change_recomputation(*about, Repeats.of(graph)).nodes,
+            change_recomputation(*about).nodes,
+        ):
             marks = [(n.region, n.remade, n.dropped, n.away) for n in (info(one), info(other))]
             assert marks[0] == marks[1]
 

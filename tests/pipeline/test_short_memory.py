@@ -17,7 +17,7 @@ from autopar.capture.shortened import shortened
 from autopar.cluster.cluster_part import Line
 from autopar.cost.footprint import program_memory
 from autopar.passes.microbatches import cut_batch
-from autopar.passes.stages import Cut, Stage, cut_stage
+from autopar.passes.stages import Stage, StageCut, cut_stage
 from autopar.pipeline.memory.step_memory import Part, StageMemory
 from autopar.planner.candidate import Candidate
 from autopar.planner.lengthened import longer
@@ -145,7 +145,7 @@ def between(candidate: Candidate, start: int, end: int) -> Stage:
         return next(at for at, module in enumerate(modules) if f".{block}." in module)
 
     points = [0, *(place(block) for block in (start, end) if 0 < block < LAYERS)]
-    cut = Cut(flow, (*points, len(flow.activations)), (tuple(range(len(points))),))
+    cut = StageCut(flow, (*points, len(flow.activations)), (tuple(range(len(points))),))
     return cut_stage(cut, 1 if start else 0)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import autopar as ap
-from autopar.passes.gathers import NONE
+from autopar.passes.gathers import NO_GROUP
 from autopar.pipeline.memory.activation_counts import live_microbatches
 from autopar.pipeline.memory.step_memory import (
     KINDS,
@@ -79,14 +79,14 @@ def seen_in_window(made: Schedule, rank: int, by_stage: dict[int, list[Group]]) 
     for action in made.orders[rank]:
         numbers = [group.number for group in own[action.stage]]
         ordered = numbers if action.kind == "F" else numbers[::-1]
-        turns = list(zip(ordered, [*ordered[1:], NONE]))
+        turns = list(zip(ordered, [*ordered[1:], NO_GROUP]))
         for _ in action.microbatches if action.kind != "W" else ():
             for number, following in turns:
                 if action.kind == "F":
                     window.have(number, following)
                     window.leave(number)
                 else:
-                    beside = None if following == NONE else window.groups[following]
+                    beside = None if following == NO_GROUP else window.groups[following]
                     window._want((window.groups[number],), beside, None)
                 most = max(most, window._bytes)
     window.forget()

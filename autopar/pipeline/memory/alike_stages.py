@@ -22,7 +22,7 @@ from autopar.cost.bucket_prices import Travel
 from autopar.cost.gather_groups import numbered_modules
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow
-from autopar.passes.stages import Cut, cut_stage
+from autopar.passes.stages import StageCut, cut_stage
 from autopar.pipeline.memory.step_memory import StageMemory
 from autopar.strategies.node_info import RecomputeRegion, info
 from autopar.strategies.results import tensors_of
@@ -46,7 +46,7 @@ class StageMemories:
         self._known = {} if known is None else known
 
     def __call__(
-        self, cut: Cut, index: int, is_split: bool, times: int | None = None
+        self, cut: StageCut, index: int, is_split: bool, times: int | None = None
     ) -> StageMemory:
         """`times`: how often what stands for several comes in it, if not as often as nodes say."""
         cls = type(self)
@@ -64,7 +64,7 @@ class StageMemories:
         memory, before = cls._seen[key]
         return memory if before == names else _renamed(memory, dict(zip(before, names)))
 
-    def _described(self, cut: Cut, index: int) -> tuple[Hashable, list[str]]:
+    def _described(self, cut: StageCut, index: int) -> tuple[Hashable, list[str]]:
         """What a stage receives, its calls one after another, and its results, whatever their
         names are; and the names of its parameters."""
         flow, (start, end) = cut.flow, cut.bounds(index)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from autopar.passes.flow import Flow
-from autopar.passes.stages import Cut
+from autopar.passes.stages import StageCut
 from autopar.pipeline.memory.alike_stages import StageMemories
 from autopar.pipeline.memory.step_memory import StageMemory
 from autopar.pipeline.pipelining import Pipelining
@@ -33,7 +33,7 @@ def taken_by_long_stages(
     return found
 
 
-def _shared(memory: StageMemory, cut: Cut) -> StageMemory:
+def _shared(memory: StageMemory, cut: StageCut) -> StageMemory:
     """The same, with the names of those parameters alone that other stages read, too: what stands
     for several has one name in all of them."""
     names = {node.name for node, readers in cut.readers.items() if not readers.is_own}
@@ -43,14 +43,14 @@ def _shared(memory: StageMemory, cut: Cut) -> StageMemory:
 
 def in_three(
     flow: Flow, start: int = 0, end: int = 0, made: Schedule | None = None, index: int = 0
-) -> Cut:
+) -> StageCut:
     """A program in one stage of a schedule, if there is one, and what comes before and after it."""
     count = len(flow.activations)
     points = sorted({0, start, end or count, count})
     first = index - (start > 0)
     own = range(first, first + len(points) - 1)
     places = [tuple(row[n] for n in own) for row in made.placement] if made else [(0,)]
-    return Cut(flow, tuple(points), tuple(places))
+    return StageCut(flow, tuple(points), tuple(places))
 
 
 def bounds_by_place(costs: StageCosts, pipelining: Pipelining) -> list[list[tuple[int, int]]]:

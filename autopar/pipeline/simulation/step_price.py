@@ -15,7 +15,7 @@ from autopar.cost.footprint import Memory
 from autopar.cost.rooflines import collective_seconds
 from autopar.cost.state_price import SUMS
 from autopar.cost.time_report import ROUNDED, Cost, Run
-from autopar.passes.stages import Cut
+from autopar.passes.stages import StageCut
 from autopar.pipeline.memory.step_memory import (
     StageMemory,
     host_in_step,
@@ -146,7 +146,7 @@ def _shown(timeline: Timeline, stages: Sequence[StageCost]) -> tuple[float, floa
     return sum(stage.updated for stage in own) * longer, sum(stage.cast for stage in own) * longer
 
 
-def held_at(pipelining: Pipelining, cut: Cut, rank: int) -> list[fx.Node]:
+def held_at(pipelining: Pipelining, cut: StageCut, rank: int) -> list[fx.Node]:
     """The parameters and buffers that a rank along the pipeline's axis has, each once."""
     own = {*pipelining.schedule.stages_on(rank)}
     return [node for node, read in cut.stages.items() if not own.isdisjoint(read)]

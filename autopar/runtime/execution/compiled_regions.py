@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.collectives.eager_movements import finish_sum, start_sum, sum_later
-from autopar.passes.gathers import NONE, leave_copies, watch_readers
+from autopar.passes.gathers import NO_GROUP, leave_copies, watch_readers
 from autopar.runtime.execution.block_groups import MARKS, Together
 from autopar.runtime.execution.region_calls import inputs_of
 from autopar.strategies.kernels.attention.dropped_attention import attention
@@ -346,7 +346,7 @@ def _watch_together(
         return
     groups = tuple(sorted({group for node in watched for group in node.args[1]}))
     following: Any = watched[0].args[2]
-    following = NONE if following in groups else following
+    following = NO_GROUP if following in groups else following
     for node in watched:
         graph.erase_node(node)
     with graph.inserting_after(last):

@@ -17,8 +17,8 @@ from torch import Tensor, fx
 from autopar._torch import python_call
 from autopar.collectives.eager_movements import EAGER, LateSum, sum_later
 from autopar.mesh import Mesh
-from autopar.passes import Copies, LocalSetting, quicken
-from autopar.passes.flow import part_of
+from autopar.passes import LocalSetting, ParameterCopies, run_local_passes
+from autopar.passes.flow import copy_subgraph
 from autopar.pipeline.running.weight_halves import WeightHalves
 from autopar.runtime.execution.activation_offload import Keeper
 from autopar.runtime.execution.profiler_ranges import function_of
@@ -47,7 +47,7 @@ def compile_graph(
     whole: fx.Graph | None = None,
     mesh: Mesh | None = None,
     halves: WeightHalves | None = None,
-    copies: Copies | None = None,
+    copies: ParameterCopies | None = None,
     window: Window | None = None,
     keeper: Keeper | None = None,
     compiling: Compiling | None = None,
@@ -67,13 +67,13 @@ def compile_graph(
         assert late is not None
         return sum_later(x, group, late)
 
-    quick = part_of(graph, graph.nodes)
+    quick = copy_subgraph(graph, graph.nodes)
     returned = 0 if late is None else outputs
-    is_split, copies = halves is not None, copies or Copies()
+    is_split, copies = halves is not None, copies or ParameterCopies()
     # What runs in a step, or is called on processes, is differentiated once.
     how = {"once": window is not None, "compiled": compiling is not None}
     setting = LocalSetting(whole, mesh, returned, is_split, copies, **how)
-    quicken(quick, setting)
+    run_local_passes(quick, setting)
     if compiling is not None:
         apart = [node for node in quick.nodes if info(node).weight_inputs is not None]
         compiling(quick, frozenset(apart if is_split else ()))

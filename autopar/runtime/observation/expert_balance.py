@@ -24,7 +24,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.gradients import mark_learning
 from autopar.errors import InvalidInput
 from autopar.layout import chunk
-from autopar.passes.flow import part_of
+from autopar.passes.flow import copy_subgraph
 from autopar.plan.plan import Plan
 from autopar.strategies import tensor_inputs
 from autopar.strategies.kernels.experts.expert_kernels import EXPERTS
@@ -120,7 +120,7 @@ def routing_of(captured: Captured) -> Captured:
             got=f"{type(captured.example.model).__name__}, in which none was recognised",
             remedy="ap.nn.MoE, or experts as transformers writes them for grouped products",
         )
-    part = part_of(graph, [*graph.find_nodes(op="placeholder"), *asked])
+    part = copy_subgraph(graph, [*graph.find_nodes(op="placeholder"), *asked])
     copies = {node.name: node for node in part.nodes}
     results = tuple(copies[node.name] for node in asked)
     info(part.output(results)).end(results)

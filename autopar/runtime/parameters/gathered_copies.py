@@ -26,7 +26,7 @@ from torch import Tensor
 from autopar._torch import age_of, copy_each, wait_for
 from autopar.cost.gather_groups import LIVE_GROUPS
 from autopar.errors import InvalidInput
-from autopar.passes.gathers import NONE, have_copies, leave_copies, watch_readers
+from autopar.passes.gathers import NO_GROUP, have_copies, leave_copies, watch_readers
 from autopar.runtime.backends.host_copies import HostLink
 from autopar.runtime.parameters.piece_exchange import Exchange, UnderWay
 
@@ -170,7 +170,7 @@ class Window:
         self._read.add(group)
         self._wanted.clear()
         self._bring(group)
-        if following != NONE:
+        if following != NO_GROUP:
             self._start(self._of(following))
 
     def leave(self, number: int) -> None:
@@ -186,7 +186,7 @@ class Window:
         for node in {made.grad_fn} if nodes is None else nodes:
             if node is not None:
                 groups = tuple(map(self._of, numbers))
-                after = self._of(following) if following != NONE else None
+                after = self._of(following) if following != NO_GROUP else None
                 node.register_prehook(partial(self._want, groups, after))
 
     @property

@@ -18,7 +18,7 @@ from autopar._torch_gradients import own_gradients
 from autopar.cost.bucket_prices import cut_bytes
 from autopar.cost.copy_groups import CopyGroup, largest_group
 from autopar.mesh import Mesh
-from autopar.passes import Copies
+from autopar.passes import ParameterCopies
 from autopar.passes.localize import Axes
 from autopar.runtime.backends.host_copies import HOST, HostLink
 from autopar.runtime.module.submodule_view import Closed
@@ -112,7 +112,7 @@ class Leaves:
         self._between.clear()
         self.window.take(())
 
-    def copies(self, routes: Mapping[str, Route]) -> Copies:
+    def copies(self, routes: Mapping[str, Route]) -> ParameterCopies:
         """What a program with these routes is told of them."""
         groups = {
             name: number
@@ -121,7 +121,9 @@ class Leaves:
             if plan.kind.is_last
         }
         lasting = frozenset(number for number, plan in enumerate(self._plans) if plan.kind.lasts)
-        return Copies({r.name: r.taken for r in routes.values() if r.taken}, groups, lasting)
+        return ParameterCopies(
+            {r.name: r.taken for r in routes.values() if r.taken}, groups, lasting
+        )
 
     def _make_groups(self, replaced: set[str]) -> None:
         """Groups of what is there now; one stays the same if all its tensors do."""
