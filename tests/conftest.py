@@ -42,16 +42,15 @@ def pytest_configure(config: pytest.Config) -> None:
     sampling.fix_seed(config)
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return sampling.header(config)
+def pytest_report_header() -> str:
+    return sampling.header()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Draw the cases of sampled laws, and bring the longest files to the front."""
-    if not sampling.runs_all(config):
-        chosen = sampling.sample(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-        items[:] = chosen
+    chosen = sampling.sample(items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
 
     def rank(item: pytest.Item) -> int:
         path = item.path.as_posix()

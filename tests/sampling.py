@@ -6,18 +6,22 @@
 
 `make test` runs 20 of them: the cases, in their order, are divided into 20 runs of equal length, of
 which one case each is drawn, so that no kind of case is left out. The seed is the date; it is
-printed, and `--sample-seed` repeats it. `make test-full` runs all cases, and alone what is marked
-`sampled(0)`.
+printed, and `--sample-seed` repeats it. `make test-full` runs all cases. A whole file that is marked
+`sampled(5, of="file")` runs 5 of its tests.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import groupby, pairwise
 from random import Random
+from typing import TypeVar
 
 import pytest
+
+Case = TypeVar("Case")
 
 SEED = "AUTOPAR_SAMPLE_SEED"  # in the environment, so that all workers of one run draw alike
 
@@ -28,43 +32,41 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def fix_seed(config: pytest.Config) -> None:
-    """Settle the seed before workers start."""
-    given = config.getoption("--sample-seed")
-    os.environ[SEED] = given or os.environ.get(SEED) or f"{datetime.now(UTC):%Y-%m-%d}"
-
-
-def runs_all(config: pytest.Config) -> bool:
-    """Return whether nothing is sampled: by `--full`, or because single tests are named."""
+    """Settle the seed before workers start; none with `--full`, or where single tests are named."""
     is_named = bool(config.option.keyword) or any("::" in path for path in config.args)
-    return is_named or config.getoption("--full")
+    if is_named or config.getoption("--full"):
+        os.environ.pop(SEED, None)
+    else:
+        seed = config.getoption("--sample-seed") or os.environ.get(SEED)
+        os.environ[SEED] = seed or f"{datetime.now(UTC):%Y-%m-%d}"
 
 
-def header(config: pytest.Config) -> str:
-    if runs_all(config):
+def header() -> str:
+    if (seed := os.environ.get(SEED)) is None:
         return "every case of sampled laws"
-    return f"sampled laws: --sample-seed {os.environ[SEED]} repeats these cases, --full runs all"
+    return f"sampled laws: --sample-seed {seed} repeats these cases, --full runs all"
 
 
 def sample(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return the tests of today's sample, in their order."""
     chosen = list[pytest.Item]()
-    for (_, name), group in groupby(items, lambda item: (item.path, _function_of(item))):
+    for name, group in groupby(items, _law_of):
         cases = list(group)
         marker = cases[0].get_closest_marker("sampled")
-        if marker is None:
-            chosen += cases
-        else:
-            chosen += _one_of_each_run(cases, marker.args[0], name)
+        chosen += cases if marker is None else some(cases, marker.args[0], name)
     return chosen
 
 
-def _function_of(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0]
-
-
-def _one_of_each_run(cases: list[pytest.Item], count: int, name: str) -> list[pytest.Item]:
-    if count >= len(cases):
-        return cases
+def some(cases: Sequence[Case], count: int, name: str) -> list[Case]:
+    """Return today's `count` of the cases of a law, one of each run; all of them in a full run."""
+    if count >= len(cases) or SEED not in os.environ:
+        return list(cases)
     random = Random(f"{os.environ[SEED]} {name}")
     bounds = [len(cases) * run // count for run in range(count + 1)] if count else [0]
     return [cases[random.randrange(start, end)] for start, end in pairwise(bounds)]
+
+
+def _law_of(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("sampled")
+    is_file = marker is not None and marker.kwargs.get("of") == "file"
+    return item.path.as_posix() if is_file else item.nodeid.partition("[")[0]
