@@ -14,6 +14,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +56,13 @@ def plans() -> Iterator[tuple[str, Callable[[], ap.Plan]]]:
     for name, make in MODELS.items():
         case = make()
         for setting, options in SETTINGS.items():
-            yield (
-                f"{name}: {setting}",
-                lambda case=case, options=options: ap.plan(
-                    case.model, case.args, case.kwargs, seconds=None, **options
-                ),
-            )
-    case = megatron(models.gpt(), "tp")
-    yield (
-        "gpt: annotated",
-        lambda: ap.plan(case.model, case.args, case.kwargs, mesh=DP2_TP2, mode="propagate"),
-    )
+            yield f"{name}: {setting}", partial(plan_case, case, seconds=None, **options)
+    annotated = partial(plan_case, megatron(models.gpt(), "tp"), mesh=DP2_TP2, mode="propagate")
+    yield "gpt: annotated", annotated
+
+
+def plan_case(case: Case, **options: Any) -> ap.Plan:
+    return ap.plan(case.model, case.args, case.kwargs, **options)
 
 
 def described(plan: ap.Plan) -> dict[str, Any]:

@@ -6,8 +6,8 @@
 
 `make test` runs 20 of them: the cases, in their order, are divided into 20 runs of equal length, of
 which one case each is drawn, so that no kind of case is left out. The seed is the date; it is
-printed, and `--sample-seed` repeats it. `make test-full` runs all cases. A whole file that is marked
-`sampled(5, of="file")` runs 5 of its tests.
+printed, and `--sample-seed` repeats it. `make test-full` runs all cases. Of a file that is marked
+`sampled(5, of="file")`, 5 tests run.
 """
 
 from __future__ import annotations
