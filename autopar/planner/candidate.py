@@ -98,7 +98,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A program with its layouts, and a pipeline or none; what it takes follows."""
+    """A program with its layouts, with a pipeline or without; seconds and bytes follow."""
 
     captured: Captured
     cluster: Cluster
@@ -245,8 +245,7 @@ class Candidate:
     def stage_costs(
         self, like: StageCosts | None = None, beside: StageCosts | None = None
     ) -> StageCosts:
-        """The program, to be cut into stages; `like` that of the same layouts with other states,
-        `beside` with other regions recomputed."""
+        """Cut it by `like`, of equal layouts with other states, `beside`, recomputed otherwise."""
         costs = [prices.along(self.flow.repeats) for prices in self.all_prices]
         return StageCosts(self.flow, self.mesh, costs, like, beside)
 
@@ -278,13 +277,11 @@ class Candidate:
 
     @cached_property
     def memory(self) -> Memory:
-        """The predicted bytes on the fullest device: `peak`, of which kinds `at_peak` makes it,
-        and each kind's own most; and on the host those of the rank that keeps most there."""
+        """The predicted bytes on the fullest device, and on the fullest host."""
         return Memory.fullest(self.memories)
 
     def room(self, limit: float | None) -> float:
-        """The bytes that it keeps to, where each device has `limit`: all that it has, if it has
-        more and was not asked to leave some. None: what each device has."""
+        """Return the bytes of its fullest device under a limit. None: all that devices have."""
         limit = self.cluster.device.memory if limit is None else limit
         peaks = [memory.peak for memory in self.memories]
         return limit + self.spare(limit)[peaks.index(max(peaks))]
@@ -309,16 +306,18 @@ class Candidate:
     @cached_property
     def held(self) -> Memory:
         """What its program holds as it is, in no stages: the most of each kind."""
-        about = self.rewritten, self.mesh, self.states.buffer_bytes
-        return program_memory(*about, known=self._known_kept).keeping(self.captured.kept_bytes)
+        size, known = self.states.buffer_bytes, self._known_kept
+        memory = program_memory(self.rewritten, self.mesh, size, known=known)
+        return memory.keeping(self.captured.kept_bytes)
 
     @cached_property
     def program_memory(self) -> StageMemory | None:
         """What the program takes in a step as it is, in no stages, if it has a loss."""
         if (loss := self.loss) is None:
             return None
-        about = self.rewritten, self.mesh, [loss], self.travel
-        return StageMemory.of(*about, known=self._known_kept)
+        return StageMemory.of(
+            self.rewritten, self.mesh, [loss], self.travel, known=self._known_kept
+        )
 
     @cached_property
     def _known_kept(self) -> KeptOnce:
@@ -336,8 +335,8 @@ class Candidate:
 
     def place_of(self, rank: int) -> int:
         """Of a rank along the axis of the pipeline."""
-        at = self.pipelining
-        return 0 if at is None else self.whole_mesh.coordinate(rank)[at.axis]
+        axis = None if self.pipelining is None else self.pipelining.axis
+        return 0 if axis is None else self.whole_mesh.coordinate(rank)[axis]
 
     def cut(self, pipelining: Pipelining) -> StageCut:
         """Its stages."""
@@ -411,13 +410,12 @@ class Candidate:
     def fullest_host(self) -> HostLoad:
         """The host with least room, with peaks of devices where these have the same memory."""
         is_shared = self.memory.host > 0 and self.cluster.device.host.is_device
-        kept = [one.host + one.peak * is_shared for one in self.memories]
+        kept = [memory.host + memory.peak * is_shared for memory in self.memories]
         line = None if self.pipelining is None else self.line
         return self.cluster.fullest_host((line or Line("", 1, self.mesh.size)).by_rank(kept))
 
     def needed(self, limit: float) -> float:
-        """The bytes that every device would have to have, besides what some have beyond `limit`, if
-        it is what all have."""
+        """Return the bytes that every device needs, less what some have beyond `limit`."""
         return max(one.peak - more for one, more in zip(self.memories, self.spare(limit)))
 
     def fits(self, limit: float) -> bool:
