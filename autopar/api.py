@@ -45,7 +45,7 @@ from autopar.runtime.backends.program_checks import Checks
 from autopar.runtime.backends.virtual_backend import VirtualBackend
 from autopar.runtime.backends.world import has_failed, world
 from autopar.runtime.execution.block_groups import Together
-from autopar.runtime.execution.compiled_regions import Compiler
+from autopar.runtime.execution.compiled_regions import RegionCompiler
 from autopar.runtime.launching.failures import stop_all_on_failure
 from autopar.runtime.module.batch_slices import require_even
 from autopar.runtime.module.call_outputs import OutputsLike
@@ -54,7 +54,7 @@ from autopar.runtime.module.parallel_module import OWN_NAMES, ParallelModule
 from autopar.runtime.module.plan_broadcast import agree, of_first, require_equal, require_same_call
 from autopar.runtime.module.submodule_view import require_names
 from autopar.runtime.module.trials import chosen_by, run_trials
-from autopar.runtime.parameters.initial_values import Values, require_constants, require_data
+from autopar.runtime.parameters.initial_values import InitialValues, require_constants, require_data
 
 BackendName = Literal["virtual", "torch"]  # all ranks in this process, or this process is one
 
@@ -161,7 +161,7 @@ def parallelize(
         An `nn.Module`. `step` trains; calling it gives what the model gives.
     """
     options, running = PlanOptions.among(locals()), RunOptions.among(locals())
-    values = Values(model, init, weights)
+    values = InitialValues(model, init, weights)
     return _Call(model, args, kwargs, plan, options, running, values).carry_out()
 
 
@@ -175,8 +175,8 @@ class _Call:
     plan: Plan | SavedPlan | None  # or what is asked of one:
     options: PlanOptions
     running: RunOptions
-    values: Values
-    compilers: dict[int, Compiler] = field(default_factory=dict)  # by the program
+    values: InitialValues
+    compilers: dict[int, RegionCompiler] = field(default_factory=dict)  # by the program
 
     def carry_out(self) -> ParallelModule:
         is_rank = dist.is_initialized() or dist.is_torchelastic_launched() or has_failed()
@@ -295,7 +295,7 @@ class _Call:
         checks = Checks(self.model, decided.original, on_processes) if self.running.check else None
         return ParallelModule(self.model, decided.program, decided, backend, checks, self.values)
 
-    def compiler(self, decided: Plan, device: torch.device) -> Compiler | None:
+    def compiler(self, decided: Plan, device: torch.device) -> RegionCompiler | None:
         """What compiles the programs of a plan, if that is asked for."""
         compile = self.running.compile
         if isinstance(compile, bool) and not compile:
@@ -304,7 +304,7 @@ class _Call:
             options = {} if isinstance(compile, bool) else compile
             together = Together(decided.mesh, decided.states.buffer_bytes)
             about = options, device, repeated(decided.original), together
-            self.compilers[key] = Compiler(*about)
+            self.compilers[key] = RegionCompiler(*about)
         return self.compilers[key]
 
     def validate(self, place: str) -> None:

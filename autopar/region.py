@@ -33,7 +33,7 @@ from autopar.placements import from_placements, to_placements
 from autopar.plan.runtime_program import Program
 from autopar.runtime.backends.process_groups import Groups, see_alike
 from autopar.runtime.execution.eager_program import compile_graph
-from autopar.runtime.parameters.placing import wrapper
+from autopar.runtime.parameters.placing import dtensor_wrapper
 from autopar.search.constraints import Constraints, LayoutConstraint, read_constraints
 from autopar.search.propagation import propagate
 from autopar.strategies.node_info import info
@@ -77,7 +77,7 @@ class _Region:
         ]
         results = self.run(*self.constants, *inputs, *self._key())
         outputs = [
-            wrapper(info(node).type.layout, info(node).type.shape, self.device_mesh)(value)
+            dtensor_wrapper(info(node).type.layout, info(node).type.shape, self.device_mesh)(value)
             for value, node in zip(results, program.outputs)
         ]
         carry_out_all(program.captured.effects, self.function, outputs)

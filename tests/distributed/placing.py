@@ -20,7 +20,7 @@ from autopar._torch import local_of
 from autopar.layout import Layout, TensorType
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.backends.world import world
-from autopar.runtime.parameters.initial_values import Values
+from autopar.runtime.parameters.initial_values import InitialValues
 from tests import models
 from tests.annotations import stored
 from tests.held import pieces_of, storages
@@ -76,9 +76,9 @@ def gives_the_pieces_of_rank_0(folder: Path) -> None:
                 name: Layout.replicated(value.ndim).with_dim(dim % value.ndim, cut)
                 if value.ndim
                 else Layout()
-                for name, value in Values(model).tensors.items()
+                for name, value in InitialValues(model).tensors.items()
             }
-            values = Values(model)
+            values = InitialValues(model)
             types = {n: TensorType.of(v, layouts[n]) for n, v in values.tensors.items()}
             placed = values.place(backend, types)
             assert placed.keys() == layouts.keys()

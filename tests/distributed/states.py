@@ -24,8 +24,8 @@ from autopar.cost.state_price import GATHERS, SUMS
 from autopar.pipeline.memory.copy_lifetimes import Passing
 from autopar.plan.runtime_program import Program
 from autopar.report.traffic import link_traffic
-from autopar.runtime.parameters.gathered_copies import Window
-from autopar.runtime.parameters.piece_exchange import Exchange
+from autopar.runtime.parameters.gathered_copies import GatherWindow
+from autopar.runtime.parameters.piece_exchange import PieceExchange
 from autopar.strategies.node_info import info
 from tests import models
 from tests.distributed.checks import assert_close, tensor_parallel_gpt
@@ -124,13 +124,15 @@ class Exchanged:
 def exchanged() -> Iterator[Exchanged]:
     """What is moved meanwhile."""
     found = Exchanged()
-    gather, scatter, reduce = Exchange.gather, Exchange.scatter, dist.all_reduce
+    gather, scatter, reduce = PieceExchange.gather, PieceExchange.scatter, dist.all_reduce
 
-    def seen_gather(self: Exchange, targets: list[Tensor], sources: list[Tensor], link: Any) -> Any:
+    def seen_gather(
+        self: PieceExchange, targets: list[Tensor], sources: list[Tensor], link: Any
+    ) -> Any:
         found.gathered.append([*targets])
         return gather(self, targets, sources, link)
 
-    def seen_scatter(self: Exchange, terms: list[Tensor], flat: Tensor | None = None) -> Any:
+    def seen_scatter(self: PieceExchange, terms: list[Tensor], flat: Tensor | None = None) -> Any:
         found.cut.append([*terms] if flat is None else [flat])
         part, work = scatter(self, terms, flat)
         found.parts.append(part)
@@ -141,7 +143,7 @@ def exchanged() -> Iterator[Exchanged]:
         return reduce(tensor, *args, **kwargs)
 
     with (
-        patch.multiple(Exchange, gather=seen_gather, scatter=seen_scatter),
+        patch.multiple(PieceExchange, gather=seen_gather, scatter=seen_scatter),
         patch.object(dist, "all_reduce", seen_reduce),
     ):
         yield found
@@ -382,13 +384,13 @@ def refuses_a_backward_from_before(ranks: int) -> None:
 
 def most_gathered(module: ap.ParallelModule, case: Case) -> int:
     """Bytes of copies that are in memory at a time in a step."""
-    seen, bring = [], Window._bring
+    seen, bring = [], GatherWindow._bring
 
-    def look(self: Window, group: Any) -> None:
+    def look(self: GatherWindow, group: Any) -> None:
         bring(self, group)
         seen.append(sum(one.untyped_storage().nbytes() for one in copies_of(module)))
 
-    with patch.object(Window, "_bring", look):
+    with patch.object(GatherWindow, "_bring", look):
         module.step(*case.args)
     return max(seen)
 
@@ -421,16 +423,16 @@ Asked = list[tuple[set[str], set[str]]]  # parameters, and those whose copies ar
 
 def asked_in_backward(module: ap.ParallelModule, case: Case) -> Asked:
     """The copies that a step asks for in backward."""
-    seen, want, plans = Asked(), Window._want, module.backend.leaves._plans
+    seen, want, plans = Asked(), GatherWindow._want, module.backend.leaves._plans
 
     def named(groups: Any) -> set[str]:
         return {name for group in groups for name in plans[group.number].names}
 
-    def look(self: Window, groups: Any, following: Any, grads: Any) -> None:
+    def look(self: GatherWindow, groups: Any, following: Any, grads: Any) -> None:
         want(self, groups, following, grads)
         seen.append((named(groups), named(self._passing)))
 
-    with patch.object(Window, "_want", look):
+    with patch.object(GatherWindow, "_want", look):
         module.step(*case.args)
     return seen
 

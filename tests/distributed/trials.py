@@ -14,7 +14,7 @@ import torch.distributed as dist
 import autopar as ap
 from autopar.runtime.backends.backend import StageRun, WholeRun
 from autopar.runtime.backends.world import joined
-from autopar.runtime.parameters.placing import Placing
+from autopar.runtime.parameters.placing import TensorPlacer
 from tests import models
 from tests.models import Case
 from tests.parity import assert_equal, parallel_outcome, single_outcome
@@ -66,9 +66,9 @@ def leaves_out_what_one_rank_has_no_memory_for() -> None:
     """In the middle of a step, of a stage, and where values are placed: the other rank waits for
     it there. What is then made in the world of before has groups of its own, that all know."""
     case = models.shared("gpt", layers=1)
-    calls: list[Placing] = []
+    calls: list[TensorPlacer] = []
 
-    def third_of_the_second_plan(placing: Placing) -> bool:
+    def third_of_the_second_plan(placing: TensorPlacer) -> bool:
         calls.append(placing)
         plans = list(dict.fromkeys(map(id, calls)))
         return calls.count(placing) == 3 and plans.index(id(placing)) == 1
@@ -80,7 +80,7 @@ def leaves_out_what_one_rank_has_no_memory_for() -> None:
     assert wrong[0].endswith(": 1 micro-batch")
     assert all(one.why in ("", "out of memory on rank 1") for one in module.plan.trials)
     assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
-    with without_memory(Placing, "receive", third_of_the_second_plan):
+    with without_memory(TensorPlacer, "receive", third_of_the_second_plan):
         module = chosen(case)
     assert [one.why for one in module.plan.trials] == ["", "", "", "out of memory on rank 1"]
     assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))

@@ -14,9 +14,9 @@ from autopar.cost.bucket_prices import Travel, sums_of
 from autopar.cost.copy_groups import copied_in, copy_groups
 from autopar.plan.runtime_program import Program
 from autopar.runtime.backends.stage_ranks import StageRanks, Users
-from autopar.runtime.parameters.gradient_buckets import Slot, make_buckets
-from autopar.runtime.parameters.local_parameters import Leaves
-from autopar.runtime.parameters.parameter_movement import routes_of
+from autopar.runtime.parameters.gradient_buckets import BucketEntry, make_buckets
+from autopar.runtime.parameters.local_parameters import LocalParameters
+from autopar.runtime.parameters.parameter_movement import parameter_movements
 from autopar.strategies.node_info import info
 from tests import models
 from tests.models import Case
@@ -58,15 +58,15 @@ def planned(case: Case, mesh: ap.Mesh, states: str, schedule: str) -> Program:
 
 def buckets_of(program: Program) -> list[tuple[tuple[int, ...], list[str]]]:
     """As the runtime fills them: the stages that read their parameters, and the names of these."""
-    mesh, routes, users = program.mesh, routes_of(program), Users(program)
+    mesh, routes, users = program.mesh, parameter_movements(program), Users(program)
     ranks, slots = StageRanks(program, 0), []
-    leaves = Leaves(copy_groups(routes.values(), mesh, program.buffer_bytes), mesh=mesh)
+    leaves = LocalParameters(copy_groups(routes.values(), mesh, program.buffer_bytes), mesh=mesh)
     for name, route in routes.items():
         key = users.key(route)
         if len(ranks.of(key.stages)) > 1 or key.each or key.last or key.whole:
             size = math.prod(route.leaf.largest_shape(route.shape, mesh)) * route.dtype.itemsize
             leaf = torch.empty(0, dtype=route.dtype)
-            slots.append((Slot(name, leaf, leaf, size, reduce=route.reduce), key))
+            slots.append((BucketEntry(name, leaf, leaf, size, reduce=route.reduce), key))
     cut = {k: leaves.cut_bytes(k.stages) for _, k in slots if k.each or k.last}
     made = make_buckets(slots, cut, program.buffer_bytes)
     return [(bucket.key.stages, [slot.name for slot in bucket.slots]) for bucket in made]
@@ -91,7 +91,7 @@ def test_stages_bring_and_sum_together_what_the_runtime_does(
 ) -> None:
     program = planned(CASES[name](), mesh, states, schedule)
     inner, buffer_bytes = program.mesh, program.buffer_bytes
-    made = copy_groups(routes_of(program).values(), inner, buffer_bytes)
+    made = copy_groups(parameter_movements(program).values(), inner, buffer_bytes)
     assert states == "whole" or any(len(group.kind.stages) > 1 for group in made)
     buckets = buckets_of(program)
     for stage in program.stages:

@@ -20,7 +20,7 @@ from autopar.pipeline.memory.step_memory import (
     step_counts,
 )
 from autopar.pipeline.schedule import Schedule, one_stage
-from autopar.runtime.parameters.gathered_copies import Group, Window
+from autopar.runtime.parameters.gathered_copies import GatheredGroup, GatherWindow
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "chimera", "dualpipe"]
 
@@ -59,23 +59,23 @@ def most(made: Schedule, rank: int, stages: dict[int, StageMemory]) -> float:
     return sum(most_in_step(made, rank, stages).values())
 
 
-def copies(made: Schedule, counts: tuple[int, ...]) -> dict[int, list[Group]]:
+def copies(made: Schedule, counts: tuple[int, ...]) -> dict[int, list[GatheredGroup]]:
     """Of stages that read so many groups of copies in turn, of which no two are of one size."""
-    found: dict[int, list[Group]] = {}
+    found: dict[int, list[GatheredGroup]] = {}
     for index in range(made.stages):
         first = sum(map(len, found.values()))
         sizes = [100 + 7 * (first + at) ** 2 % 91 for at in range(counts[index % len(counts)])]
         found[index] = [
-            Group(first + at, None, [], [torch.zeros(size)], [torch.zeros(size)], False)
+            GatheredGroup(first + at, None, [], [torch.zeros(size)], [torch.zeros(size)], False)
             for at, size in enumerate(sizes)
         ]
     return found
 
 
-def seen_in_window(made: Schedule, rank: int, by_stage: dict[int, list[Group]]) -> int:
+def seen_in_window(made: Schedule, rank: int, by_stage: dict[int, list[GatheredGroup]]) -> int:
     """The most bytes of copies that are here while a rank's forwards and backwards run."""
     own = {stage: by_stage[stage] for stage in made.stages_on(rank)}
-    window, most = Window([group for groups in by_stage.values() for group in groups]), 0
+    window, most = GatherWindow([group for groups in by_stage.values() for group in groups]), 0
     for action in made.orders[rank]:
         numbers = [group.number for group in own[action.stage]]
         ordered = numbers if action.kind == "F" else numbers[::-1]

@@ -7,7 +7,12 @@ from torch import Tensor
 
 from autopar import Mesh
 from autopar.layout import Layout, TensorType
-from autopar.runtime.parameters.gradient_buckets import Bucket, Slot, Summed, make_buckets
+from autopar.runtime.parameters.gradient_buckets import (
+    BucketEntry,
+    GradientBucket,
+    ReductionSpec,
+    make_buckets,
+)
 
 MESH = Mesh(a=2, b=2)
 # Rows of 1 MB: three of them are cut in two and one, and two are a gradient of its own.
@@ -19,12 +24,12 @@ PARAMETERS = [
 ]
 
 
-def slots_of(rank: int) -> list[tuple[Slot, tuple[str, ...]]]:
+def slots_of(rank: int) -> list[tuple[BucketEntry, tuple[str, ...]]]:
     slots = []
     for name, shape, dims, axes in PARAMETERS:
         type_ = TensorType(shape, torch.float32, Layout(*dims))
         local: Tensor = torch.empty(type_.layout.local_shape(shape, MESH, rank), device="meta")
-        slots.append((Slot(name, local, local, type_.local_bytes(MESH)), axes))
+        slots.append((BucketEntry(name, local, local, type_.local_bytes(MESH)), axes))
     return slots
 
 
@@ -41,8 +46,11 @@ def test_all_ranks_form_the_same_buckets() -> None:
 def test_gradients_add_up_in_the_dtype_of_sums() -> None:
     """In bfloat16, 256 + 1 + 1 is 256."""
     leaves = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.bfloat16)]
-    slots = [Slot("", leaf, leaf, leaf.nbytes, reduce=torch.float32) for leaf in leaves]
-    bucket, summed = Bucket("", slots), Summed(None, None, None, {1: True, 3: True, 5: True}, True)
+    slots = [BucketEntry("", leaf, leaf, leaf.nbytes, reduce=torch.float32) for leaf in leaves]
+    bucket, summed = (
+        GradientBucket("", slots),
+        ReductionSpec(None, None, None, {1: True, 3: True, 5: True}, True),
+    )
     assert list(summed.drains) == [1, 3, 5]
     for at, value in ((1, 256.0), (3, 1.0), (5, 1.0)):
         for leaf in leaves:

@@ -19,7 +19,7 @@ from autopar.passes import localize
 from autopar.passes.flow import ancestors
 from autopar.runtime.execution import block_groups, compiled_regions
 from autopar.runtime.execution.block_groups import Together
-from autopar.runtime.execution.compiled_regions import Compiler
+from autopar.runtime.execution.compiled_regions import RegionCompiler
 from autopar.states import BUFFER_BYTES
 from autopar.strategies.node_info import info
 from tests import models, signatures
@@ -157,7 +157,7 @@ def test_movements_of_a_region_come_in_one_order():
         for one, other in pairwise(moving):
             assert one in ancestors([other])
     assert several
-    Compiler({"backend": "eager"}, torch.device("cpu"), blocks, together)(graph, ())
+    RegionCompiler({"backend": "eager"}, torch.device("cpu"), blocks, together)(graph, ())
     graph.lint()
     assert not [node for node in graph.nodes if info(node).movement is not None and node.users]
 

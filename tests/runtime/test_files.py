@@ -27,7 +27,7 @@ from autopar.runtime.checkpoints.checkpoint_folders import INDEX, file_name
 from autopar.runtime.checkpoints.checkpoint_writing import Part, divided
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.parameters import weight_files
-from autopar.runtime.parameters.placing import part_of
+from autopar.runtime.parameters.placing import narrow_to
 from autopar.schema import read, write
 from tests.mutations import bytes_of, file_of, sealed
 
@@ -167,7 +167,7 @@ def halved(module: ParallelModule, folder: Path) -> Any:
         for key, value in held.items():
             cut = Layout(*layout.dims[: value.ndim])
             bounds = cut.local_bounds(value.shape, ap.Mesh(d=2), rank)
-            parts[Part(key, tuple(value.shape), value.dtype, bounds)] = part_of(value, bounds)
+            parts[Part(key, tuple(value.shape), value.dtype, bounds)] = narrow_to(value, bounds)
         listed.append(parts)
     index = json.loads((folder / INDEX).read_bytes())
     save, beside = index["id"], index["beside"]

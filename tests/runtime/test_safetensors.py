@@ -18,7 +18,7 @@ import autopar as ap
 from autopar import Mesh
 from autopar.layout import Layout
 from autopar.runtime.parameters import weight_files
-from autopar.runtime.parameters.placing import part_of
+from autopar.runtime.parameters.placing import narrow_to
 from autopar.runtime.parameters.weight_files import INDEX, open_weights
 
 
@@ -82,8 +82,8 @@ def test_every_part_of_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     for bounds in itertools.product(*parts):
         found = weights.read("whole", bounds)
         assert found.dtype is dtype
-        assert found.shape == part_of(whole, bounds).shape
-        assert torch.equal(bits(found), bits(part_of(whole, bounds)))
+        assert found.shape == narrow_to(whole, bounds).shape
+        assert torch.equal(bits(found), bits(narrow_to(whole, bounds)))
     assert torch.equal(bits(weights.read("one", ())), bits(whole[1, 2, 3]))
 
 
@@ -108,7 +108,7 @@ def test_ranks_read_each_byte_once(layout: Layout, tmp_path: Path, read: list[in
     weights = open_weights(tmp_path / "a")
     for rank in range(mesh.size):
         bounds = layout.local_bounds(whole.shape, mesh, rank)
-        assert torch.equal(weights.read("whole", bounds), part_of(whole, bounds))
+        assert torch.equal(weights.read("whole", bounds), narrow_to(whole, bounds))
     copies = mesh.size // mesh.degree(layout.axes)
     assert sum(read) == whole.nbytes * copies
 

@@ -23,8 +23,8 @@ from autopar.pipeline.running.executor import RankRunner, Recorded, Transport
 from autopar.pipeline.running.weight_halves import WeightHalf, WeightHalves
 from autopar.pipeline.running.worker import Value, Worker
 from autopar.plan.runtime_program import Program
-from autopar.runtime.execution.compiled_regions import Compiler
-from autopar.runtime.parameters.placing import Read
+from autopar.runtime.execution.compiled_regions import RegionCompiler
+from autopar.runtime.parameters.placing import ReadPart
 from autopar.strategies.node_info import info
 
 Batch = Mapping[str, Tensor]
@@ -42,7 +42,7 @@ class Backend(ABC):
         program: Program,
         device: torch.device,
         places: Sequence[int],
-        compiler: Compiler | None = None,
+        compiler: RegionCompiler | None = None,
     ) -> None:
         """`places` of the pipeline whose ranks this process runs: the one, without a pipeline."""
         self.program, self.mesh, self.device = program, program.mesh, device
@@ -83,7 +83,9 @@ class Backend(ABC):
         """What is kept here of a parameter or buffer of rank 0's model, in the dtype of a type."""
 
     @abstractmethod
-    def place_part(self, name: str, like: Tensor, type_: TensorType, read: Read) -> Tensor | None:
+    def place_part(
+        self, name: str, like: Tensor, type_: TensorType, read: ReadPart
+    ) -> Tensor | None:
         """The same of a tensor like `like`, of which `read` gives a part in its own memory."""
 
     @abstractmethod

@@ -35,8 +35,8 @@ from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.backends.stage_messages import Messages, Shape
 from autopar.runtime.backends.stage_ranks import StageRanks, Users, gradient_sums, slot_of
 from autopar.runtime.backends.world import world
-from autopar.runtime.execution.activation_offload import Keeper, mover
-from autopar.runtime.execution.compiled_regions import Compiler
+from autopar.runtime.execution.activation_offload import ActivationOffload, local_mover
+from autopar.runtime.execution.compiled_regions import RegionCompiler
 from autopar.runtime.execution.eager_program import compile_graph
 from autopar.runtime.launching.failures import exchange_call, local_checks, stop_all_on_failure
 from autopar.runtime.module.batch_slices import Slices
@@ -46,10 +46,10 @@ from autopar.runtime.module.gradient_accumulation import Passes
 from autopar.runtime.module.torch_contexts import refused_in_backward
 from autopar.runtime.parameters.gradient_buckets import GradientSync
 from autopar.runtime.parameters.gradient_norm import norm_over_world
-from autopar.runtime.parameters.local_parameters import Leaves
-from autopar.runtime.parameters.parameter_movement import routes_of
-from autopar.runtime.parameters.parameter_storage import KeptTensors
-from autopar.runtime.parameters.placing import Placing, Read
+from autopar.runtime.parameters.local_parameters import LocalParameters
+from autopar.runtime.parameters.parameter_movement import parameter_movements
+from autopar.runtime.parameters.parameter_storage import ParameterStorage
+from autopar.runtime.parameters.placing import ReadPart, TensorPlacer
 from autopar.strategies.node_info import info
 
 
@@ -62,8 +62,8 @@ class TorchBackend(Backend):
         local_inputs: bool,
         device: torch.device,
         outputs: OutputsLike = "whole",
-        compiler: Compiler | None = None,
-        leaves: Leaves | None = None,
+        compiler: RegionCompiler | None = None,
+        leaves: LocalParameters | None = None,
     ) -> None:
         """`leaves`: those of another program on the same parameters."""
         self.world, self.local_inputs = world(), local_inputs
@@ -79,8 +79,8 @@ class TorchBackend(Backend):
         is_sliced = local_inputs and program.batches is not None
         self.slices = Slices(program, self.groups, ranks.inner) if is_sliced else None
         self._leave = Outputs(outputs, self.device_mesh, self.groups, ranks.inner)
-        self.placing = Placing(self.mesh, ranks.inner, device, self.device_mesh)
-        self._kept = KeptTensors(program, device)
+        self.placing = TensorPlacer(self.mesh, ranks.inner, device, self.device_mesh)
+        self._kept = ParameterStorage(program, device)
         self.constants: dict[str, Tensor] = {}  # those that have been read, this rank's pieces
         self._late: list[LateSum] = []
         self._works: list[dist.Work] = []
@@ -88,7 +88,7 @@ class TorchBackend(Backend):
         self._line = ranks.group(range(self.schedule.ranks), purpose="line")
         self._statistics_groups = self._replica_groups()
         self._users = Users(program)
-        self.routes = routes_of(program)
+        self.routes = parameter_movements(program)
         self.leaves = leaves or self._make_leaves()
         link = self.leaves.link
         about = program, self._users, ranks, self.routes, self.groups, link
@@ -104,11 +104,13 @@ class TorchBackend(Backend):
         self.messages = Messages(ranks, self._shapes, device)
         self._prepare(self.messages, self._after)
 
-    def _make_leaves(self) -> Leaves:
+    def _make_leaves(self) -> LocalParameters:
         plans = copy_groups(self.routes.values(), self.mesh, self.program.buffer_bytes)
         wanted = {plan.kind.axes for plan in plans if plan.kind.axes}
         gathering = Groups(self.mesh, wanted, self.ranks.meshes, "gathers")
-        return Leaves(plans, gathering.__getitem__, self.mesh, self.ranks.inner, self.device)
+        return LocalParameters(
+            plans, gathering.__getitem__, self.mesh, self.ranks.inner, self.device
+        )
 
     def graph(self, stage: int | None = None) -> fx.Graph:
         """The program of the first stage that this rank holds, or of any stage."""
@@ -135,7 +137,9 @@ class TorchBackend(Backend):
         piece = self.placing.receive(value, type_, [self.ranks.meshes[place] for place in places])
         return piece if piece is None else self._kept(name, piece)
 
-    def place_part(self, name: str, like: Tensor, type_: TensorType, read: Read) -> Tensor | None:
+    def place_part(
+        self, name: str, like: Tensor, type_: TensorType, read: ReadPart
+    ) -> Tensor | None:
         is_here = self.ranks.place in self.ranks.of(self._users.stages(name))
         return self._kept(name, self.placing.read(like, type_, read)) if is_here else None
 
@@ -415,7 +419,7 @@ class TorchGraph:
         self.graph = localize(graph, mesh, rank, device, backend.groups.name)
         if backend.slices is not None:
             backend.slices.placed(self.graph)
-        self._keeper = Keeper(mover(mesh, rank, backend.groups.name))
+        self._keeper = ActivationOffload(local_mover(mesh, rank, backend.groups.name))
         how |= {"keeper": self._keeper, "compiling": backend.compiler}
         self._function = compile_graph(self.graph, **how)
         nodes = [node for node in self.graph.nodes if node.op == "placeholder"]

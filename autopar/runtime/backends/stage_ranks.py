@@ -17,10 +17,10 @@ from autopar.plan.runtime_program import Program
 from autopar.runtime.backends.host_copies import HostLink
 from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.backends.world import world
-from autopar.runtime.parameters.flat_buffers import Pieces
-from autopar.runtime.parameters.gradient_buckets import Slot, Summed
-from autopar.runtime.parameters.local_parameters import Leaves
-from autopar.runtime.parameters.parameter_movement import Route
+from autopar.runtime.parameters.flat_buffers import TensorPieces
+from autopar.runtime.parameters.gradient_buckets import BucketEntry, ReductionSpec
+from autopar.runtime.parameters.local_parameters import LocalParameters
+from autopar.runtime.parameters.parameter_movement import ParameterMovement
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Users:
         """What nobody reads lies with the first stage."""
         return tuple(self._stages.get(name, (0,)))
 
-    def key(self, route: Route) -> SumKey:
+    def key(self, route: ParameterMovement) -> SumKey:
         """What a parameter has in common with those that are summed over the same ranks."""
         mesh, kept = self._program.mesh, {*route.places.optimizer.axes}
         each = in_order({*route.summed.axes} - {*route.leaf.axes}, mesh)
@@ -96,13 +96,15 @@ class Users:
         return SumKey(route.readers.stages, each, last, whole, adds, goes_down, is_there)
 
 
-def slot_of(route: Route, key: SumKey, leaves: Leaves, mesh: Mesh, rank: int) -> Slot:
+def slot_of(
+    route: ParameterMovement, key: SumKey, leaves: LocalParameters, mesh: Mesh, rank: int
+) -> BucketEntry:
     """How the gradient of a parameter that lies here goes back to where it is kept."""
 
-    def pieces(coarse: Layout, fine: Layout, axes: Axes) -> Pieces | None:
-        return Pieces.between(coarse, fine, route.shape, mesh, rank, axes) if axes else None
+    def pieces(coarse: Layout, fine: Layout, axes: Axes) -> TensorPieces | None:
+        return TensorPieces.between(coarse, fine, route.shape, mesh, rank, axes) if axes else None
 
-    return Slot(
+    return BucketEntry(
         route.name,
         leaves.by_name[route.name],
         leaves.parameters[route.name],
@@ -117,10 +119,10 @@ def gradient_sums(
     program: Program,
     users: Users,
     ranks: StageRanks,
-    routes: Mapping[str, Route],
+    routes: Mapping[str, ParameterMovement],
     groups: Groups,
     link: HostLink | None = None,
-) -> dict[SumKey, Summed]:
+) -> dict[SumKey, ReductionSpec]:
     """The sums that this rank has a part in; `link` takes those to the host that belong there.
 
     Ranks of several places may complete theirs in different orders, so these share no group.
@@ -138,7 +140,7 @@ def gradient_sums(
             group = groups[key.whole] if key.whole else None
         is_work = group or key.each or key.last or key.adds or key.goes_down
         if place in places and is_work:
-            sums[key] = Summed(
+            sums[key] = ReductionSpec(
                 group,
                 scattering[key.each] if key.each else None,
                 scattering[key.last] if key.last else None,

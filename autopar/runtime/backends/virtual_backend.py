@@ -29,12 +29,12 @@ from autopar.plan.runtime_program import Program
 from autopar.runtime.backends.backend import Backend, Batch, GraphRun
 from autopar.runtime.backends.host_copies import HOST
 from autopar.runtime.backends.replica_checks import ReplicaCheck
-from autopar.runtime.execution.activation_offload import Keeper
-from autopar.runtime.execution.compiled_regions import Compiler
+from autopar.runtime.execution.activation_offload import ActivationOffload
+from autopar.runtime.execution.compiled_regions import RegionCompiler
 from autopar.runtime.execution.eager_program import compile_graph
-from autopar.runtime.execution.recomputed_regions import Selective
-from autopar.runtime.execution.region_calls import Part, parts_of
-from autopar.runtime.parameters.placing import Read
+from autopar.runtime.execution.recomputed_regions import SelectiveRecompute
+from autopar.runtime.execution.region_calls import GraphSection, split_sections
+from autopar.runtime.parameters.placing import ReadPart
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results
 
@@ -63,7 +63,9 @@ class VirtualGraph:
         """
         self.mesh, self.device, self._watch, self._halves = mesh, device, watch, halves
         self._sums = sums
-        self._keeper = Keeper(lambda movement, values, size: move(movement, values, mesh))
+        self._keeper = ActivationOffload(
+            lambda movement, values, size: move(movement, values, mesh)
+        )
         self._constants = {
             node.name: to_ranks(constants[node.name].to(device), info(node).type.layout, mesh)
             for node in graph.nodes
@@ -74,7 +76,7 @@ class VirtualGraph:
         self._finished: dict[fx.Node, list[fx.Node]] = {}
         for value, reader in last_reader.items():
             self._finished.setdefault(reader, []).append(value)
-        self._parts = [self._part(part) for part in parts_of(graph)]
+        self._parts = [self._part(part) for part in split_sections(graph)]
 
     def __call__(
         self,
@@ -95,7 +97,7 @@ class VirtualGraph:
             run(values, enter)
         return [values[node] for node in self._results]  # type: ignore[union-attr,index]
 
-    def _part(self, part: Part) -> Callable[[Environment, Enter], None]:
+    def _part(self, part: GraphSection) -> Callable[[Environment, Enter], None]:
         """What adds the values of some nodes to the others, and drops what nobody reads any more.
 
         A region works on a list of tensors, those of all ranks of one value after another.
@@ -116,7 +118,7 @@ class VirtualGraph:
 
         beside = [self._halves.aside] if self._halves is not None else []
         runner = part.runner(function, beside, self._keeper)
-        steps = self._steps(part, runner if isinstance(runner, Selective) else None)
+        steps = self._steps(part, runner if isinstance(runner, SelectiveRecompute) else None)
         finished = {value for node in part.nodes for value in self._finished.get(node, ())}
 
         def run(values: Environment, enter: Enter) -> None:
@@ -129,7 +131,7 @@ class VirtualGraph:
         return run
 
     def _steps(
-        self, part: Part, noting: Selective | None
+        self, part: GraphSection, noting: SelectiveRecompute | None
     ) -> Callable[[Environment, Enter | None], None]:
         """Some nodes one after another, those that are made again noted in their region."""
         steps = [
@@ -167,7 +169,7 @@ class VirtualGraph:
         return pieces
 
     def _compile(
-        self, node: fx.Node, noting: Selective | None = None
+        self, node: fx.Node, noting: SelectiveRecompute | None = None
     ) -> Callable[[Environment], Value] | None:
         if node.op != "call_function":
             return None
@@ -209,8 +211,8 @@ class VirtualGraph:
 class OneRank:
     """The graph of a mesh of one rank, compiled."""
 
-    def __init__(self, backend: VirtualBackend, graph: fx.Graph, compiler: Compiler) -> None:
-        self._device, self._keeper = backend.device, Keeper(_nowhere)
+    def __init__(self, backend: VirtualBackend, graph: fx.Graph, compiler: RegionCompiler) -> None:
+        self._device, self._keeper = backend.device, ActivationOffload(_nowhere)
         local = localize(graph, backend.mesh, 0, backend.device, _nowhere)
         self._function = compile_graph(local, keeper=self._keeper, compiling=compiler)
         self._reads = [(n, *info(n).origin) for n in graph.nodes if n.op == "placeholder"]
@@ -254,7 +256,7 @@ class VirtualBackend(Backend):
         program: Program,
         device: torch.device,
         check: bool = False,
-        compiler: Compiler | None = None,
+        compiler: RegionCompiler | None = None,
     ) -> None:
         """`check`: see on every run that replicas are equal (replicas.py). `compiler`: for the
         program of a mesh of one rank."""
@@ -285,7 +287,7 @@ class VirtualBackend(Backend):
         device = HOST if name in self.program.on_host else value.device
         return value.detach().to(device, type_.dtype, copy=True)
 
-    def place_part(self, name: str, like: Tensor, type_: TensorType, read: Read) -> Tensor:
+    def place_part(self, name: str, like: Tensor, type_: TensorType, read: ReadPart) -> Tensor:
         device = HOST if name in self.program.on_host else self.device
         return read(tuple((0, size) for size in like.shape)).to(device, type_.dtype)
 

@@ -39,12 +39,12 @@ from autopar.runtime.checkpoints.checkpoint_folders import (
 )
 from autopar.runtime.checkpoints.plain_data import from_file, to_bytes
 from autopar.runtime.module.loss_scale import LossScale
-from autopar.runtime.parameters.placing import Bounds, part_of
+from autopar.runtime.parameters.placing import Bounds, narrow_to
 from autopar.runtime.parameters.weight_files import (
     DIGESTS,
     NAMES,
-    Held,
     SafetensorsFiles,
+    StoredTensor,
     digest_of,
 )
 from autopar.schema import Count, Index, read, write
@@ -281,7 +281,7 @@ class Checkpoint:
                 name = key.piece(piece.bounds)
                 with self._refused():
                     part = self._files[piece.file].read(name, (*there, *behind))
-                part_of(found, (*here, *behind)).copy_(part)
+                narrow_to(found, (*here, *behind)).copy_(part)
         return found.view(stored.dtype).squeeze(-1) if behind else found
 
 
@@ -289,11 +289,11 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def in_file(shape: tuple[int, ...], dtype: torch.dtype) -> Held:
+def in_file(shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
     """As what a piece lies in a file: bytes, if that has no name for its dtype."""
     if dtype in NAMES:
-        return Held(shape, dtype)
-    return Held((*shape, dtype.itemsize), torch.uint8)
+        return StoredTensor(shape, dtype)
+    return StoredTensor((*shape, dtype.itemsize), torch.uint8)
 
 
 def require_storable(key: Key, dtype: torch.dtype) -> None:

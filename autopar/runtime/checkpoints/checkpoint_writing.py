@@ -37,7 +37,7 @@ from autopar.runtime.checkpoints.checkpoint_folders import (
 from autopar.runtime.module.call_agreement import on_all
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.parameters.placing import Bounds
-from autopar.runtime.parameters.weight_files import Held, write
+from autopar.runtime.parameters.weight_files import StoredTensor, write_safetensors
 
 PATIENCE = 60.0  # seconds for the files of other ranks, once the program has ended here
 
@@ -52,7 +52,7 @@ class Part:
     bounds: Bounds
 
     @property
-    def held(self) -> Held:
+    def held(self) -> StoredTensor:
         return in_file(tuple(length for _, length in self.bounds), self.dtype)
 
 
@@ -141,7 +141,7 @@ class Job:
         kinds = {key: part.held for key, (part, _) in self._mine.items()}
         values = (value for _, value in self._mine.values())
         with self.place.writing(), replacing(path) as file:
-            write(file, kinds, values, metadata_of(self.place.id), has_digests=True)
+            write_safetensors(file, kinds, values, metadata_of(self.place.id), has_digests=True)
         self._mine.clear()
 
     def commit(self) -> None:

@@ -54,25 +54,25 @@ from autopar.runtime.checkpoints.plain_data import plain
 from autopar.runtime.module.call_agreement import gathered, handed_out, on_all, rank_of, share_of
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.parameters.optimizer_states import (
+    OptimizerStates,
     Parameters,
-    States,
+    collect_states,
     load_states,
-    merged,
+    merge_saved,
     require_loadable,
-    states_of,
 )
-from autopar.runtime.parameters.placing import Bounds, boxes_of, is_convertible
+from autopar.runtime.parameters.placing import Bounds, is_convertible, local_boxes
 from autopar.runtime.parameters.weight_files import (
     CHECKPOINT,
     INDEX,
-    Held,
-    forget_shards,
-    in_shards,
-    index_of,
+    StoredTensor,
+    make_index,
+    remove_old_shards,
     require_dtype,
     require_file,
     require_folder,
-    write,
+    split_shards,
+    write_safetensors,
 )
 
 
@@ -159,7 +159,7 @@ def load(
 
     def take() -> None:
         for name, value in held.items():
-            boxes, dim = boxes_of(value)
+            boxes, dim = local_boxes(value)
             read = [saved.read(Key(name), bounds) for bounds in boxes]
             local_of(value).copy_(torch.cat(read, dim) if len(read) > 1 else read[0])
         if saved.beside.loss_scale is not None and module.loss_scale is not None:
@@ -199,12 +199,14 @@ def save_safetensors(
         return accepted(path), _held(module)
 
     place, held = on_all(backend, look, "ap.save_safetensors()")
-    everyones = gathered(backend, {n: Held(tuple(v.shape), v.dtype) for n, v in held.items()})
+    everyones = gathered(
+        backend, {n: StoredTensor(tuple(v.shape), v.dtype) for n, v in held.items()}
+    )
     every = {name: kind for one in everyones for name, kind in one.items()}
     kinds = {name: every[name] for name in module.saved_names}
     folder = place.parent if max_shard_size is None else place
 
-    def accept() -> dict[str, dict[str, Held]]:
+    def accept() -> dict[str, dict[str, StoredTensor]]:
         for name, kind in kinds.items():
             require_dtype(name, kind.dtype)
         if max_shard_size is None:
@@ -214,7 +216,9 @@ def save_safetensors(
         if is_first:
             with writing(place, "a whole model"):
                 folder.mkdir(parents=True, exist_ok=True)
-        return {place.name: kinds} if max_shard_size is None else in_shards(kinds, max_shard_size)
+        return (
+            {place.name: kinds} if max_shard_size is None else split_shards(kinds, max_shard_size)
+        )
 
     def whole(names: Iterable[str]) -> Iterator[Tensor]:
         for name in names:
@@ -247,27 +251,27 @@ class _Files:
         self._new: list[NewFile] = []
         self._failed: OSError | None = None
 
-    def write(self, name: str, kinds: Mapping[str, Held], values: Iterator[Tensor]) -> None:
+    def write(self, name: str, kinds: Mapping[str, StoredTensor], values: Iterator[Tensor]) -> None:
         """Write one of them, until the disk refuses it."""
         if self._failed is None:
             try:
                 self._new.append(new := NewFile(self._folder / name))
-                write(new.file, kinds, values)
+                write_safetensors(new.file, kinds, values)
                 new.finish()
             except OSError as error:
                 self._failed = error
 
-    def take_places(self, shards: Mapping[str, Mapping[str, Held]], place: Path) -> None:
+    def take_places(self, shards: Mapping[str, Mapping[str, StoredTensor]], place: Path) -> None:
         """Replace an earlier model, whose index goes first and comes last."""
         with writing(place, "a whole model"):
             if self._failed is not None:
                 raise self._failed
             if len(shards) > 1:
                 self._new.append(new := NewFile(self._folder / INDEX))
-                new.file.write(index_of(shards))
+                new.file.write(make_index(shards))
                 new.finish()
             if place == self._folder:
-                forget_shards(self._folder, shards)
+                remove_old_shards(self._folder, shards)
             for new in self._new:
                 new.take_place()
 
@@ -300,12 +304,12 @@ def _prepared(
     """What this rank is to write, into a folder that is there."""
     backend, rank = module.backend, rank_of(module.backend)
 
-    def alone() -> tuple[Path, dict[Key, Tensor], States | None]:
+    def alone() -> tuple[Path, dict[Key, Tensor], OptimizerStates | None]:
         where = accepted(path)
         require_apart(where)
         states = None
         if optimizer is not None:
-            states = states_of(optimizer, dict(module.named_parameters()))
+            states = collect_states(optimizer, dict(module.named_parameters()))
         tensors = {Key(name): value for name, value in _held(module).items()}
         tensors |= {} if states is None else states.tensors
         for key, value in tensors.items():
@@ -326,7 +330,7 @@ def _prepared(
             return None
         await_thread(where)
         place = Place(where)
-        saved = merged([one.optimizer for one in listings])
+        saved = merge_saved([one.optimizer for one in listings])
         scale = None if module.loss_scale is None else replace(module.loss_scale)
         random, given = torch.get_rng_state(), plain(extra, "extra")
         beside = Beside(VERSION, place.id, random, scale, saved, given).to_bytes()
@@ -353,7 +357,7 @@ def _prepared(
 
 def _pieces(value: Tensor) -> list[tuple[Bounds, Tensor]]:
     """What lies here of a tensor: a piece of the whole, or several."""
-    boxes, dim = boxes_of(value)
+    boxes, dim = local_boxes(value)
     if len(boxes) == 1:
         return [(boxes[0], value)]
     pieces = local_of(value).detach().split([bounds[dim][1] for bounds in boxes], dim)

@@ -26,10 +26,10 @@ from autopar.runtime.backends.host_copies import Copied, HostLink
 
 Axes = tuple[str, ...]
 # A movement of one row on each rank of this process, whose whole has so many elements.
-Move = Callable[[Movement, Sequence[Tensor], int], Sequence[Tensor]]
+MoveRows = Callable[[Movement, Sequence[Tensor], int], Sequence[Tensor]]
 
 
-def mover(mesh: Mesh, rank: int, group_name: Callable[[Axes], str]) -> Move:
+def local_mover(mesh: Mesh, rank: int, group_name: Callable[[Axes], str]) -> MoveRows:
     """Moves what one rank of a mesh has."""
 
     def move(movement: Movement, values: Sequence[Tensor], size: int) -> list[Tensor]:
@@ -42,59 +42,59 @@ def mover(mesh: Mesh, rank: int, group_name: Callable[[Axes], str]) -> Move:
     return move
 
 
-class Keeper:
+class ActivationOffload:
     """Keeps elsewhere what the regions of one program keep."""
 
-    def __init__(self, move: Move) -> None:
+    def __init__(self, move: MoveRows) -> None:
         self.move = move
-        self._last: ReferenceType[Away] | None = None
+        self._last: ReferenceType[OffloadedMemory] | None = None
         self._link: HostLink | None = None  # once something is kept on the host
 
     def begin(self) -> None:
         """A forward begins: what others keep is wanted after all of its own."""
         self._last = None
 
-    def put(self, values: Sequence[Tensor], axes: Axes, on_host: bool) -> Away:
+    def put(self, values: Sequence[Tensor], axes: Axes, on_host: bool) -> OffloadedMemory:
         """The memory of `values`, one for each rank of this process."""
         if on_host and self._link is None:
             self._link = HostLink(values[0].device)
-        away = Away(self.move, values, axes, self._link if on_host else None, self._last)
+        away = OffloadedMemory(self.move, values, axes, self._link if on_host else None, self._last)
         self._last = ref(away)
         return away
 
 
-class Away:
+class OffloadedMemory:
     """The memory of one value on each rank of this process, which is not there."""
 
     def __init__(
         self,
-        move: Move,
+        move: MoveRows,
         values: Sequence[Tensor],
         axes: Axes,
         link: HostLink | None,
-        before: ReferenceType[Away] | None,
+        before: ReferenceType[OffloadedMemory] | None,
     ) -> None:
         """`link`: to the host, where they are kept there."""
         self._move, self._axes, self._before = move, axes, before
         self._wholes: list[Tensor] = []
         with torch.no_grad():
-            pieces: Sequence[Tensor] = [_memory(value) for value in values]
+            pieces: Sequence[Tensor] = [_all_bytes(value) for value in values]
             self._size = pieces[0].numel()
             if axes:
                 pieces = move(Movement("slice", axes, 0), pieces, self._size)
-            self._pieces = [piece if link is None else OnHost(piece, link) for piece in pieces]
+            self._pieces = [piece if link is None else HostPiece(piece, link) for piece in pieces]
 
     def send_for(self) -> None:
         """Have copies from the host begin."""
         for piece in self._pieces:
-            if isinstance(piece, OnHost):
+            if isinstance(piece, HostPiece):
                 piece.send_for()
 
     def __call__(self, place: int) -> Tensor:
         """The bytes of one of the values."""
         if self._pieces:
             with torch.no_grad():
-                pieces = [p.back() if isinstance(p, OnHost) else p for p in self._pieces]
+                pieces = [p.back() if isinstance(p, HostPiece) else p for p in self._pieces]
                 gather = Movement("all_gather", self._axes, 0)
                 joined = self._move(gather, pieces, self._size) if self._axes else pieces
             self._wholes, self._pieces = [*joined], []
@@ -103,7 +103,7 @@ class Away:
         return self._wholes[place]
 
 
-class OnHost:
+class HostPiece:
     """One tensor on the host, from which it comes back once."""
 
     def __init__(self, value: Tensor, link: HostLink) -> None:
@@ -130,7 +130,7 @@ class OnHost:
             self._back, self._kept = self._link.back(self._kept), None
 
 
-def _memory(value: Tensor) -> Tensor:
+def _all_bytes(value: Tensor) -> Tensor:
     """All bytes that a tensor stands on."""
     memory = torch.empty(0, dtype=torch.uint8, device=value.device)
     return memory.set_(value.untyped_storage())

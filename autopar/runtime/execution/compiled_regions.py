@@ -35,7 +35,7 @@ from torch import Tensor, fx
 from autopar.collectives.eager_movements import finish_sum, start_sum, sum_later
 from autopar.passes.gathers import NO_GROUP, leave_copies, watch_readers
 from autopar.runtime.execution.block_groups import MARKS, Together
-from autopar.runtime.execution.region_calls import inputs_of
+from autopar.runtime.execution.region_calls import find_inputs
 from autopar.strategies.kernels.attention.dropped_attention import attention
 from autopar.strategies.kernels.experts.chosen_products import CHOSEN_PRODUCTS
 from autopar.strategies.kernels.experts.expert_kernels import EXPERTS
@@ -43,12 +43,12 @@ from autopar.strategies.kernels.keyed_draws import DrawPlace
 from autopar.strategies.node_info import info
 
 Function = Callable[..., Any]
-_OUTSIDE = (start_sum, finish_sum, sum_later, attention, EXPERTS, CHOSEN_PRODUCTS)
-_LEAST = 2  # calls: fewer are not worth it
+_NEVER_COMPILED = (start_sum, finish_sum, sum_later, attention, EXPERTS, CHOSEN_PRODUCTS)
+_LEAST_CALLS = 2  # calls: fewer are not worth it
 
 
 @dataclass(frozen=True)
-class Compiler:
+class RegionCompiler:
     """Compiles what a rank runs, with options of `torch.compile`."""
 
     options: Mapping[str, Any]
@@ -59,19 +59,19 @@ class Compiler:
 
     def __call__(self, graph: fx.Graph, outside: Collection[fx.Node]) -> None:
         """Let a program of one rank call its regions as functions, in place."""
-        _keep_results_near(graph)
+        _place_results_behind_calls(graph)
         places = self.together.places(graph, self.blocks)
-        for nodes in list(_regions(graph, places, outside)):
-            if len(nodes) >= _LEAST:
+        for nodes in list(_cut_regions(graph, places, outside)):
+            if len(nodes) >= _LEAST_CALLS:
                 self._call(graph, nodes)
 
     def _call(self, graph: fx.Graph, nodes: list[fx.Node]) -> None:
-        region = _Region(nodes)
+        region = _CompiledRegion(nodes)
         body, key, numbers = region.body()
         if key not in self.made:
             function = fx.GraphModule({}, body).forward
             found = torch.compile(function, **{"dynamic": False, **self.options})
-            self.made[key] = _Quiet(found)
+            self.made[key] = _QuietFirstCall(found)
         made = self.made[key]
         drawn = [torch.tensor(number, device=self.device) for number in numbers]
 
@@ -95,14 +95,14 @@ class Compiler:
             region=info(nodes[0]).region,
             copies=tuple(sorted({group for node in nodes for group in info(node).copies})),
         )
-        _watch_together(graph, nodes, call, given)
+        _move_copy_marks(graph, nodes, call, given)
         for node, new in zip(region.outputs, given):
             node.replace_all_uses_with(new)
         for node in reversed(nodes):
             graph.erase_node(node)
 
 
-class _Quiet:
+class _QuietFirstCall:
     """A compiled function. Where it is compiled, torch asks values for a gradient that they do not
     have, and lets itself be warned."""
 
@@ -120,14 +120,14 @@ class _Quiet:
 
 
 @dataclass(frozen=True)
-class _Region:
+class _CompiledRegion:
     """Calls that follow one another."""
 
     nodes: Sequence[fx.Node]
 
     @property
     def inputs(self) -> list[fx.Node]:
-        return inputs_of(self.nodes)
+        return find_inputs(self.nodes)
 
     @property
     def outputs(self) -> list[fx.Node]:
@@ -145,9 +145,9 @@ class _Region:
         said: list[Hashable] = []
         for value in self.inputs:
             copies[value] = graph.placeholder(f"x{len(copies)}")
-            said.append(_said_of(value))
+            said.append(_input_signature(value))
         count = len(copies)
-        places = _places(self.nodes)
+        places = _draw_numbers(self.nodes)
         drawn = {place: graph.placeholder(f"drawn{at}") for at, place in enumerate(places)}
 
         def lifted(argument: Any) -> Any:
@@ -156,41 +156,43 @@ class _Region:
             return copies[argument] if isinstance(argument, fx.Node) else argument
 
         for node in self.nodes:
-            args, kwargs = _mapped(node.args, lifted), _mapped(node.kwargs, lifted)
+            args, kwargs = _map_leaves(node.args, lifted), _map_leaves(node.kwargs, lifted)
             target: Any = node.target
             copies[node] = graph.create_node(node.op, target, args, kwargs, f"x{len(copies)}")
-            said.append((target, _frozen(args), _frozen(kwargs), info(node).differentiable))
+            said.append(
+                (target, _structure_key(args), _structure_key(kwargs), info(node).differentiable)
+            )
         results = [copies[node] for node in self.outputs]
         graph.output(tuple(results) if len(results) != 1 else results[0])
         return graph, (count, *said, tuple(result.name for result in results)), places
 
 
-def _said_of(value: fx.Node) -> Hashable:
+def _input_signature(value: fx.Node) -> Hashable:
     """What a region is told of an input."""
     layout = info(value).type.layout if "type" in value.meta else None
     val = info(value).val
     return val.dtype, tuple(val.shape), str(layout), info(value).differentiable
 
 
-def _places(nodes: Sequence[fx.Node]) -> list[int]:
+def _draw_numbers(nodes: Sequence[fx.Node]) -> list[int]:
     """The numbers of those among some calls that draw."""
     arguments = (a for node in nodes for a in (*node.args, *node.kwargs.values()))
     numbers = (a.number for a in arguments if isinstance(a, DrawPlace))
     return list(dict.fromkeys(number for number in numbers if isinstance(number, int)))
 
 
-def _mapped(argument: Any, function: Callable[[Any], Any]) -> Any:
+def _map_leaves(argument: Any, function: Callable[[Any], Any]) -> Any:
     """An argument with its leaves changed."""
     if isinstance(argument, DrawPlace | fx.Node):
         return function(argument)
     if isinstance(argument, list | tuple):
-        items = [_mapped(one, function) for one in argument]
+        items = [_map_leaves(one, function) for one in argument]
         is_named = hasattr(argument, "_fields")
         return type(argument)(*items) if is_named else type(argument)(items)
     if isinstance(argument, Mapping):
-        return {name: _mapped(one, function) for name, one in argument.items()}
+        return {name: _map_leaves(one, function) for name, one in argument.items()}
     if isinstance(argument, slice):
-        return slice(*(_mapped(one, function) for one in _ends(argument)))
+        return slice(*(_map_leaves(one, function) for one in _ends(argument)))
     return function(argument)
 
 
@@ -198,37 +200,37 @@ def _ends(given: slice) -> tuple[Any, Any, Any]:
     return given.start, given.stop, given.step
 
 
-def _frozen(argument: Any) -> Hashable:
+def _structure_key(argument: Any) -> Hashable:
     """What is equal for equal arguments alone."""
     if isinstance(argument, fx.Node):
         return argument.name
     if isinstance(argument, list | tuple):
-        return (type(argument), *map(_frozen, argument))
+        return (type(argument), *map(_structure_key, argument))
     if isinstance(argument, Mapping):
-        return tuple((name, _frozen(one)) for name, one in argument.items())
+        return tuple((name, _structure_key(one)) for name, one in argument.items())
     if isinstance(argument, slice):
-        return slice, *map(_frozen, _ends(argument))
+        return slice, *map(_structure_key, _ends(argument))
     return type(argument), repr(argument)
 
 
-def _regions(
+def _cut_regions(
     graph: fx.Graph, places: Mapping[fx.Node, Hashable], outside: Collection[fx.Node]
 ) -> Iterator[list[fx.Node]]:
     """The runs of calls that become one each, none of two places."""
-    reached = _results_reached(graph)
+    reached = _reached_results(graph)
     open_: list[fx.Node] = []
-    order, asked = _Order(), _Asked(reached)
+    order, asked = _MovementChain(), _GradientDemand(reached)
     where: Any = None
     for node in graph.nodes:
         if node.op == "placeholder" or node.target in MARKS:
             continue
-        maker = _maker(node)
+        maker = _producer(node)
         place = places.get(maker), info(maker).region
-        is_inside = _is_inside(node, outside)
+        is_inside = _is_compilable(node, outside)
         holds = is_inside and place == where and order.holds(node) and asked.holds(node)
         if open_ and not holds:
             yield open_
-            open_, order, asked = [], _Order(), _Asked(reached)
+            open_, order, asked = [], _MovementChain(), _GradientDemand(reached)
         if is_inside:
             order.add(node)
             asked.add(node)
@@ -238,11 +240,11 @@ def _regions(
         yield open_
 
 
-def _is_inside(node: fx.Node, outside: Collection[fx.Node]) -> bool:
-    if node.op != "call_function" or node in outside or node.target in _OUTSIDE:
+def _is_compilable(node: fx.Node, outside: Collection[fx.Node]) -> bool:
+    if node.op != "call_function" or node in outside or node.target in _NEVER_COMPILED:
         return False
-    if (maker := _maker(node)) is not node:
-        return _is_inside(maker, outside)
+    if (maker := _producer(node)) is not node:
+        return _is_compilable(maker, outside)
     if info(node).joint is not None:
         return False
     region = info(node).region
@@ -251,14 +253,14 @@ def _is_inside(node: fx.Node, outside: Collection[fx.Node]) -> bool:
     return not info(node).on_host
 
 
-def _maker(node: fx.Node) -> fx.Node:
+def _producer(node: fx.Node) -> fx.Node:
     """The call of which a node is a result, or itself."""
     while node.target is operator.getitem:
         node = node.all_input_nodes[0]
     return node
 
 
-class _Order:
+class _MovementChain:
     """Of the movements of a region: each hangs on the one before it, in backward as in forward."""
 
     def __init__(self) -> None:
@@ -282,7 +284,7 @@ class _Order:
         )
 
 
-def _results_reached(graph: fx.Graph) -> dict[fx.Node, int]:
+def _reached_results(graph: fx.Graph) -> dict[fx.Node, int]:
     """Of which results of a program the backward reaches each value, a bit for each."""
     found = dict.fromkeys(graph.nodes, 0)
     results: Any = graph.output_node().args[0]
@@ -295,7 +297,7 @@ def _results_reached(graph: fx.Graph) -> dict[fx.Node, int]:
     return found
 
 
-class _Asked:
+class _GradientDemand:
     """Of a region: the results that it reaches, and those that all that it reads reaches."""
 
     def __init__(self, reached: Mapping[fx.Node, int]) -> None:
@@ -321,14 +323,14 @@ class _Asked:
         return some, every
 
 
-def _keep_results_near(graph: fx.Graph) -> None:
+def _place_results_behind_calls(graph: fx.Graph) -> None:
     """What is taken from a call of several results is taken behind it."""
     for node in list(graph.nodes):
         if node.target is operator.getitem:
             node.all_input_nodes[0].append(node)
 
 
-def _watch_together(
+def _move_copy_marks(
     graph: fx.Graph, nodes: Sequence[fx.Node], call: fx.Node, given: Sequence[fx.Node]
 ) -> None:
     """Let marks of copies speak of a region in place of the readers in it."""

@@ -20,17 +20,17 @@ from autopar.mesh import Mesh
 from autopar.passes import LocalSetting, ParameterCopies, run_local_passes
 from autopar.passes.flow import copy_subgraph
 from autopar.pipeline.running.weight_halves import WeightHalves
-from autopar.runtime.execution.activation_offload import Keeper
-from autopar.runtime.execution.profiler_ranges import function_of
-from autopar.runtime.execution.region_calls import Around, call_regions
-from autopar.runtime.parameters.gathered_copies import Window
+from autopar.runtime.execution.activation_offload import ActivationOffload
+from autopar.runtime.execution.profiler_ranges import profiled_function
+from autopar.runtime.execution.region_calls import RegionSettings, call_regions
+from autopar.runtime.parameters.gathered_copies import GatherWindow
 from autopar.strategies.node_info import info
 
-Compiling = Callable[[fx.Graph, Collection[fx.Node]], None]  # of a graph, but for some of its calls
+CompileRegions = Callable[[fx.Graph, Collection[fx.Node]], None]  # of a graph, but for some of its calls
 
 
 @dataclass(frozen=True)
-class Eager:
+class EagerProgram:
     """A graph as a function: of its placeholders, then of the whole of some inputs."""
 
     function: Callable[..., Any]
@@ -48,10 +48,10 @@ def compile_graph(
     mesh: Mesh | None = None,
     halves: WeightHalves | None = None,
     copies: ParameterCopies | None = None,
-    window: Window | None = None,
-    keeper: Keeper | None = None,
-    compiling: Compiling | None = None,
-) -> Eager:
+    window: GatherWindow | None = None,
+    keeper: ActivationOffload | None = None,
+    compiling: CompileRegions | None = None,
+) -> EagerProgram:
     """`graph`, the program of one rank, as a function.
 
     Given `late`, numbers among the first `outputs` results are left to be summed: the caller sees
@@ -94,6 +94,6 @@ def compile_graph(
             node.target = halves.apart(node.target, weights)
     beside = [halves.aside] if halves is not None else []
     beside = beside if window is None else [*beside, window.again]
-    call_regions(quick, Around(beside, plain, keeper, window))
+    call_regions(quick, RegionSettings(beside, plain, keeper, window))
     wholes = tuple(name for kind, name in origins if kind == "whole")
-    return Eager(function_of(quick), wholes)
+    return EagerProgram(profiled_function(quick), wholes)

@@ -20,18 +20,18 @@ from autopar._torch import profiling
 from autopar.strategies.node_info import info
 
 
-def function_of(graph: fx.Graph) -> Callable[..., Any]:
+def profiled_function(graph: fx.Graph) -> Callable[..., Any]:
     """A graph as a function, which tells of its calls while a profiler listens."""
     made = fx.GraphModule({}, graph)
     plain = made.forward
 
     def function(*inputs: Any) -> Any:
-        return Telling(made).run(*inputs) if profiling() else plain(*inputs)
+        return ProfiledInterpreter(made).run(*inputs) if profiling() else plain(*inputs)
 
     return function
 
 
-class Telling(fx.Interpreter):
+class ProfiledInterpreter(fx.Interpreter):
     """Runs a graph call by call, those of one module that follow one another in one range."""
 
     def run(self, *inputs: Any, **options: Any) -> Any:

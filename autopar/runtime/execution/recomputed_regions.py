@@ -28,29 +28,29 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from autopar._torch import memory_of, saving_hooks
-from autopar.runtime.execution.activation_offload import Away, Axes, Keeper
-from autopar.runtime.parameters.gathered_copies import changed_in_between
+from autopar.runtime.execution.activation_offload import ActivationOffload, Axes, OffloadedMemory
+from autopar.runtime.parameters.gathered_copies import changed_before_backward
 
 Function = Callable[..., Any]
-Beside = Callable[[], AbstractContextManager[Any]]
+ContextFactory = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
-class Leaving:
+class RegionOffload:
     """What of a region is kept elsewhere: of each input the axes that cut it, None if it stays."""
 
-    keeper: Keeper
+    keeper: ActivationOffload
     inputs: Sequence[Axes | None]
     on_host: bool
 
-    def put(self, values: Sequence[Tensor], axes: Axes) -> Away:
+    def put(self, values: Sequence[Tensor], axes: Axes) -> OffloadedMemory:
         return self.keeper.put(values, axes, self.on_host)
 
-    def of(self, given: Sequence[Any]) -> dict[StorageWeakRef, tuple[Away, int]]:
+    def of(self, given: Sequence[Any]) -> dict[StorageWeakRef, tuple[OffloadedMemory, int]]:
         """The memory of inputs that leaves; of each value there is one on each rank."""
         count = len(given) // len(self.inputs) if self.inputs else 0
         stay = _storages([v for i, v in enumerate(given) if self.inputs[i // count] is None])
-        found: dict[StorageWeakRef, tuple[Away, int]] = {}
+        found: dict[StorageWeakRef, tuple[OffloadedMemory, int]] = {}
         for at, axes in enumerate(self.inputs):
             values = given[at * count : (at + 1) * count]
             if axes is None or not stay.isdisjoint(_storages(values)):
@@ -62,15 +62,15 @@ class Leaving:
         return found
 
 
-class Full:
+class FullRecompute:
     """A function whose forward runs again in backward."""
 
     def __init__(
         self,
         function: Function,
         is_random: bool = False,
-        beside: Sequence[Beside] = (),
-        leaving: Leaving | None = None,
+        beside: Sequence[ContextFactory] = (),
+        leaving: RegionOffload | None = None,
     ) -> None:
         """`beside`: what the second forward runs in."""
         self.function, self.is_random, self.beside = function, is_random, beside
@@ -79,8 +79,8 @@ class Full:
     def __call__(self, *inputs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.function(*inputs)
-        run = _Run(self, inputs)
-        with saved_tensors_hooks(run.pack, _unpack):
+        run = _RecomputedRun(self, inputs)
+        with saved_tensors_hooks(run.pack, _unpack_saved):
             results = self.function(*inputs)
         run.settle()
         run.own.clear()
@@ -93,7 +93,7 @@ class _StandIn:
 
     __slots__ = ("__weakref__", "run", "value")
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: _RecomputedRun) -> None:
         self.run = run
         self.value: Tensor | None = None
 
@@ -104,7 +104,7 @@ class _StandIn:
         return self.value
 
 
-class _Kept:
+class _SavedTensor:
     """A tensor that is kept, as the hooks around the region want it. If they take it as it is, it
     must not change; torch does not look at what goes through hooks."""
 
@@ -116,31 +116,31 @@ class _Kept:
 
     def settle(self) -> None:
         """The copies that the region reads have come: they change no more."""
-        self.version = _version(self.packed)
+        self.version = _tensor_version(self.packed)
 
     def unpack(self) -> Tensor:
-        if self.version != _version(self.packed):
-            raise changed_in_between()
+        if self.version != _tensor_version(self.packed):
+            raise changed_before_backward()
         return self.unpack_(self.packed)
 
 
-def _version(value: Any) -> int:
+def _tensor_version(value: Any) -> int:
     """Grows when a tensor, or what it is a view of, changes in place."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
-def _unpack(saved: _StandIn | _Kept | _Noted | _View) -> Tensor:
+def _unpack_saved(saved: _StandIn | _SavedTensor | _SavedReference | _ValueView) -> Tensor:
     return saved.unpack()
 
 
-class _Enough(Exception):
+class _AllRecomputed(Exception):
     """All that backward reads of a run has been made again."""
 
 
-class _Run:
+class _RecomputedRun:
     """One run of a function: what it was given, and stand-ins for all that it kept besides."""
 
-    def __init__(self, region: Full, inputs: Sequence[Any]) -> None:
+    def __init__(self, region: FullRecompute, inputs: Sequence[Any]) -> None:
         self.region, (self._pack, self._unpack) = region, saving_hooks()
         self.own = _storages(inputs)
         self.away = {} if region.leaving is None else region.leaving.of(inputs)
@@ -153,17 +153,21 @@ class _Run:
         ]
         self._random = _random_states(inputs) if region.is_random else None
 
-    def _kept(self, tensor: Tensor) -> _Kept | _View:
+    def _kept(self, tensor: Tensor) -> _SavedTensor | _ValueView:
         """An input, or a view of one."""
         found = self.away.get(StorageWeakRef(tensor.untyped_storage())) if self.away else None
-        return _Kept(self._pack(tensor), self._unpack) if found is None else _View.of(tensor, found)
+        return (
+            _SavedTensor(self._pack(tensor), self._unpack)
+            if found is None
+            else _ValueView.of(tensor, found)
+        )
 
     def settle(self) -> None:
         for value, _ in self._inputs:
-            if isinstance(value, _Kept):
+            if isinstance(value, _SavedTensor):
                 value.settle()
 
-    def pack(self, tensor: Tensor) -> _StandIn | _Kept | _View:
+    def pack(self, tensor: Tensor) -> _StandIn | _SavedTensor | _ValueView:
         if memory_of(tensor) in self.own:
             return self._kept(tensor)
         stand_in = _StandIn(self)
@@ -190,15 +194,15 @@ class _Run:
                 stand_in.value = tensor.detach()  # without the graph of this run
             count += 1
             if count > last:
-                raise _Enough
+                raise _AllRecomputed
 
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for beside in self.region.beside:
                 stack.enter_context(beside())
-            stack.enter_context(_replayed(self._random))
+            stack.enter_context(_replay_random_states(self._random))
             stack.enter_context(saved_tensors_hooks(pack, _never))
-            with suppress(_Enough):
+            with suppress(_AllRecomputed):
                 self.region.function(*inputs)
 
 
@@ -206,16 +210,18 @@ def _never(_: None) -> Tensor:
     raise AssertionError("nobody goes backward through what runs again")
 
 
-class Selective:
+class SelectiveRecompute:
     """A function that does not keep the values of some of its calls, and others elsewhere."""
 
-    def __init__(self, function: Function, leaving: Leaving | None = None) -> None:
+    def __init__(self, function: Function, leaving: RegionOffload | None = None) -> None:
         self.function, self.leaving = function, leaving
         self._pack, self._unpack = saving_hooks()
         # While it runs, of what is made again or kept elsewhere.
-        self._found: dict[StorageWeakRef, tuple[_Again | Away, int]] | None = None
+        self._found: dict[StorageWeakRef, tuple[_RecomputedCall | OffloadedMemory, int]] | None = (
+            None
+        )
         self._stays: set[int] = set()  # the memory of inputs that is not kept elsewhere
-        self._fresh: list[_Noted] | None = None  # kept by the call that runs
+        self._fresh: list[_SavedReference] | None = None  # kept by the call that runs
 
     def __call__(self, *inputs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -225,7 +231,7 @@ class Selective:
             if self.leaving is not None:
                 self._found |= self.leaving.of(inputs)
                 self._stays, self._fresh = _storages(inputs), []
-            with saved_tensors_hooks(self._save, _unpack):
+            with saved_tensors_hooks(self._save, _unpack_saved):
                 results = self.function(*inputs)
                 self._settle()
                 return results
@@ -243,8 +249,8 @@ class Selective:
                 self._fresh = []
             values = function(*args, **kwargs)
             given = pytree.tree_map_only(Tensor, self._later, (args, kwargs))
-            again = _Again(plain or function, *given)
-            for place, value in enumerate(_flat(values)):
+            again = _RecomputedCall(plain or function, *given)
+            for place, value in enumerate(_leaves(values)):
                 if isinstance(value, Tensor):
                     self._found[StorageWeakRef(value.untyped_storage())] = again, place
             self._settle()
@@ -278,15 +284,15 @@ class Selective:
             noted.saved = self._later(noted.saved)
             self._keep(noted)
 
-    def _save(self, tensor: Tensor) -> _Noted:
-        noted = _Noted(self._later(tensor))
+    def _save(self, tensor: Tensor) -> _SavedReference:
+        noted = _SavedReference(self._later(tensor))
         if isinstance(noted.saved, Tensor) and self._fresh is not None:
             self._fresh.append(noted)  # it may be a value of this very call
         else:
             self._keep(noted)
         return noted
 
-    def _keep(self, noted: _Noted) -> None:
+    def _keep(self, noted: _SavedReference) -> None:
         saved, leaving = noted.saved, self.leaving
         if not isinstance(saved, Tensor):
             return
@@ -294,22 +300,22 @@ class Selective:
             assert self._found is not None
             found = leaving.put([saved], ()), 0
             self._found[StorageWeakRef(saved.untyped_storage())] = found
-            noted.saved = _View.of(saved, found)
+            noted.saved = _ValueView.of(saved, found)
         else:
-            noted.saved = _Kept(self._pack(saved), self._unpack)
+            noted.saved = _SavedTensor(self._pack(saved), self._unpack)
 
     def _is_own(self, tensor: Tensor) -> bool:
         """Whether an operator made a tensor for its own backward: sums of rows, a mask."""
         return tensor.dim() > 0 and memory_of(tensor) not in self._stays
 
-    def _later(self, tensor: Tensor) -> Tensor | _View:
+    def _later(self, tensor: Tensor) -> Tensor | _ValueView:
         """How a tensor will be had in backward: it is kept anyway, or made again."""
         assert self._found is not None
         found = self._found.get(StorageWeakRef(tensor.untyped_storage()))
-        return tensor.detach() if found is None else _View.of(tensor, found)
+        return tensor.detach() if found is None else _ValueView.of(tensor, found)
 
 
-class _Again:
+class _RecomputedCall:
     """A call that is made again when one of its values is first wanted."""
 
     __slots__ = ("args", "function", "kwargs", "values", "version")
@@ -320,25 +326,25 @@ class _Again:
         self.version = self._now()
 
     def _now(self) -> int:
-        return sum(map(_version, pytree.tree_leaves((self.args, self.kwargs))))
+        return sum(map(_tensor_version, pytree.tree_leaves((self.args, self.kwargs))))
 
     def __call__(self, place: int) -> Tensor:
         if self.values is None:
             if self.version != self._now():
-                raise changed_in_between()
+                raise changed_before_backward()
             args, kwargs = pytree.tree_map_only(
-                _View, _View.unpack, (self.args, self.kwargs), is_leaf=_is_view
+                _ValueView, _ValueView.unpack, (self.args, self.kwargs), is_leaf=_is_view
             )
             with torch.no_grad():
-                self.values = _flat(self.function(*args, **kwargs))
+                self.values = _leaves(self.function(*args, **kwargs))
             self.args, self.kwargs = (), {}
         return self.values[place]
 
 
-class _View(NamedTuple):
+class _ValueView(NamedTuple):
     """A piece of a value that is made again, or brought back."""
 
-    again: _Again | Away
+    again: _RecomputedCall | OffloadedMemory
     place: int
     dtype: torch.dtype
     shape: torch.Size
@@ -346,7 +352,7 @@ class _View(NamedTuple):
     start: int
 
     @classmethod
-    def of(cls, tensor: Tensor, found: tuple[_Again | Away, int]) -> _View:
+    def of(cls, tensor: Tensor, found: tuple[_RecomputedCall | OffloadedMemory, int]) -> _ValueView:
         start = int(tensor.storage_offset())
         return cls(*found, tensor.dtype, tensor.shape, tensor.stride(), start)
 
@@ -356,7 +362,7 @@ class _View(NamedTuple):
         return whole.as_strided(self.shape, self.strides, self.start)
 
 
-class _Noted:
+class _SavedReference:
     """What autograd keeps in a selective region."""
 
     __slots__ = ("saved",)
@@ -369,10 +375,10 @@ class _Noted:
 
 
 def _is_view(value: object) -> bool:
-    return isinstance(value, _View)
+    return isinstance(value, _ValueView)
 
 
-def _flat(values: Any) -> list[Any]:
+def _leaves(values: Any) -> list[Any]:
     return pytree.tree_leaves(values)
 
 
@@ -381,15 +387,15 @@ def _storages(values: Sequence[Any]) -> set[int]:
     return {memory_of(v) for v in values if isinstance(v, Tensor)}
 
 
-States = tuple[Tensor, list[int], list[Tensor]]
+RandomStates = tuple[Tensor, list[int], list[Tensor]]
 
 
-def _random_states(inputs: Sequence[Any]) -> States:
+def _random_states(inputs: Sequence[Any]) -> RandomStates:
     return torch.get_rng_state(), *get_device_states(*inputs)
 
 
 @contextmanager
-def _replayed(states: States | None) -> Iterator[None]:
+def _replay_random_states(states: RandomStates | None) -> Iterator[None]:
     """With the random numbers that the first run drew."""
     if states is None:
         yield

@@ -13,16 +13,16 @@ from typing import Any
 
 from torch import fx
 
-from autopar.runtime.execution.activation_offload import Keeper
-from autopar.runtime.execution.profiler_ranges import function_of
-from autopar.runtime.execution.recomputed_regions import Beside, Full, Leaving, Selective
-from autopar.runtime.parameters.gathered_copies import Window
+from autopar.runtime.execution.activation_offload import ActivationOffload
+from autopar.runtime.execution.profiler_ranges import profiled_function
+from autopar.runtime.execution.recomputed_regions import ContextFactory, FullRecompute, RegionOffload, SelectiveRecompute
+from autopar.runtime.parameters.gathered_copies import GatherWindow
 from autopar.strategies.node_info import RecomputeRegion, info
 
-Runner = Full | Selective
+Runner = FullRecompute | SelectiveRecompute
 
 
-def inputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+def find_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """What calls read that they do not make, in the order in which it is first read."""
     own = set(nodes)
     read = (value for node in nodes for value in node.all_input_nodes)
@@ -30,7 +30,7 @@ def inputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 @dataclass(frozen=True)
-class Part:
+class GraphSection:
     """Some calls that follow one another: of one region, or of none."""
 
     nodes: tuple[fx.Node, ...]
@@ -39,7 +39,7 @@ class Part:
     @property
     def inputs(self) -> list[fx.Node]:
         """What a region reads."""
-        return inputs_of(self.nodes)
+        return find_inputs(self.nodes)
 
     @property
     def outputs(self) -> list[fx.Node]:
@@ -48,7 +48,7 @@ class Part:
         return [node for node in self.nodes if not own.issuperset(node.users)]
 
     def runner(
-        self, function: Callable[..., Any], beside: Sequence[Beside], keeper: Keeper | None
+        self, function: Callable[..., Any], beside: Sequence[ContextFactory], keeper: ActivationOffload | None
     ) -> Runner:
         """`function`, which makes the outputs from the inputs, as one that keeps less."""
         assert self.region is not None
@@ -56,17 +56,17 @@ class Part:
         if keep != "device":
             assert keeper is not None
             inputs = [info(value).away.get(self.region) for value in self.inputs]
-            leaving = Leaving(keeper, inputs, keep == "host")
+            leaving = RegionOffload(keeper, inputs, keep == "host")
         if not self.region.is_full:
-            return Selective(function, leaving)
-        return Full(function, self.region.is_random, beside, leaving)
+            return SelectiveRecompute(function, leaving)
+        return FullRecompute(function, self.region.is_random, beside, leaving)
 
 
-def parts_of(graph: fx.Graph) -> list[Part]:
+def split_sections(graph: fx.Graph) -> list[GraphSection]:
     """The nodes of a graph in their order; a region is one part, and so is what lies in it."""
     nodes = list(graph.nodes)
     last = {info(node).region: index for index, node in enumerate(nodes)}
-    found: list[Part] = []
+    found: list[GraphSection] = []
     rest: list[fx.Node] = []
     index = 0
     while index < len(nodes):
@@ -80,29 +80,29 @@ def parts_of(graph: fx.Graph) -> list[Part]:
             if info(nodes[at]).region not in (region, None):
                 break
             end = at + 1 if info(nodes[at]).region == region else end
-        found += [Part(tuple(rest)), Part(tuple(nodes[index:end]), region)]
+        found += [GraphSection(tuple(rest)), GraphSection(tuple(nodes[index:end]), region)]
         rest, index = [], end
-    return [part for part in [*found, Part(tuple(rest))] if part.nodes]
+    return [part for part in [*found, GraphSection(tuple(rest))] if part.nodes]
 
 
 @dataclass(frozen=True)
-class Around:
+class RegionSettings:
     """What regions of one program need of it."""
 
-    beside: Sequence[Beside]  # what a second forward runs in
+    beside: Sequence[ContextFactory]  # what a second forward runs in
     plain: Mapping[fx.Node, Any]  # what makes the value of a call again that does more than that
-    keeper: Keeper | None  # where regions keep what they do not keep where it is
-    window: Window | None = None  # through which copies of parameters come and go
+    keeper: ActivationOffload | None  # where regions keep what they do not keep where it is
+    window: GatherWindow | None = None  # through which copies of parameters come and go
 
 
-def call_regions(graph: fx.Graph, around: Around) -> None:
+def call_regions(graph: fx.Graph, around: RegionSettings) -> None:
     """Let a program of one rank call its regions as functions, in place."""
-    for part in parts_of(graph):
+    for part in split_sections(graph):
         if part.region is not None:
-            _call(graph, part, around)
+            _replace_by_call(graph, part, around)
 
 
-def _call(graph: fx.Graph, part: Part, around: Around) -> None:
+def _replace_by_call(graph: fx.Graph, part: GraphSection, around: RegionSettings) -> None:
     inputs, outputs = part.inputs, part.outputs
     inside, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for value in inputs:
@@ -115,7 +115,7 @@ def _call(graph: fx.Graph, part: Part, around: Around) -> None:
     for node in part.nodes:
         target: Any = copies[node].target
         reads, window = info(node).copies, around.window
-        if not isinstance(runner, Selective):
+        if not isinstance(runner, SelectiveRecompute):
             if reads and window is not None:
                 copies[node].target = window.bringing(target, reads)
         elif info(node).remade:
@@ -125,14 +125,14 @@ def _call(graph: fx.Graph, part: Part, around: Around) -> None:
             copies[node].target = runner.noted(target, plain)
         elif (axes := info(node).away.get(part.region)) is not None:  # type: ignore[arg-type]
             copies[node].target = runner.leaves(target, axes)
-    runner.function = function_of(inside)
+    runner.function = profiled_function(inside)
 
     def region(*inputs: Any) -> Any:  # a function: fx wants its name
         return runner(*inputs)
 
     with graph.inserting_before(part.nodes[0]):
         call = graph.call_function(region, tuple(inputs))
-        given = [call] if len(outputs) == 1 else _pieces(graph, call, len(outputs))
+        given = [call] if len(outputs) == 1 else _unpack_results(graph, call, len(outputs))
     for node, new in zip(outputs, given):
         new.meta = {**node.meta, **new.meta}
         node.replace_all_uses_with(new)
@@ -140,5 +140,5 @@ def _call(graph: fx.Graph, part: Part, around: Around) -> None:
         graph.erase_node(node)
 
 
-def _pieces(graph: fx.Graph, call: fx.Node, count: int) -> Sequence[fx.Node]:
+def _unpack_results(graph: fx.Graph, call: fx.Node, count: int) -> Sequence[fx.Node]:
     return [graph.call_function(operator.getitem, (call, index)) for index in range(count)]

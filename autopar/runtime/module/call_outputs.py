@@ -24,7 +24,7 @@ from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.runtime.backends.process_groups import Groups
-from autopar.runtime.parameters.placing import wrapper
+from autopar.runtime.parameters.placing import dtensor_wrapper
 
 OutputsLike = Literal["whole", "dtensor", "local"]
 FORMS: tuple[OutputsLike, ...] = get_args(OutputsLike)
@@ -42,7 +42,7 @@ class Outputs:
         if self.form == "local" or type_.layout.is_replicated:
             return value
         if self.form == "dtensor":
-            return wrapper(type_.layout, type_.shape, self._mesh)(value)
+            return dtensor_wrapper(type_.layout, type_.shape, self._mesh)(value)
         return self.whole(value, type_)
 
     def whole(self, value: Tensor, type_: TensorType) -> Tensor:

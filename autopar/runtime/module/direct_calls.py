@@ -23,9 +23,9 @@ from autopar.runtime.backends.world import World, require_living
 from autopar.runtime.launching.failures import stop_all_on_failure
 from autopar.runtime.module.gradient_accumulation import Passes
 from autopar.runtime.module.submodule_view import refuse_gradient_hooks
-from autopar.runtime.parameters.gathered_copies import changed_in_between
-from autopar.runtime.parameters.gradient_buckets import GradientSync, Slot
-from autopar.runtime.parameters.local_parameters import Leaves
+from autopar.runtime.parameters.gathered_copies import changed_before_backward
+from autopar.runtime.parameters.gradient_buckets import BucketEntry, GradientSync
+from autopar.runtime.parameters.local_parameters import LocalParameters
 
 
 class DirectCalls:
@@ -34,7 +34,7 @@ class DirectCalls:
     def __init__(
         self,
         program: Program,
-        leaves: Leaves,
+        leaves: LocalParameters,
         world: World,
         passes: Passes,
     ) -> None:
@@ -62,13 +62,18 @@ class DirectCalls:
             for output, names in zip(outputs, self._program.learned)
         ]
 
-    def _watched(self, output: Tensor, slots: list[Slot], names: frozenset[str]) -> Tensor:
+    def _watched(self, output: Tensor, slots: list[BucketEntry], names: frozenset[str]) -> Tensor:
         come = partial(self._comes, get_gradient_edge(output), slots, names, self._leaves.age)
         parameters = [slot.parameter for slot in slots]
         return _Watched.apply(come, output, self._anchor, *parameters)
 
     def _comes(
-        self, output: GradientEdge, slots: list[Slot], names: frozenset[str], age: int, grad: Tensor
+        self,
+        output: GradientEdge,
+        slots: list[BucketEntry],
+        names: frozenset[str],
+        age: int,
+        grad: Tensor,
     ) -> list[Tensor | None]:
         """A backward pass goes through an output: to the parameters `names`, or to some that are
         asked for, whose gradients are made here and given to torch. `age` is that of the leaves
@@ -84,7 +89,7 @@ class DirectCalls:
                 remedy='backend="virtual", or a penalty that is part of forward',
             )
         if age != self._leaves.age:
-            raise changed_in_between()
+            raise changed_before_backward()
         assert self._sync is not None
         refuse_gradient_hooks({slot.name: slot.parameter for slot in slots})
         self._leaves.passing = backward_under_way()
@@ -104,7 +109,7 @@ class DirectCalls:
         return [None] * len(slots)
 
     def _to_some(
-        self, output: GradientEdge, slots: list[Slot], grad: Tensor
+        self, output: GradientEdge, slots: list[BucketEntry], grad: Tensor
     ) -> list[Tensor | None]:
         """The gradients of those parameters that a restricted pass is to reach.
 

@@ -24,16 +24,19 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import local_of
 from autopar.errors import InvalidInput
 from autopar.runtime.parameters.gradient_buckets import GradientSync
-from autopar.runtime.parameters.local_parameters import Leaves
-from autopar.runtime.parameters.parameter_movement import Route
-from autopar.runtime.parameters.placing import wrapper
+from autopar.runtime.parameters.local_parameters import LocalParameters
+from autopar.runtime.parameters.parameter_movement import ParameterMovement
+from autopar.runtime.parameters.placing import dtensor_wrapper
 
 
 class Passes:
     """Backward passes, which give parameters their gradients, summed over ranks or to be summed."""
 
     def __init__(
-        self, leaves: Leaves, routes: Mapping[str, Route], device_mesh: DeviceMesh
+        self,
+        leaves: LocalParameters,
+        routes: Mapping[str, ParameterMovement],
+        device_mesh: DeviceMesh,
     ) -> None:
         self._leaves, self._routes, self._device_mesh = leaves, routes, device_mesh
 
@@ -87,7 +90,7 @@ class Passes:
     def _partial(self, name: str, local: Tensor) -> DTensor:
         route, parameter = self._routes[name], self._leaves.parameters[name]
         layout = route.leaf.with_partial(route.pending)
-        return wrapper(layout, tuple(parameter.shape), self._device_mesh)(local)
+        return dtensor_wrapper(layout, tuple(parameter.shape), self._device_mesh)(local)
 
     def sum_waiting(self, sync_of: Callable[[frozenset[str]], GradientSync]) -> None:
         """Sum what no pass comes for; all ranks together."""

@@ -48,11 +48,11 @@ from autopar.runtime.module.training_modes import Modes
 from autopar.runtime.observation.expert_balance import expert_balance
 from autopar.runtime.observation.step_figures import Listeners
 from autopar.runtime.observation.step_observation import Watched
-from autopar.runtime.parameters.gather_state import whole, written_whole
-from autopar.runtime.parameters.initial_values import Values
+from autopar.runtime.parameters.gather_state import gather_state, save_with_full_state
+from autopar.runtime.parameters.initial_values import InitialValues
 from autopar.runtime.parameters.old_parameters import note_old_parameters
-from autopar.runtime.parameters.refused_optimizers import note_module
-from autopar.runtime.parameters.tensor_tree import Tensors
+from autopar.runtime.parameters.refused_optimizers import register_module
+from autopar.runtime.parameters.tensor_tree import ModuleTensors
 from autopar.units import counted
 
 
@@ -83,7 +83,7 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
     _layouts: dict[str, Layout]
     _names: tuple[str, ...]
     _programs: Programs
-    _tensors: Tensors
+    _tensors: ModuleTensors
 
     def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> ParallelModule:
         kinds: tuple[Any, Any] = cls, type(model)
@@ -96,7 +96,7 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
         plan: Plan,
         backend: Backend,
         check: Checks | None = None,
-        values: Values | None = None,
+        values: InitialValues | None = None,
     ) -> None:
         """`values`: where those of its tensors come from; if not given, from the model."""
         super().__init__()
@@ -109,7 +109,7 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
             name: replace(program.type_of(placeholder), layout=program.kept_layout(placeholder))
             for placeholder, name in (captured.parameters | captured.buffers).items()
         }
-        values = values or Values(model)
+        values = values or InitialValues(model)
         for name, value in values.tensors.items():
             types.setdefault(name, TensorType.of(value, Layout.replicated(value.ndim)))
         self._layouts = {name: types[name].layout for name in values.tensors}
@@ -139,7 +139,7 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
         rank = backend.world.rank if isinstance(backend, TorchBackend) else 0
         self._listeners = Listeners(rank, backend.device)
         modes = Modes(self, plan.original)
-        self._tensors = Tensors(self, captured.tied, program.learns)
+        self._tensors = ModuleTensors(self, captured.tied, program.learns)
         backend.bind(self._tensors.values)
         self._programs = Programs(plan, backend, modes, self._tensors)
         self.describe(model, {*OWN_NAMES, *vars(self)})
@@ -149,7 +149,7 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
         tell_of_state_hooks(model)
         note_old_parameters(model, self)
         if isinstance(backend, TorchBackend):
-            note_module(self, has_stages=bool(program.stages))
+            register_module(self, has_stages=bool(program.stages))
 
     def close(self) -> None:
         """Let go of what only this module holds: parameters, buffers, programs, gradients.
@@ -161,7 +161,7 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
             module._buffers.clear()
         if not isinstance(self.backend, Closed):
             self._programs.close()
-            self._programs, self._tensors = cast(Programs, Closed()), cast(Tensors, Closed())
+            self._programs, self._tensors = cast(Programs, Closed()), cast(ModuleTensors, Closed())
         self._check = None
         self.backend = cast(Backend, Closed())
 
@@ -351,13 +351,13 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors under the names of the original model's state dict; the caller's own. All
         ranks ask for it together."""
-        return whole(self, self.state_dict(), "full_state_dict()")
+        return gather_state(self, self.state_dict(), "full_state_dict()")
 
     def full_grads(self) -> dict[str, Tensor]:
         """Whole gradients under the original names, where there are some, in the same manner."""
-        return whole(self, self._gradients(), "full_grads()")
+        return gather_state(self, self._gradients(), "full_grads()")
 
-    _written_whole, expert_balance = written_whole, expert_balance
+    _written_whole, expert_balance = save_with_full_state, expert_balance
 
     def _gradients(self) -> dict[str, Tensor]:
         self.backend.sum_waiting()

@@ -43,7 +43,7 @@ from autopar.runtime.module.running_program import Call, Running, Sizes
 from autopar.runtime.module.torch_contexts import refuse_transforms
 from autopar.runtime.module.training_modes import Modes
 from autopar.runtime.parameters.initial_values import require_constants
-from autopar.runtime.parameters.tensor_tree import Tensors
+from autopar.runtime.parameters.tensor_tree import ModuleTensors
 from autopar.tables import table
 
 FEW = 8  # programs, of which nothing is said
@@ -52,7 +52,7 @@ FEW = 8  # programs, of which nothing is said
 class Programs(Sequence[Running]):
     """Those of a parallel module, the first one first. Prints as a table."""
 
-    def __init__(self, plan: Plan, backend: Backend, modes: Modes, tensors: Tensors) -> None:
+    def __init__(self, plan: Plan, backend: Backend, modes: Modes, tensors: ModuleTensors) -> None:
         self._modes, self._tensors = modes, tensors
         example = plan.original.example
         about = modes.now, frozenset[str]()

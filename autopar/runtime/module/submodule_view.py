@@ -30,7 +30,7 @@ from autopar.capture.holders import HOOKS, MODEL_STATE, attribute_at
 from autopar.errors import InvalidInput
 from autopar.layout import TensorType
 from autopar.lines import frames_to_caller
-from autopar.runtime.parameters.tensor_tree import AGAIN, HOLDERS, require_place
+from autopar.runtime.parameters.tensor_tree import HOLDERS, PARALLELIZE_AGAIN, validate_replacement
 
 _OF_TORCH = vars(nn.Module()).keys() | {"forward"}
 _REMEDY = "change the model itself and parallelize it again"
@@ -54,12 +54,12 @@ class Plain(nn.Module):
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Refuse another module."""
-        require_place(self, name, module)
+        validate_replacement(self, name, module)
 
     register_module = add_module
 
     def __delattr__(self, name: str) -> None:
-        require_place(self, name)
+        validate_replacement(self, name)
         nn.Module.__delattr__(self, name)
 
     register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_state_hook
@@ -118,7 +118,7 @@ class Part(Plain, Parallel):
         is_kept = isinstance(value, nn.Parameter | nn.Module) or any(name in held for held in kept)
         if not (is_kept or name == "training" or name.startswith("_")):
             raise refused_attribute(name, "a submodule")
-        require_place(self, name, value)
+        validate_replacement(self, name, value)
         nn.Module.__setattr__(self, name, value)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -178,7 +178,7 @@ class Described(Plain):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self).get("_attributes", ()):
             raise refused_attribute(name, "the model")
-        require_place(self, name, value)
+        validate_replacement(self, name, value)
         super().__setattr__(name, value)
 
 
@@ -324,7 +324,7 @@ def _of_transformers(base: Any, model: Any) -> dict[str, Any]:
             raise InvalidInput(
                 "a parallel module has the parameters that the model had when it was parallelized",
                 got="resize_token_embeddings() of a ParallelModule",
-                remedy=AGAIN,
+                remedy=PARALLELIZE_AGAIN,
             )
 
         names["resize_token_embeddings"] = resize_token_embeddings

@@ -34,7 +34,7 @@ from autopar.runtime.launching.failures import RankStopped, stop_all_on_failure
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.plan_broadcast import everyones
 from autopar.runtime.observation.timing import step_seconds
-from autopar.runtime.parameters.placing import wrapper
+from autopar.runtime.parameters.placing import dtensor_wrapper
 
 ROUNDS, STEPS = 3, 3  # of each round: steps that count
 MOST_WARM = 6  # of those before them, which go on as long as they get faster
@@ -175,7 +175,7 @@ class _Place:
     def _close(self) -> None:
         self._beside.close()
         self._is_open = False
-        wrapper.cache_clear()  # a mesh is equal to one whose groups have gone
+        dtensor_wrapper.cache_clear()  # a mesh is equal to one whose groups have gone
 
 
 def _kind(error: Exception) -> str:

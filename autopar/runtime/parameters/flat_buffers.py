@@ -22,7 +22,7 @@ from autopar.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Pieces:
+class TensorPieces:
     """How one tensor is cut over the members of a group."""
 
     shape: tuple[int, ...]  # of what lies in pieces with them
@@ -39,7 +39,7 @@ class Pieces:
         mesh: Mesh,
         rank: int,
         axes: Sequence[str],
-    ) -> Pieces:
+    ) -> TensorPieces:
         """From a layout to one that cuts a dim further, over `axes` in the order of the mesh."""
         dim = next((d for d, cut in enumerate(coarse.dims) if cut != fine.dims[d]), 0)
         members = next(ranks for ranks in mesh.groups(tuple(axes)) if rank in ranks)
@@ -80,7 +80,7 @@ class Pieces:
 class Packing:
     """Of several tensors that are cut over one group."""
 
-    def __init__(self, tensors: Sequence[Pieces], device: torch.device) -> None:
+    def __init__(self, tensors: Sequence[TensorPieces], device: torch.device) -> None:
         """`device`: where the tensors are."""
         # A GPU copies many stretches of memory at once, but strided ones one by one.
         self._is_together = device.type == "cpu" and all(t.is_even and t.shape for t in tensors)
@@ -150,7 +150,7 @@ class Packing:
         return flat.narrow(0, self.tensors[0].own * self.length, self.length)
 
 
-def packed(packing: Packing, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def pack_tensors(packing: Packing, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Tensors with all their pieces in one buffer: a tensor that is one already is not copied."""
     tensors = [tensor.contiguous() for tensor in tensors]
     if packing.is_in_place and tensors[0].dtype == dtype:

@@ -13,20 +13,20 @@ from typing import Any
 from torch import Tensor
 
 from autopar.runtime.module.call_agreement import on_all, rank_of
-from autopar.runtime.parameters.placing import is_cut
+from autopar.runtime.parameters.placing import is_sharded
 
 
-def whole(module: Any, held: Mapping[str, Tensor], call: str) -> dict[str, Tensor]:
+def gather_state(module: Any, held: Mapping[str, Tensor], call: str) -> dict[str, Tensor]:
     """Whole tensors from those that ranks hold, by name; ranks that make another `call` are told
     of this one."""
-    if module.program.stages or any(map(is_cut, held.values())):
+    if module.program.stages or any(map(is_sharded, held.values())):
         on_all(module.backend, lambda: None, call)
     with module.backend.guard():
         found = module.backend.collect(held)
     return {name: found[name] for name in module._names if name in found}
 
 
-def written_whole(module: Any, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def save_with_full_state(module: Any, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What `save` of the model's class does, with the state dict of the model. Given one by the
     caller it does what it does, on this rank alone."""
     given = signature(save).bind_partial(module, *args, **kwargs).arguments | kwargs

@@ -28,23 +28,23 @@ from autopar.cost.gather_groups import LIVE_GROUPS
 from autopar.errors import InvalidInput
 from autopar.passes.gathers import NO_GROUP, have_copies, leave_copies, watch_readers
 from autopar.runtime.backends.host_copies import HostLink
-from autopar.runtime.parameters.piece_exchange import Exchange, UnderWay
+from autopar.runtime.parameters.piece_exchange import PendingExchange, PieceExchange
 
 
 @dataclass(eq=False)
-class Group:
+class GatheredGroup:
     """Copies that come together."""
 
     number: int
-    exchange: Exchange | None  # None: every rank has all the pieces
+    exchange: PieceExchange | None  # None: every rank has all the pieces
     parameters: list[Tensor]
     sources: list[Tensor]  # this rank's pieces
     targets: list[Tensor]  # the copies
     lasts: bool  # to the end of a step
-    needs: Sequence[Group] = ()  # those that hold its sources
+    needs: Sequence[GatheredGroup] = ()  # those that hold its sources
     link: HostLink | None = None  # by which the pieces come from the host
     is_here: bool = False
-    _work: UnderWay | None = None
+    _work: PendingExchange | None = None
     _age: int | None = None  # of the parameters, since `forget`
     _filled: int | None = None  # of those that the copies were made of last
     _has_memory: bool = False
@@ -81,7 +81,7 @@ class Group:
         if self.exchange is not None:
             self._work = self.exchange.gather(self._data, self.sources, self.link)
         elif self.link is not None:
-            self._work = UnderWay(copied=self.link.up(self._data, self.sources))
+            self._work = PendingExchange(copied=self.link.up(self._data, self.sources))
 
     def finish(self) -> None:
         """Wait for them, and put them in their places."""
@@ -118,7 +118,7 @@ class Group:
     def _require_unchanged(self) -> None:
         age = sum(map(age_of, self.parameters))
         if self._age not in (None, age):
-            raise changed_in_between()
+            raise changed_before_backward()
         self._age = age
         if self._filled not in (None, age):
             with torch.no_grad():
@@ -127,7 +127,7 @@ class Group:
         self._filled = age
 
 
-def changed_in_between() -> InvalidInput:
+def changed_before_backward() -> InvalidInput:
     return InvalidInput(
         "parameters and inputs stay as they are from forward to the end of its backward",
         got="one that was changed in between, by an optimizer perhaps",
@@ -135,23 +135,25 @@ def changed_in_between() -> InvalidInput:
     )
 
 
-class Window:
+class GatherWindow:
     """The groups of one rank, of which few are here at a time."""
 
-    def __init__(self, groups: Sequence[Group | None] = ()) -> None:
+    def __init__(self, groups: Sequence[GatheredGroup | None] = ()) -> None:
         """By number; None of those whose parameters other ranks hold."""
-        self.groups: list[Group | None] = []
+        self.groups: list[GatheredGroup | None] = []
         # By number, those that are here or coming; that which was wanted last at the end. After
         # parameters were replaced, one may be that of a backward from before.
-        self._here: dict[int, Group] = {}
-        self._read: set[Group] = set()  # in a forward that is under way
-        self._wanted: set[Group] = set()  # in backward
-        self._held: set[Group] = set()  # in backward, by what waits for a forward that runs again
+        self._here: dict[int, GatheredGroup] = {}
+        self._read: set[GatheredGroup] = set()  # in a forward that is under way
+        self._wanted: set[GatheredGroup] = set()  # in backward
+        self._held: set[GatheredGroup] = (
+            set()
+        )  # in backward, by what waits for a forward that runs again
         self._is_again = False  # a forward runs again in backward
         self.most = 0  # bytes of a group that does not last
         self.take(groups)
 
-    def take(self, groups: Sequence[Group | None]) -> None:
+    def take(self, groups: Sequence[GatheredGroup | None]) -> None:
         """Have these groups from now on, of which some were there before."""
         self.groups = list(groups)
         here = [group for group in self.groups if group is not None]
@@ -233,19 +235,21 @@ class Window:
         self._wanted.clear()
         self._held.clear()
 
-    def _want(self, groups: tuple[Group, ...], following: Group | None, _: Any) -> None:
+    def _want(
+        self, groups: tuple[GatheredGroup, ...], following: GatheredGroup | None, _: Any
+    ) -> None:
         self._wanted = {*groups}
         for group in groups:
             self._bring(group)
         if following is not None:
             self._start(following)
 
-    def _of(self, number: int) -> Group:
+    def _of(self, number: int) -> GatheredGroup:
         group = self.groups[number]
         assert group is not None
         return group
 
-    def _start(self, group: Group) -> None:
+    def _start(self, group: GatheredGroup) -> None:
         other = self._here.get(group.number)
         if other is not None and other is not group:
             self._let_go(other)
@@ -259,7 +263,7 @@ class Window:
             group.start()
         self._here[group.number] = group
 
-    def _bring(self, group: Group) -> None:
+    def _bring(self, group: GatheredGroup) -> None:
         if not group.is_here:
             self._start(group)
             more = 0 if group.is_direct else group.bytes  # beside its buffer
@@ -270,14 +274,14 @@ class Window:
         self._here[group.number] = self._here.pop(group.number, group)
 
     @property
-    def _passing(self) -> list[Group]:
+    def _passing(self) -> list[GatheredGroup]:
         return [group for group in self._here.values() if not group.lasts]
 
     @property
     def _bytes(self) -> int:
         return sum(group.bytes for group in self._passing)
 
-    def _make_room(self, wanted: Group, is_full: Callable[[], bool]) -> None:
+    def _make_room(self, wanted: GatheredGroup, is_full: Callable[[], bool]) -> None:
         """Let go of groups that nobody reads, the one whose last use is the longest ago first;
         then of those that come before they are wanted, and those that are only held."""
         kept = {wanted, *self._read, *self._wanted}
@@ -286,6 +290,6 @@ class Window:
             if is_full():
                 self._let_go(group)
 
-    def _let_go(self, group: Group) -> None:
+    def _let_go(self, group: GatheredGroup) -> None:
         group.let_go()
         del self._here[group.number]

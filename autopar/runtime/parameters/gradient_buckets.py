@@ -42,19 +42,21 @@ from autopar._torch import (
 from autopar.collectives.eager_movements import LateSum
 from autopar.cost.bucket_prices import ALONE_BYTES, buckets_of
 from autopar.runtime.backends.host_copies import Copied, HostLink
-from autopar.runtime.parameters.flat_buffers import Pieces
-from autopar.runtime.parameters.piece_exchange import Exchange
-from autopar.runtime.parameters.placing import in_own_memory
+from autopar.runtime.parameters.flat_buffers import TensorPieces
+from autopar.runtime.parameters.piece_exchange import PieceExchange
+from autopar.runtime.parameters.placing import ensure_own_memory
 from autopar.states import BUFFER_BYTES
 
 NEVER = -2  # no place in an order of actions
-NOTHING: Mapping[Hashable, int] = MappingProxyType({})
+NO_CUTS: Mapping[Hashable, int] = MappingProxyType({})
 
-Sums = Generator[Pending, None, None]  # the collectives of a bucket, each when the last is done
+Collectives = Generator[
+    Pending, None, None
+]  # the collectives of a bucket, each when the last is done
 
 
 @dataclass
-class Slot:
+class BucketEntry:
     """One parameter in a bucket: what its program reads of it, which autograd fills."""
 
     name: str
@@ -62,13 +64,13 @@ class Slot:
     parameter: Tensor  # the DTensor that it is a piece or a copy of
     size: int  # bytes of the largest piece: all ranks form the same buckets, whatever is theirs
     # How the gradient is cut after each backward, and at the end of a step.
-    each: Pieces | None = None
-    last: Pieces | None = None
+    each: TensorPieces | None = None
+    last: TensorPieces | None = None
     reduce: torch.dtype | None = None  # in which it adds up; None: that of the leaf
 
 
 @dataclass(frozen=True)
-class Summed:
+class ReductionSpec:
     """What parameters have in common that are summed over the same ranks."""
 
     group: dist.ProcessGroup | None  # that sums what is not cut on the way
@@ -102,22 +104,22 @@ class Summed:
 
 
 @dataclass(eq=False)
-class Bucket:
+class GradientBucket:
     """Parameters whose gradients are summed together."""
 
     key: Hashable
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[BucketEntry] = field(default_factory=list)
     is_cut: bool = False
     buffer: Tensor | None = None  # flat, what is summed: all gradients, then the riders
     riders: list[Tensor] = field(default_factory=list)  # numbers that are summed along
     waiting: int = 0
     is_complete: bool = False  # its last sum has begun
-    sums: Sums | None = None  # that are under way
+    sums: Collectives | None = None  # that are under way
     is_cutting: bool = False  # of them, that of one backward
     work: Pending | None = None  # of them, the one to wait for
     copied: Copied | None = None  # to the host
-    _each: Exchange | None = None
-    _last: Exchange | None = None
+    _each: PieceExchange | None = None
+    _last: PieceExchange | None = None
 
     @property
     def size(self) -> int:
@@ -136,7 +138,7 @@ class Bucket:
     def alone(self) -> bool:
         return not self.is_cut and len(self.slots) == 1 and self.size >= ALONE_BYTES
 
-    def sum(self, summed: Summed, is_last: bool) -> Sums:
+    def sum(self, summed: ReductionSpec, is_last: bool) -> Collectives:
         """Sum what backward has made since the last time; in the end over all ranks."""
         gradients = take_gradients([slot.leaf for slot in self.slots])
         self._prepare(summed)
@@ -170,23 +172,23 @@ class Bucket:
             assert self.buffer is not None
             self.buffer, self.copied = summed.link.down(self.buffer)
 
-    def _cut(self, work: Pending) -> Sums:
+    def _cut(self, work: Pending) -> Collectives:
         self.is_cutting = True
         yield work
         self.is_cutting = False
 
-    def _prepare(self, summed: Summed) -> None:
+    def _prepare(self, summed: ReductionSpec) -> None:
         """Know how gradients are cut."""
         device, is_cast = self.slots[0].leaf.device, self.dtype != self.slots[0].leaf.dtype
         each = [slot.each for slot in self.slots if slot.each is not None]
         last = [slot.last for slot in self.slots if slot.last is not None]
         if each and self._each is None:
             assert summed.each is not None
-            self._each = Exchange(each, summed.each, self.dtype, device, not is_cast)
+            self._each = PieceExchange(each, summed.each, self.dtype, device, not is_cast)
         if last and self._last is None:
             assert summed.last is not None
             is_packed = summed.adds or (is_cast and not each)
-            self._last = Exchange(last, summed.last, self.dtype, device, not is_packed)
+            self._last = PieceExchange(last, summed.last, self.dtype, device, not is_packed)
 
     def _add(self, gradients: Sequence[Tensor]) -> None:
         """Add what one backward has made to what those before it have, packed as it is summed."""
@@ -213,12 +215,12 @@ class Bucket:
         cut = self._last or self._each
         if cut is not None:
             pieces = cut.own(buffer)
-            return placed(self.slots, pieces if cut.is_full else in_own_memory(pieces))
+            return place_gradients(self.slots, pieces if cut.is_full else ensure_own_memory(pieces))
         found = split_like(buffer, [slot.leaf for slot in self.slots] + self.riders)
         for rider, total in zip(self.riders, found[len(self.slots) :]):
             rider.copy_(total)
         self.riders = []
-        return placed(self.slots, found[: len(self.slots)])
+        return place_gradients(self.slots, found[: len(self.slots)])
 
     def clear(self) -> None:
         """Forget what a pass that broke off has left."""
@@ -229,24 +231,24 @@ class Bucket:
 
 
 def make_buckets(
-    slots: Sequence[tuple[Slot, Hashable]],
-    cut: Mapping[Any, int] = NOTHING,
+    slots: Sequence[tuple[BucketEntry, Hashable]],
+    cut: Mapping[Any, int] = NO_CUTS,
     buffer_bytes: int = BUFFER_BYTES,
-) -> list[Bucket]:
+) -> list[GradientBucket]:
     """Buckets for parameters and what tells their sums apart, in the order that backward fills.
 
     Those of the keys in `cut` hold no more than it says, and none with several parameters more than
     `buffer_bytes`.
     """
 
-    def kind(slot: Slot, key: Hashable) -> Hashable:
+    def kind(slot: BucketEntry, key: Hashable) -> Hashable:
         return key, slot.leaf.dtype, slot.reduce
 
     limits = {kind(slot, key): cut[key] for slot, key in slots if key in cut}
     kinds = [(slot, kind(slot, key)) for slot, key in slots]
     keys = {kind(slot, key): key for slot, key in slots}
     return [
-        Bucket(keys[found[0][1]], [slot for slot, _ in found], keys[found[0][1]] in cut)
+        GradientBucket(keys[found[0][1]], [slot for slot, _ in found], keys[found[0][1]] in cut)
         for found in buckets_of(kinds, limits, buffer_bytes)
     ]
 
@@ -260,7 +262,9 @@ def take_gradients(leaves: Iterable[Tensor]) -> list[Tensor]:
     return gradients
 
 
-def placed(slots: Sequence[Slot], gradients: Iterable[Tensor]) -> dict[str, DTensor]:
+def place_gradients(
+    slots: Sequence[BucketEntry], gradients: Iterable[Tensor]
+) -> dict[str, DTensor]:
     """By name, this rank's pieces of gradients as DTensors, in the dtype of their parameters."""
     parameters = [slot.parameter for slot in slots]
     kept = [grad.to(parameter.dtype) for parameter, grad in zip(parameters, gradients)]
@@ -272,9 +276,9 @@ class GradientSync:
 
     def __init__(
         self,
-        slots: Sequence[tuple[Slot, Hashable]],
-        sums: Mapping[Any, Summed],
-        cut: Mapping[Any, int] = NOTHING,
+        slots: Sequence[tuple[BucketEntry, Hashable]],
+        sums: Mapping[Any, ReductionSpec],
+        cut: Mapping[Any, int] = NO_CUTS,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         """`slots`: all that learn here, with a key of `sums`; without, no other rank has a part.
@@ -283,18 +287,20 @@ class GradientSync:
         shared = [(slot, key) for slot, key in slots if key in sums]
         self.buckets = make_buckets(shared, cut, buffer_bytes)
         self._alone = [slot for slot, key in slots if key not in sums]
-        self._due: dict[Hashable, list[Bucket]] = {}  # of each key, those that are not yet summed
+        self._due: dict[
+            Hashable, list[GradientBucket]
+        ] = {}  # of each key, those that are not yet summed
         self._reached: Set[str] = frozenset()
         self._waits = False  # what may wait is not summed in this pass
         self._now = NEVER
-        self._under_way: list[Bucket] = []
+        self._under_way: list[GradientBucket] = []
         self._begin: dict[int, list[Hashable]] = {}
         for key, one in sums.items():
             for position in one.drains:
                 self._begin.setdefault(position, []).append(key)
         # The last bucket is full when backward ends: it is summed then, and nobody needs to count.
         self._hooks = [
-            slot.leaf.register_post_accumulate_grad_hook(partial(_arrive, ref(self), number))
+            slot.leaf.register_post_accumulate_grad_hook(partial(_count_arrival, ref(self), number))
             for number, bucket in enumerate(self.buckets[:-1])
             if any(sums[bucket.key].drains.values())
             for slot in bucket.slots
@@ -322,11 +328,11 @@ class GradientSync:
         self._due.clear()
         self._reached, self._waits = reached, waits
 
-    def _is_left(self, bucket: Bucket) -> bool:
+    def _is_left(self, bucket: GradientBucket) -> bool:
         is_own = all(slot.parameter.dtype == slot.leaf.dtype for slot in bucket.slots)
         return self._waits and is_own and self._sums[bucket.key].may_wait
 
-    def left(self, reached: Set[str]) -> list[tuple[Slot, Tensor]]:
+    def left(self, reached: Set[str]) -> list[tuple[BucketEntry, Tensor]]:
         """What this rank has made of those gradients of `reached` that were not summed."""
         buckets = [bucket for bucket in self.buckets if self._is_left(bucket)]
         slots = [slot for one in buckets for slot in one.slots if slot.name in reached]
@@ -369,7 +375,7 @@ class GradientSync:
             if bucket.is_complete:
                 grads |= bucket.give()
         alone = [slot for slot in self._alone if slot.name in reached]
-        grads |= placed(alone, take_gradients([slot.leaf for slot in alone]))
+        grads |= place_gradients(alone, take_gradients([slot.leaf for slot in alone]))
         return {name: grad for name, grad in grads.items() if name in reached}
 
     def takes_along(self, late: LateSum) -> bool:
@@ -388,7 +394,7 @@ class GradientSync:
                 return True
         return False
 
-    def count(self, bucket: Bucket) -> None:
+    def count(self, bucket: GradientBucket) -> None:
         """A gradient of a bucket has arrived: start the sums of those that are full now."""
         if self._sums[bucket.key].drains.get(self._now):
             bucket.waiting -= 1
@@ -397,7 +403,7 @@ class GradientSync:
             while due and due[0].waiting == 0:
                 self._start(due.pop(0), self._now)
 
-    def _start(self, bucket: Bucket, position: int) -> None:
+    def _start(self, bucket: GradientBucket, position: int) -> None:
         summed = self._sums[bucket.key]
         if summed.is_cut:
             # A bucket is whole until it is cut: one at a time, beside the backward of the next.
@@ -416,7 +422,7 @@ class GradientSync:
         for bucket in [one for one in self._under_way if one.is_cutting]:
             self._go_on(bucket)
 
-    def _go_on(self, bucket: Bucket) -> None:
+    def _go_on(self, bucket: GradientBucket) -> None:
         """Wait for a collective of a bucket, and begin the next."""
         assert bucket.sums is not None
         with torch.no_grad():
@@ -428,7 +434,7 @@ class GradientSync:
             self._under_way.remove(bucket)
 
 
-def _arrive(sync: ReferenceType[GradientSync], number: int, leaf: Tensor) -> None:
+def _count_arrival(sync: ReferenceType[GradientSync], number: int, leaf: Tensor) -> None:
     """Tell a sync that a gradient of one of its buckets has arrived.
 
     A hook of a leaf lives as long as the leaf, where the garbage collector does not look: if it

@@ -23,14 +23,16 @@ from autopar.errors import InvalidInput
 from autopar.layout import TensorType
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.parameters.initialisers import Initialisers
-from autopar.runtime.parameters.placing import is_convertible, part_of
-from autopar.runtime.parameters.weight_files import Held, Weights, open_weights
+from autopar.runtime.parameters.placing import is_convertible, narrow_to
+from autopar.runtime.parameters.weight_files import StoredTensor, WeightSource, open_weights
 from autopar.strategies.node_info import info
 
-Told = tuple[list[str], Tensor | None]  # what has no data on rank 0, and its random numbers' state
+RankZeroFacts = tuple[
+    list[str], Tensor | None
+]  # what has no data on rank 0, and its random numbers' state
 
 
-class Values:
+class InitialValues:
     """Of one model, `init` and `weights` as `parallelize` takes them."""
 
     def __init__(
@@ -40,7 +42,7 @@ class Values:
         weights: Any = None,
     ) -> None:
         self._model, self._init, self._given = model, init, weights
-        self._weights: Weights | None = None
+        self._weights: WeightSource | None = None
         self._read_as: dict[str, list[str]] = {}  # name of a tensor -> those in the weights
         self._deferred: list[str] = []  # what initialisers make, from that state of their numbers
         self._initialisers: Initialisers | None = None
@@ -55,7 +57,7 @@ class Values:
             )
         if self._given is not None:
             self._weights = open_weights(self._given)
-            self._read_as = _require_names(self._model, self._weights)
+            self._read_as = _match_names(self._model, self._weights)
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -63,7 +65,7 @@ class Values:
         return dict([*self._model.named_parameters(), *self._model.named_buffers()])
 
     @cached_property
-    def told(self) -> Told:
+    def told(self) -> RankZeroFacts:
         """What holds for all ranks: that of rank 0."""
         without = [name for name, value in self.tensors.items() if value.is_meta]
         draws = any(name not in self._read_as for name in without)
@@ -106,16 +108,16 @@ class Values:
             assert self.told[1] is not None
             names = {id(self.tensors[name]): name for name in self._deferred}
             wanted = [self.tensors[name] for name in self._deferred]
-            with _numbers_from(self.told[1]):
+            with _random_state(self.told[1]):
                 for like, value in self._initialisers.make(wanted):
-                    name, read = names[id(like)], partial(part_of, value)
+                    name, read = names[id(like)], partial(narrow_to, value)
                     placed[name] = backend.place_part(name, like, types[name], read)
                     del value, read
         return placed
 
 
 @contextmanager
-def _numbers_from(state: Tensor) -> Iterator[None]:
+def _random_state(state: Tensor) -> Iterator[None]:
     """Draw random numbers from a state; those of this process go on there if it was its own."""
     own = torch.get_rng_state()
     torch.set_rng_state(state)
@@ -126,7 +128,7 @@ def _numbers_from(state: Tensor) -> Iterator[None]:
             torch.set_rng_state(own)
 
 
-def _require_names(model: nn.Module, weights: Weights) -> dict[str, list[str]]:
+def _match_names(model: nn.Module, weights: WeightSource) -> dict[str, list[str]]:
     """Under which of its names each tensor of the model is in the weights, if all of them fit."""
     first: dict[int, str] = {}
     names: dict[str, Tensor] = {}
@@ -142,7 +144,7 @@ def _require_names(model: nn.Module, weights: Weights) -> dict[str, list[str]]:
             continue
         found.setdefault(first[id(tensor)], []).append(name)
         if held.shape != tuple(tensor.shape) or not is_convertible(held.dtype, tensor.dtype):
-            wrong.append(f"misshapen: {name} {_type(held)}, not {_type(tensor)}")
+            wrong.append(f"misshapen: {name} {_format_type(held)}, not {_format_type(tensor)}")
     needed = dict.fromkeys(first[id(names[name])] for name in _torch.state_names(model))
     wrong += [f"missing: {name}" for name in needed if name not in found]
     wrong += [f"unexpected: {name}" for name in weights.held if name not in names]
@@ -156,7 +158,7 @@ def _require_names(model: nn.Module, weights: Weights) -> dict[str, list[str]]:
     return found
 
 
-def _type(tensor: Tensor | Held) -> str:
+def _format_type(tensor: Tensor | StoredTensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 

@@ -34,7 +34,7 @@ from autopar.errors import InvalidInput, said
 
 Initialise = Callable[[nn.Module], object]
 RESETS = ("reset_parameters", "_reset_parameters")
-OF_ALL = "_init_weights"
+INITIALISE_ALL = "_init_weights"
 RULE = "initialisers make the values of a model on the meta device, module by module"
 REMEDY = "parallelize(..., init=fn), whose fn(module) fills a module's own tensors in place"
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ _OVERWRITES = (
 
 
 @dataclass
-class _Touch:
+class _TensorEffect:
     """What an initialiser does to a tensor."""
 
     starts_anew: bool  # the values before do not matter
@@ -55,13 +55,13 @@ class _Touch:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _InitialiserCall:
     """An initialiser of one module, and what it does to tensors, by their identity."""
 
     module: nn.Module
     run: Initialise
     name: str
-    touches: Mapping[int, _Touch]
+    touches: Mapping[int, _TensorEffect]
     kept: frozenset[int]  # of the module or below it: what is tied has its first place's values
     was_tried: bool  # if not, what it touches is a guess
 
@@ -71,12 +71,12 @@ class Initialisers:
 
     def __init__(self, model: nn.Module, init: Initialise | None = None) -> None:
         self._paths = {module: path for path, module in model.named_modules()}
-        self._tensors = {id(t): t for module in model.modules() for t in _own(module)}
+        self._tensors = {id(t): t for module in model.modules() for t in _direct_tensors(module)}
         self._owners: dict[int, nn.Module] = {}
         for module in model.modules():
-            for tensor in _own(module):
+            for tensor in _direct_tensors(module):
                 self._owners.setdefault(id(tensor), module)
-        self._calls = [self._call(*one) for one in _in_order(model, init)]
+        self._calls = [self._call(*one) for one in _list_initialisers(model, init)]
 
     def unmade(self, wanted: Collection[Tensor]) -> list[Tensor]:
         """Those of `wanted` that no initialiser gives all their values."""
@@ -98,7 +98,7 @@ class Initialisers:
             values = {}
             for key in call.touches:
                 mine = living.pop(key, None) if key in call.kept else None
-                values[key] = _real(self._tensors[key]) if mine is None else mine
+                values[key] = _allocate(self._tensors[key]) if mine is None else mine
                 if mine is None and not call.was_tried and values[key].is_floating_point():
                     values[key].detach().fill_(math.nan)
             self._carry_out(call, values)
@@ -112,33 +112,33 @@ class Initialisers:
                     yield self._tensors[key], value.detach()
                 del value
 
-    def _call(self, module: nn.Module, run: Initialise, name: str) -> _Call:
+    def _call(self, module: nn.Module, run: Initialise, name: str) -> _InitialiserCall:
         """What an initialiser reaches: maybe all below its module, where it cannot be tried."""
-        mode, held = new_mode(), _held(module)
+        mode, held = new_mode(), _all_tensors(module)
         with mode:
-            fakes = {id(t): _like(fake_like(mode, t.detach(), CPU), t) for t in held}
-        watch = _Watch({memory_of(value): key for key, value in fakes.items()})
-        copy = _copy(module, fakes)
+            fakes = {id(t): _as_parameter(fake_like(mode, t.detach(), CPU), t) for t in held}
+        watch = _EffectRecorder({memory_of(value): key for key, value in fakes.items()})
+        copy = _copy_module(module, fakes)
         try:
             with torch.no_grad(), mode, watch:
                 run(copy)
             touches, was_tried = watch.touches, True
         except Exception:  # of something that has no result without data
-            touches = {id(tensor): _Touch(False, tensor.numel()) for tensor in held}
+            touches = {id(tensor): _TensorEffect(False, tensor.numel()) for tensor in held}
             was_tried = False
-        if {id(tensor) for tensor in _held(copy)} - {id(fake) for fake in fakes.values()}:
+        if {id(tensor) for tensor in _all_tensors(copy)} - {id(fake) for fake in fakes.values()}:
             path = self._paths[module] or "the model"
             got = f"{name} of {path}, which puts another tensor in the place of one"
             raise InvalidInput(RULE, got=got, remedy=REMEDY)
         owners = set(module.modules())
         kept = frozenset(key for key in touches if self._owners[key] in owners)
-        return _Call(module, run, name, touches, kept, was_tried)
+        return _InitialiserCall(module, run, name, touches, kept, was_tried)
 
-    def _carry_out(self, call: _Call, values: Mapping[int, Tensor]) -> None:
+    def _carry_out(self, call: _InitialiserCall, values: Mapping[int, Tensor]) -> None:
         path = self._paths[call.module] or "the model"
         try:
             with torch.no_grad():
-                call.run(_copy(call.module, values))
+                call.run(_copy_module(call.module, values))
         except Exception as error:
             raise InvalidInput(
                 RULE,
@@ -153,12 +153,12 @@ class Initialisers:
             )
 
 
-class _Watch(TorchDispatchMode):
+class _EffectRecorder(TorchDispatchMode):
     """Sees what happens to some memories, each that of one tensor."""
 
     def __init__(self, keys: Mapping[int, int]) -> None:
         super().__init__()
-        self.touches: dict[int, _Touch] = {}
+        self.touches: dict[int, _TensorEffect] = {}
         self._keys, self._answer = keys, True
 
     def __torch_dispatch__(
@@ -182,21 +182,21 @@ class _Watch(TorchDispatchMode):
         name = operator.overloadpacket.__name__
         is_new = is_written and (name in _OVERWRITES or not name.endswith("_"))
         size = value.untyped_storage().nbytes() // value.itemsize
-        touch = self.touches.setdefault(key, _Touch(is_new and value.numel() == size))
+        touch = self.touches.setdefault(key, _TensorEffect(is_new and value.numel() == size))
         if is_new:
             touch.overwritten += value.numel()
 
 
-def _in_order(
+def _list_initialisers(
     model: nn.Module, init: Initialise | None
 ) -> Iterator[tuple[nn.Module, Initialise, str]]:
     """Every initialiser as building the model calls it, and at the end `init`."""
-    yield from _in_building(model, set(), set())
+    yield from _list_module_initialisers(model, set(), set())
     if init is not None:
         yield from ((module, init, "init()") for module in _children_first(model, set()))
 
 
-def _in_building(
+def _list_module_initialisers(
     module: nn.Module, seen: set[nn.Module], done: set[nn.Module]
 ) -> Iterator[tuple[nn.Module, Initialise, str]]:
     """Every initialiser of a module that is not `seen` yet; `done` are those that had `OF_ALL`."""
@@ -205,22 +205,22 @@ def _in_building(
     for child in module.children():
         if child not in seen:
             seen.add(child)
-            yield from _in_building(child, seen, done)
+            yield from _list_module_initialisers(child, seen, done)
     for number in range(1, len(layers)):
-        yield module, partial(_copy_first, number), "copying its first layer"
+        yield module, partial(_copy_first_layer, number), "copying its first layer"
     for name in RESETS:
-        if _takes(getattr(module, name, None), 0):
+        if _accepts_arguments(getattr(module, name, None), 0):
             yield module, methodcaller(name), f"{name}()"
             break
-    of_all: Any = getattr(module, OF_ALL, None)
-    if _takes(of_all, 1):
+    of_all: Any = getattr(module, INITIALISE_ALL, None)
+    if _accepts_arguments(of_all, 1):
         for below in _children_first(module, set()):
             if below not in done:
                 done.add(below)
-                yield below, of_all, f"{OF_ALL}()"
+                yield below, of_all, f"{INITIALISE_ALL}()"
 
 
-def _takes(method: Any, count: int) -> bool:
+def _accepts_arguments(method: Any, count: int) -> bool:
     """Whether a method can be called with so many arguments."""
     if not callable(method):
         return False
@@ -230,10 +230,10 @@ def _takes(method: Any, count: int) -> bool:
     return False
 
 
-def _copy_first(number: int, stack: Any) -> None:
+def _copy_first_layer(number: int, stack: Any) -> None:
     """Give a layer the values of the first one."""
     first, other = stack.layers[0], stack.layers[number]
-    for copied, value in zip(_held(other), _held(first)):
+    for copied, value in zip(_all_tensors(other), _all_tensors(first)):
         copied.copy_(value)
 
 
@@ -246,17 +246,17 @@ def _children_first(root: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module
     yield root
 
 
-def _own(module: nn.Module) -> list[Tensor]:
+def _direct_tensors(module: nn.Module) -> list[Tensor]:
     """A module's own parameters and buffers."""
     held = (*module._parameters.values(), *module._buffers.values())
     return [tensor for tensor in held if tensor is not None]
 
 
-def _held(root: nn.Module) -> list[Tensor]:
-    return [tensor for module in root.modules() for tensor in _own(module)]
+def _all_tensors(root: nn.Module) -> list[Tensor]:
+    return [tensor for module in root.modules() for tensor in _direct_tensors(module)]
 
 
-def _copy(root: nn.Module, values: Mapping[int, Tensor]) -> nn.Module:
+def _copy_module(root: nn.Module, values: Mapping[int, Tensor]) -> nn.Module:
     """A module with other tensors, where `values` has some, and all that is not one."""
     copies: dict[nn.Module, nn.Module] = {}
     for module in root.modules():
@@ -271,15 +271,15 @@ def _copy(root: nn.Module, values: Mapping[int, Tensor]) -> nn.Module:
     return copies[root]
 
 
-def _real(tensor: Tensor) -> Tensor:
+def _allocate(tensor: Tensor) -> Tensor:
     """Memory for what has none; the values of what has some."""
     if tensor.device.type != "meta":
-        return _like(tensor.detach().clone(), tensor)
+        return _as_parameter(tensor.detach().clone(), tensor)
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return _like(empty, tensor)
+    return _as_parameter(empty, tensor)
 
 
-def _like(value: Tensor, tensor: Tensor) -> Tensor:
+def _as_parameter(value: Tensor, tensor: Tensor) -> Tensor:
     """`value` as a parameter, if `tensor` is one, with its attributes."""
     if not isinstance(tensor, nn.Parameter):
         return value

@@ -22,13 +22,13 @@ from autopar.passes import ParameterCopies
 from autopar.passes.localize import Axes
 from autopar.runtime.backends.host_copies import HOST, HostLink
 from autopar.runtime.module.submodule_view import Closed
-from autopar.runtime.parameters.flat_buffers import Pieces
-from autopar.runtime.parameters.gathered_copies import Group, Window
-from autopar.runtime.parameters.parameter_movement import Route
-from autopar.runtime.parameters.piece_exchange import Exchange
+from autopar.runtime.parameters.flat_buffers import TensorPieces
+from autopar.runtime.parameters.gathered_copies import GatheredGroup, GatherWindow
+from autopar.runtime.parameters.parameter_movement import ParameterMovement
+from autopar.runtime.parameters.piece_exchange import PieceExchange
 
 
-class Leaves:
+class LocalParameters:
     """One leaf for each parameter that lies here.
 
     A leaf stays the same as long as its parameter does: a backward that is under way reaches it.
@@ -36,7 +36,7 @@ class Leaves:
 
     def __init__(
         self,
-        plans: Sequence[CopyGroup[Route]] = (),
+        plans: Sequence[CopyGroup[ParameterMovement]] = (),
         group_over: Callable[[Axes], dist.ProcessGroup] | None = None,
         mesh: Mesh | None = None,
         rank: int = 0,
@@ -56,7 +56,7 @@ class Leaves:
         self._plans, self._group_over, self._mesh, self._rank = plans, group_over, mesh, rank
         self._copied = {name for plan in plans for name in plan.names}
         self._between: dict[str, Tensor] = {}  # copies that others are made of
-        self.window = Window()
+        self.window = GatherWindow()
         self.passing = -1  # the backward pass that last came to them
         self.is_asked = False  # a pass inside of another one is under way, for some of them
 
@@ -112,7 +112,7 @@ class Leaves:
         self._between.clear()
         self.window.take(())
 
-    def copies(self, routes: Mapping[str, Route]) -> ParameterCopies:
+    def copies(self, routes: Mapping[str, ParameterMovement]) -> ParameterCopies:
         """What a program with these routes is told of them."""
         groups = {
             name: number
@@ -127,8 +127,8 @@ class Leaves:
 
     def _make_groups(self, replaced: set[str]) -> None:
         """Groups of what is there now; one stays the same if all its tensors do."""
-        made: list[Group | None] = [None] * len(self._plans)
-        holder: dict[str, Group] = {}  # of the copies that others are made of
+        made: list[GatheredGroup | None] = [None] * len(self._plans)
+        holder: dict[str, GatheredGroup] = {}  # of the copies that others are made of
         for number, plan in sorted(enumerate(self._plans), key=lambda one: one[1].kind.is_last):
             if self.parameters.keys() >= {*plan.names}:
                 group = made[number] = self._group(number, plan, replaced, holder)
@@ -137,8 +137,8 @@ class Leaves:
         self.window.take(made)
 
     def _group(
-        self, number: int, plan: CopyGroup[Route], replaced: set[str], holder: Mapping[str, Group]
-    ) -> Group:
+        self, number: int, plan: CopyGroup[ParameterMovement], replaced: set[str], holder: Mapping[str, GatheredGroup]
+    ) -> GatheredGroup:
         names = plan.names
         parameters: list[Tensor] = [self.parameters[name] for name in names]
         targets = [self._target(plan, one, one.name in replaced) for one in plan.parameters]
@@ -157,9 +157,9 @@ class Leaves:
         needs = tuple(dict.fromkeys(holder[name] for name in names if name in holder))
         exchange = self._exchange(plan, over, targets[0]) if over is not None else None
         link = self.link if plan.kind.goes_up else None
-        return Group(number, exchange, parameters, sources, targets, plan.kind.lasts, needs, link)
+        return GatheredGroup(number, exchange, parameters, sources, targets, plan.kind.lasts, needs, link)
 
-    def _target(self, plan: CopyGroup[Route], route: Route, is_new: bool) -> Tensor:
+    def _target(self, plan: CopyGroup[ParameterMovement], route: ParameterMovement, is_new: bool) -> Tensor:
         """The copy of a parameter, without memory until its group comes."""
         held = self.by_name if plan.kind.is_last else self._between
         if is_new or route.name not in held:
@@ -173,13 +173,13 @@ class Leaves:
             held[route.name].untyped_storage().resize_(0)
         return held[route.name]
 
-    def _exchange(self, plan: CopyGroup[Route], over: dist.ProcessGroup, like: Tensor) -> Exchange:
+    def _exchange(self, plan: CopyGroup[ParameterMovement], over: dist.ProcessGroup, like: Tensor) -> PieceExchange:
         assert self._mesh is not None
         pieces = [
-            Pieces.between(
+            TensorPieces.between(
                 way.coarse, way.fine, route.shape, self._mesh, self._rank, plan.kind.axes
             )
             for route in plan.parameters
             for way in [plan.kind.way(route)]
         ]
-        return Exchange(pieces, over, like.dtype, like.device)
+        return PieceExchange(pieces, over, like.dtype, like.device)

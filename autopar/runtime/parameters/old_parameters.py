@@ -30,27 +30,29 @@ from torch.utils.hooks import RemovableHandle
 from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
 
-_old: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+_old_parameters: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 _Parameters = WeakValueDictionary[int, Tensor]  # by number, which another may get after this one
-_sources: WeakKeyDictionary[nn.Module, tuple[int, _Parameters]] = WeakKeyDictionary()
-_unlearned: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # and its model
-_known: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and the number of its groups
+_parallelized: WeakKeyDictionary[nn.Module, tuple[int, _Parameters]] = WeakKeyDictionary()
+_untrained: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # and its model
+_checked_groups: WeakKeyDictionary[Optimizer, int] = (
+    WeakKeyDictionary()
+)  # and the number of its groups
 
 
 def note_old_parameters(model: nn.Module, module: nn.Module) -> None:
     """A model was parallelized to `module`: its own parameters do not learn by that."""
     _watch_optimizers()
     named = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
-    for count, others in _sources.values():
+    for count, others in _parallelized.values():
         shared = [name for number, (name, one) in named.items() if others.get(number) is one]
-        _tell_of_copies(shared, len(named), count)
+        _warn_of_shared(shared, len(named), count)
     own = {number: parameter for number, (_, parameter) in named.items()}
-    _sources[module] = len(own), WeakValueDictionary(own)
-    _unlearned[module] = ref(model)
-    _old.update(own)
+    _parallelized[module] = len(own), WeakValueDictionary(own)
+    _untrained[module] = ref(model)
+    _old_parameters.update(own)
 
 
-def _tell_of_copies(shared: list[str], count: int, others: int) -> None:
+def _warn_of_shared(shared: list[str], count: int, others: int) -> None:
     """Of what two models share, each of which has more: it is no part of both from now on."""
     if 0 < len(shared) < min(count, others):
         warnings.warn(
@@ -63,39 +65,39 @@ def _tell_of_copies(shared: list[str], count: int, others: int) -> None:
 
 @cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_before)
-    register_optimizer_step_post_hook(_after)
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
-def _before(optimizer: Optimizer, args: tuple, kwargs: Mapping[str, Any]) -> None:
+def _before_step(optimizer: Optimizer, args: tuple, kwargs: Mapping[str, Any]) -> None:
     if not _has_closure(args, kwargs):
-        _refuse_old(optimizer)
+        _refuse_old_parameters(optimizer)
 
 
-def _after(optimizer: Optimizer, args: tuple, kwargs: Mapping[str, Any]) -> None:
+def _after_step(optimizer: Optimizer, args: tuple, kwargs: Mapping[str, Any]) -> None:
     if _has_closure(args, kwargs):  # which makes the gradients
-        _refuse_old(optimizer)
+        _refuse_old_parameters(optimizer)
     count = len(optimizer.param_groups)
-    if not _unlearned or _known.get(optimizer) == count:
+    if not _untrained or _checked_groups.get(optimizer) == count:
         return
-    _known[optimizer] = count
+    _checked_groups[optimizer] = count
     learned = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    for module, model in [*_unlearned.items()]:
+    for module, model in [*_untrained.items()]:
         if not learned.isdisjoint(map(id, module.parameters())):
-            del _unlearned[module]
+            del _untrained[module]
             if (plain := model()) is not None:
-                _OldValues(plain)
+                _OldModel(plain)
 
 
-class _OldValues:
+class _OldModel:
     """A model that has other values than the parallel module made of it, which is said once: when
     it, or one of its children as behind a loss, is called or gives its state."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._is_silent, self._model, self._versions = False, ref(model), _versions(model)
+        self._is_silent, self._model, self._versions = False, ref(model), _sum_versions(model)
         # What pickles and copies have instead, which says nothing and needs no autopar.
-        before_forward = _Hook(self, (dict.get, {}))
-        before_state = _Hook(self, (slice,))
+        before_forward = _OldModelHook(self, (dict.get, {}))
+        before_state = _OldModelHook(self, (slice,))
         self._handles = list[RemovableHandle]()
         for module in (model, *model.children()):
             self._handles.append(module.register_forward_pre_hook(before_forward))
@@ -109,7 +111,7 @@ class _OldValues:
         for handle in self._handles:
             handle.remove()
         has_gradients = any(one.grad is not None for one in model.parameters())
-        if not has_gradients and self._versions == _versions(model):
+        if not has_gradients and self._versions == _sum_versions(model):
             warnings.warn(
                 f"this {type(module).__name__} has the values from before parallelize(): what its "
                 "parallel module has learned since is in that alone. Call the parallel module, or "
@@ -119,10 +121,10 @@ class _OldValues:
 
 
 @dataclass(frozen=True)
-class _Hook:
+class _OldModelHook:
     """A hook of a model, and not of copies of it."""
 
-    old: _OldValues
+    old: _OldModel
     of_copies: tuple[Any, ...]  # a function of Python, and arguments
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
@@ -132,7 +134,7 @@ class _Hook:
         return partial, self.of_copies
 
 
-def _versions(model: nn.Module) -> int:
+def _sum_versions(model: nn.Module) -> int:
     return sum(one._version for one in model.parameters() if not one.is_inference())
 
 
@@ -140,13 +142,13 @@ def _has_closure(args: tuple, kwargs: Mapping[str, Any]) -> bool:
     return len(args) > 1 or kwargs.get("closure") is not None
 
 
-def _refuse_old(optimizer: Optimizer) -> None:
+def _refuse_old_parameters(optimizer: Optimizer) -> None:
     """Refuse one that has nothing but old parameters, without gradients. Of one that learns, the
     first parameter with a gradient ends this."""
     found = False
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is not None or _old.get(id(parameter)) is not parameter:
+            if parameter.grad is not None or _old_parameters.get(id(parameter)) is not parameter:
                 return
             found = True
     if found:

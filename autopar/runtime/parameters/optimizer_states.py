@@ -15,7 +15,7 @@ from autopar._torch import local_of
 from autopar.errors import InvalidInput, said
 from autopar.runtime.checkpoints.checkpoint_files import Checkpoint, Group, Key, SavedOptimizer
 from autopar.runtime.checkpoints.plain_data import plain
-from autopar.runtime.parameters.placing import boxes_of
+from autopar.runtime.parameters.placing import local_boxes
 from autopar.units import counted
 
 Parameters = Mapping[str, Tensor]
@@ -23,24 +23,24 @@ NOT_OPTIONS = ("params", "param_names")
 
 
 @dataclass(frozen=True)
-class States:
+class OptimizerStates:
     """Of one optimizer, on one rank."""
 
     tensors: dict[Key, Tensor]
     saved: SavedOptimizer
 
 
-def states_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> States:
+def collect_states(optimizer: torch.optim.Optimizer, parameters: Parameters) -> OptimizerStates:
     """What `optimizer` keeps of `parameters`; or refuse it."""
-    groups = names_in(optimizer, parameters)
-    given = _told_by(optimizer, groups)
+    groups = group_names(optimizer, parameters)
+    given = _read_state_dict(optimizer, groups)
     tensors: dict[Key, Tensor] = {}
     others: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(name for names in groups for name in names):
         for key, value in given["state"].get(number, {}).items():
             if isinstance(value, Tensor):
-                if not _is_known(value, parameters[name]):
-                    raise _unknown(name, key, value, parameters[name])
+                if not _is_distribution_known(value, parameters[name]):
+                    raise _unknown_distribution(name, key, value, parameters[name])
                 tensors[Key(name, key)] = value
             elif any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
                 raise InvalidInput(
@@ -54,10 +54,12 @@ def states_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> State
     for number, (names, group) in enumerate(zip(groups, given["param_groups"])):
         options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
         made.append(Group(tuple(names), plain(options, f"the options of group {number}")))
-    return States(tensors, SavedOptimizer(_kind(optimizer), tuple(made), others))
+    return OptimizerStates(tensors, SavedOptimizer(_class_name(optimizer), tuple(made), others))
 
 
-def _told_by(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+def _read_state_dict(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]
+) -> dict[str, Any]:
     """The state dict of an optimizer that has nothing but groups, and by the number of a parameter
     what it keeps of this one; or refuse it."""
     given: Any = optimizer.state_dict()
@@ -85,7 +87,7 @@ def _told_by(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]) 
     return given
 
 
-def names_in(optimizer: Any, parameters: Parameters) -> list[list[str]]:
+def group_names(optimizer: Any, parameters: Parameters) -> list[list[str]]:
     """The names of the parameters in each group."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidInput(
@@ -105,7 +107,7 @@ def names_in(optimizer: Any, parameters: Parameters) -> list[list[str]]:
     return found
 
 
-def merged(everyones: Sequence[SavedOptimizer | None]) -> SavedOptimizer | None:
+def merge_saved(everyones: Sequence[SavedOptimizer | None]) -> SavedOptimizer | None:
     """That of all ranks, which hold the parameters of different stages."""
     given = [one for one in everyones if one is not None]
     if not given:
@@ -131,24 +133,24 @@ def require_loadable(
     saved: Checkpoint, optimizer: torch.optim.Optimizer, parameters: Parameters
 ) -> None:
     """Refuse an optimizer that is not like the one that was saved."""
-    groups, there = names_in(optimizer, parameters), saved.beside.optimizer
+    groups, there = group_names(optimizer, parameters), saved.beside.optimizer
     if there is None:
         raise InvalidInput(
             "an optimizer is loaded from a checkpoint that was saved with one",
             got=f"{saved.folder}, without an optimizer",
             remedy="load(path, module), or save(path, module, optimizer)",
         )
-    if there.kind != _kind(optimizer):
+    if there.kind != _class_name(optimizer):
         raise InvalidInput(
             "an optimizer is of the class that was saved",
-            got=f"{_kind(optimizer)}; {saved.folder} has {there.kind}",
+            got=f"{_class_name(optimizer)}; {saved.folder} has {there.kind}",
             remedy="make that one, or load the module without an optimizer",
         )
     here = [set(names) for names in groups]
     asked = [{*group.names} & parameters.keys() for group in there.groups]
     if here != asked:
         only = [
-            f"group {number}: {_some(own - other)}; saved were {_some(other - own)}"
+            f"group {number}: {_first_names(own - other)}; saved were {_first_names(other - own)}"
             for number, (own, other) in enumerate(zip(here, asked))
             if own != other
         ]
@@ -166,14 +168,14 @@ def load_states(
     there = saved.beside.optimizer
     assert there is not None
     state: dict[int, dict[str, Any]] = {}
-    groups, every = names_in(optimizer, parameters), []
+    groups, every = group_names(optimizer, parameters), []
     numbers = iter(range(sum(map(len, groups))))
     for names, group in zip(groups, there.groups):
         every.append({**group.options, "params": [next(numbers) for _ in names]})
         for number, name in zip(every[-1]["params"], names):
             own = dict(there.others.get(name, {}))
             for key in saved.contents.states.get(name, {}):
-                own[key] = _placed(saved, Key(name, key), parameters[name])
+                own[key] = _read_state(saved, Key(name, key), parameters[name])
             if own:
                 state[number] = own
     try:
@@ -192,7 +194,7 @@ def load_states(
                 kept[key] = value
 
 
-def _placed(saved: Checkpoint, key: Key, parameter: Tensor) -> Tensor:
+def _read_state(saved: Checkpoint, key: Key, parameter: Tensor) -> Tensor:
     """A state, where its parameter lies if it has its shape; others are whole everywhere."""
     shape = saved.stored(key).shape
     whole = tuple((0, size) for size in shape)
@@ -201,7 +203,7 @@ def _placed(saved: Checkpoint, key: Key, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor) or not (is_like or shape):
         value = saved.read(key, whole)
         return value if key.state == "step" else value.to(device)
-    boxes, dim = boxes_of(parameter) if is_like else ([whole], 0)
+    boxes, dim = local_boxes(parameter) if is_like else ([whole], 0)
     read = [saved.read(key, bounds) for bounds in boxes]
     value = (torch.cat(read, dim) if len(read) > 1 else read[0]).to(device)
     return DTensor.from_local(
@@ -214,7 +216,7 @@ def _placed(saved: Checkpoint, key: Key, parameter: Tensor) -> Tensor:
     )
 
 
-def _is_known(value: Tensor, parameter: Tensor) -> bool:
+def _is_distribution_known(value: Tensor, parameter: Tensor) -> bool:
     """Whether it is certain what a rank has of a state."""
     if isinstance(value, DTensor):
         is_sum = any(placement.is_partial() for placement in value.placements)
@@ -222,7 +224,7 @@ def _is_known(value: Tensor, parameter: Tensor) -> bool:
     return not isinstance(parameter, DTensor) or not value.ndim
 
 
-def _unknown(name: str, key: str, value: Tensor, parameter: Tensor) -> InvalidInput:
+def _unknown_distribution(name: str, key: str, value: Tensor, parameter: Tensor) -> InvalidInput:
     where = value.placements if isinstance(value, DTensor) else "a plain tensor"
     return InvalidInput(
         "a state of an optimizer is a number, or a DTensor that is no sum of what ranks have",
@@ -232,9 +234,9 @@ def _unknown(name: str, key: str, value: Tensor, parameter: Tensor) -> InvalidIn
     )
 
 
-def _kind(optimizer: torch.optim.Optimizer) -> str:
+def _class_name(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def _some(names: set[str]) -> str:
+def _first_names(names: set[str]) -> str:
     return ", ".join(sorted(names)[:4]) or "none"

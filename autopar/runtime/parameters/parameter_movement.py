@@ -20,14 +20,14 @@ from autopar.strategies.node_info import info
 
 
 @dataclass(frozen=True)
-class Route(Copied):
+class ParameterMovement(Copied):
     """Of one parameter."""
 
     placeholder: str
     reduce: torch.dtype  # in which gradients add up
 
 
-def routes_of(program: Program) -> dict[str, Route]:
+def parameter_movements(program: Program) -> dict[str, ParameterMovement]:
     """Of all parameters of a program, by name."""
     learned = frozenset().union(*program.learned)
     precision = program.captured.example.precision
@@ -43,13 +43,13 @@ def routes_of(program: Program) -> dict[str, Route]:
         own = copied[program.placeholders[placeholder]]
         is_reduced = precision is not None and own.dtype.is_floating_point
         reduce = precision.reduce if precision is not None and is_reduced else own.dtype
-        found[name] = Route(**vars(own), placeholder=placeholder, reduce=reduce)
+        found[name] = ParameterMovement(**vars(own), placeholder=placeholder, reduce=reduce)
         if name in learned:
-            _require_summed(found[name])
+            _require_reduced(found[name])
     return found
 
 
-def _require_summed(route: Route) -> None:
+def _require_reduced(route: ParameterMovement) -> None:
     cut = set(route.places.optimizer.axes) - set(route.leaf.axes)
     if not cut <= set(route.pending):
         raise InvalidInput(

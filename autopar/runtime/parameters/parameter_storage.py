@@ -16,7 +16,7 @@ from autopar.runtime.backends.process_groups import require_host_moves
 from autopar.runtime.backends.world import world
 
 
-class KeptTensors:
+class ParameterStorage:
     """Brings there what was placed on the device."""
 
     def __init__(self, program: Program, device: torch.device) -> None:

@@ -32,11 +32,11 @@ from autopar.collectives.point_to_point import Scattered, go_by_messages, send_a
 from autopar.collectives.torch_operators import movable
 from autopar.cost.bucket_prices import goes_straight
 from autopar.runtime.backends.host_copies import Copied, HostLink
-from autopar.runtime.parameters.flat_buffers import Packing, Pieces, packed
+from autopar.runtime.parameters.flat_buffers import Packing, TensorPieces, pack_tensors
 
 
 @dataclass
-class UnderWay:
+class PendingExchange:
     """Messages, or a collective, and what is done when they are here."""
 
     works: list[Any] = field(default_factory=list)
@@ -54,12 +54,12 @@ class UnderWay:
         self.works, self.held, self.copied, self.then = [], [], None, None
 
 
-class Exchange:
+class PieceExchange:
     """Of tensors that are cut over one group."""
 
     def __init__(
         self,
-        tensors: Sequence[Pieces],
+        tensors: Sequence[TensorPieces],
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         device: torch.device,
@@ -123,12 +123,12 @@ class Exchange:
 
     def gather(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor], link: HostLink | None = None
-    ) -> UnderWay:
+    ) -> PendingExchange:
         """Fill `targets`; they have memory when it ends, if `is_direct` when it begins.
 
         `link`: by which `sources` come from the host.
         """
-        way = UnderWay()
+        way = PendingExchange()
         if self._large:
             self._views = self._views or self._rows([targets[at] for at in self._large])
             own = self._views[self._own]
@@ -141,7 +141,11 @@ class Exchange:
         return way
 
     def _gather_packed(
-        self, way: UnderWay, targets: list[Tensor], sources: list[Tensor], link: HostLink | None
+        self,
+        way: PendingExchange,
+        targets: list[Tensor],
+        sources: list[Tensor],
+        link: HostLink | None,
     ) -> None:
         packing = self._packing
         assert packing is not None
@@ -172,15 +176,15 @@ class Exchange:
 
     def scatter(
         self, terms: Sequence[Tensor], flat: Tensor | None = None
-    ) -> tuple[Tensor, UnderWay]:
+    ) -> tuple[Tensor, PendingExchange]:
         """Of the sum of all ranks' terms this rank's part, which is there when all have come.
 
         `flat`: the terms, as they are packed.
         """
         if flat is None and self._packing is not None:
-            flat = packed(self._packing, [terms[at] for at in self._small], self._dtype)
+            flat = pack_tensors(self._packing, [terms[at] for at in self._small], self._dtype)
         like = terms[0] if flat is None else flat
-        part, way = like.new_empty(self.length, dtype=self._dtype), UnderWay()
+        part, way = like.new_empty(self.length, dtype=self._dtype), PendingExchange()
         if not self._sends_itself:
             assert flat is not None
             self._sum_by_collective(way, part, flat)
@@ -201,14 +205,14 @@ class Exchange:
 
     def _send_and_receive(
         self,
-        way: UnderWay,
+        way: PendingExchange,
         sent: Sequence[Sequence[Tensor]],
         received: Sequence[Sequence[Tensor]],
     ) -> None:
         way.works += send_and_receive(sent, received, self._own, self.group)
         way.held += [one for row in (*sent, *received) for one in row]
 
-    def _sum_by_collective(self, way: UnderWay, part: Tensor, flat: Tensor) -> None:
+    def _sum_by_collective(self, way: PendingExchange, part: Tensor, flat: Tensor) -> None:
         carried, own = flat.to(self._carrier), part.to(self._carrier)
         way.held += [carried, own]
         way.works.append(reduce_scatter_single(own, carried, group=self.group, async_op=True))

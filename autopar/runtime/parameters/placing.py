@@ -18,10 +18,10 @@ from autopar.mesh import Mesh
 from autopar.placements import from_placements, to_placements
 
 Bounds = tuple[tuple[int, int], ...]  # start and length in each dim
-Read = Callable[[Bounds], Tensor]  # a part of a tensor that need not lie here in whole
+ReadPart = Callable[[Bounds], Tensor]  # a part of a tensor that need not lie here in whole
 
 
-class Placing:
+class TensorPlacer:
     """Cuts tensors for this rank, which stands at `rank` of `mesh`."""
 
     def __init__(
@@ -31,16 +31,16 @@ class Placing:
 
     def view(self, whole: Tensor, layout: Layout) -> Tensor:
         """This rank's piece, as a view of the whole, if it is one of its pieces."""
-        return piece_of(partial(part_of, whole), layout, whole.shape, self.mesh, self.rank)
+        return read_piece(partial(narrow_to, whole), layout, whole.shape, self.mesh, self.rank)
 
     def piece(self, whole: Tensor, layout: Layout) -> Tensor:
         """This rank's piece in memory of its own: the whole may go."""
-        return in_own_memory([self.view(whole, layout).to(self.device)])[0]
+        return ensure_own_memory([self.view(whole, layout).to(self.device)])[0]
 
-    def read(self, like: Tensor, type_: TensorType, read: Read) -> Tensor:
+    def read(self, like: Tensor, type_: TensorType, read: ReadPart) -> Tensor:
         """This rank's piece of a tensor of which `read` gives a part."""
-        part = piece_of(read, type_.layout, type_.shape, self.mesh, self.rank)
-        piece = in_own_memory([part.to(self.device, type_.dtype)])[0]
+        part = read_piece(read, type_.layout, type_.shape, self.mesh, self.rank)
+        piece = ensure_own_memory([part.to(self.device, type_.dtype)])[0]
         return self._wrapped(piece, like, type_.layout)
 
     def receive(
@@ -58,7 +58,7 @@ class Placing:
         if layout.is_replicated and len(copies) == 1 and len(copies[0]) == dist.get_world_size():
             if here == 0:
                 piece.copy_(value.detach())
-            dist.broadcast(_bytes(piece), src=0)
+            dist.broadcast(_as_bytes(piece), src=0)
             return self._wrapped(piece, value, layout)
         replicated = [axis for axis in self.mesh if axis not in layout.axes]
         firsts = [group[0] for group in self.mesh.groups(tuple(replicated))]
@@ -67,7 +67,7 @@ class Placing:
             if mine is not None:
                 piece.copy_(self.view(value.detach(), layout))
         elif mine is not None and self.rank in firsts and piece.numel():
-            _together([P2POp(irecv, _bytes(piece), 0)])
+            _run_transfers([P2POp(irecv, _as_bytes(piece), 0)])
         if mine is None:
             return None
         place = self.mesh.coordinate(self.rank)
@@ -75,7 +75,7 @@ class Placing:
             is_there = not any(place[later] for later in replicated[number + 1 :])
             if is_there and self.mesh[axis] > 1 and piece.numel():
                 group = self.device_mesh.get_group(axis)
-                dist.broadcast(_bytes(piece), group=group, group_src=0)
+                dist.broadcast(_as_bytes(piece), group=group, group_src=0)
         return self._wrapped(piece, value, layout)
 
     def _send(
@@ -88,26 +88,26 @@ class Placing:
             if ranks[at] == dist.get_rank():
                 continue
             if at not in pieces:
-                read = partial(part_of, whole)
-                part = piece_of(read, type_.layout, type_.shape, self.mesh, at)
+                read = partial(narrow_to, whole)
+                part = read_piece(read, type_.layout, type_.shape, self.mesh, at)
                 pieces[at] = part.to(self.device, type_.dtype).contiguous()
             if pieces[at].numel():
-                sends.append(P2POp(isend, _bytes(pieces[at]), ranks[at]))
-        _together(sends)
+                sends.append(P2POp(isend, _as_bytes(pieces[at]), ranks[at]))
+        _run_transfers(sends)
 
     def _wrapped(self, piece: Tensor, like: Tensor, layout: Layout) -> Tensor:
         """Parameters, and buffers that are cut, are DTensors."""
         if layout.is_replicated and not isinstance(like, nn.Parameter):
             return piece
-        return wrapper(layout, tuple(like.shape), self.device_mesh)(piece)
+        return dtensor_wrapper(layout, tuple(like.shape), self.device_mesh)(piece)
 
     def cut(self, whole: Tensor, layout: Layout) -> DTensor:
         """A DTensor of a whole tensor that every rank has."""
-        wrap = wrapper(layout, tuple(whole.shape), self.device_mesh)
+        wrap = dtensor_wrapper(layout, tuple(whole.shape), self.device_mesh)
         return wrap(self.piece(whole, layout))
 
 
-def boxes_of(value: Tensor) -> tuple[list[Bounds], int]:
+def local_boxes(value: Tensor) -> tuple[list[Bounds], int]:
     """What this process has of a tensor: of a DTensor its piece, which may be several pieces of the
     whole, one after the other along a dim."""
     if not isinstance(value, DTensor):
@@ -120,18 +120,20 @@ def boxes_of(value: Tensor) -> tuple[list[Bounds], int]:
     return boxes, layout.parts[0][0] if layout.parts else 0
 
 
-def piece_of(read: Read, layout: Layout, shape: Sequence[int], mesh: Mesh, rank: int) -> Tensor:
+def read_piece(
+    read: ReadPart, layout: Layout, shape: Sequence[int], mesh: Mesh, rank: int
+) -> Tensor:
     """What a rank holds of a tensor of which `read` gives parts."""
     found = [read(bounds) for bounds in layout.boxes(shape, mesh, rank)]
     return torch.cat(found, layout.parts[0][0]) if layout.parts else found[0]
 
 
-def is_cut(value: Tensor) -> bool:
+def is_sharded(value: Tensor) -> bool:
     """Whether ranks hold pieces of it, of which a whole one is to be made."""
     return isinstance(value, DTensor) and not all(p.is_replicate() for p in value.placements)
 
 
-def part_of(whole: Tensor, bounds: Bounds) -> Tensor:
+def narrow_to(whole: Tensor, bounds: Bounds) -> Tensor:
     """A view of what lies inside some bounds."""
     for dim, (start, length) in enumerate(bounds):
         if length != whole.shape[dim]:
@@ -139,17 +141,17 @@ def part_of(whole: Tensor, bounds: Bounds) -> Tensor:
     return whole
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor: not every backend moves every dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
-def _together(moves: Sequence[P2POp]) -> None:
+def _run_transfers(moves: Sequence[P2POp]) -> None:
     for work in dist.batch_isend_irecv(list(moves)) if moves else ():
         wait_for(work)
 
 
-def in_own_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
+def ensure_own_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The same contiguous data, each in memory that holds nothing else."""
     return [
         tensor
@@ -160,7 +162,7 @@ def in_own_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 @lru_cache(maxsize=4096)
-def wrapper(
+def dtensor_wrapper(
     layout: Layout, shape: tuple[int, ...], device_mesh: DeviceMesh
 ) -> Callable[[Tensor], DTensor]:
     """What makes a DTensor of a local tensor."""

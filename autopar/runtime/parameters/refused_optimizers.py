@@ -18,27 +18,29 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autopar.errors import InvalidInput
 
 # Those on processes, and whether other ranks have other parameters.
-_modules: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_registered: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
-def note_module(module: nn.Module, has_stages: bool) -> None:
+def register_module(module: nn.Module, has_stages: bool) -> None:
     """Of a parallel module on processes; `has_stages`: other ranks have other parameters."""
     _watch_optimizers()
-    _modules[module] = has_stages
+    _registered[module] = has_stages
 
 
 @cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_refuse)
+    register_optimizer_step_pre_hook(_refuse_step)
 
 
-def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse a step that would break off in the middle, or be another on each rank."""
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     is_fused_sgd = isinstance(optimizer, SGD) and is_fused
     if not (is_fused_sgd or isinstance(optimizer, LBFGS | Adafactor | Rprop)):
         return
-    of_stages = {id(p): stages for module, stages in _modules.items() for p in module.parameters()}
+    of_stages = {
+        id(p): stages for module, stages in _registered.items() for p in module.parameters()
+    }
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own = [one for one in given if id(one) in of_stages and isinstance(one, DTensor)]
     kind, pieces = type(optimizer).__name__, 'states="whole" with mode="data", or another optimizer'

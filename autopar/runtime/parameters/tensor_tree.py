@@ -18,16 +18,16 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import local_of, memory_of, piece_of, plain_attributes
 from autopar.errors import InvalidInput
 
-AGAIN = "change the model, then parallelize it"
-CHANGED = f"put back what was there: it was changed after parallelize; or {AGAIN}"
-LOAD = "load_state_dict({name: value}, strict=False), which takes whole tensors too"
+PARALLELIZE_AGAIN = "change the model, then parallelize it"
+PUT_BACK = f"put back what was there: it was changed after parallelize; or {PARALLELIZE_AGAIN}"
+LOAD_STATE = "load_state_dict({name: value}, strict=False), which takes whole tensors too"
 HOLDERS = ("_modules", "_parameters", "_buffers")
-Contents = dict[str, "Tensor | nn.Module | None"]
+TreeContents = dict[str, "Tensor | nn.Module | None"]
 
 _SHAPE, _LEARNS = map(attrgetter, ("shape", "requires_grad"))
 
 
-class Tensors:
+class ModuleTensors:
     """What a module's tree holds by name, as it was last accepted."""
 
     def __init__(
@@ -38,8 +38,8 @@ class Tensors:
         self._root, self._learns = root, learns
         self._held = [vars(module)[kind].values() for module in root.modules() for kind in HOLDERS]
         self._planned = self._contents()
-        self._kinds = {name: _kind(value) for name, value in self._planned.items()}
-        self._shapes = {name: _shape(value) for name, value in self._planned.items()}
+        self._kinds = {name: _describe_kind(value) for name, value in self._planned.items()}
+        self._shapes = {name: _shape_or_none(value) for name, value in self._planned.items()}
         self._tied = {alias: name for alias, name in tied.items() if alias in self._planned}
         self._accept(self._planned)
 
@@ -71,10 +71,12 @@ class Tensors:
                 )
         self._accept(found)
 
-    def _accept(self, found: Contents) -> None:
+    def _accept(self, found: TreeContents) -> None:
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         self.values = {name: value for name, value in tensors.items() if name not in self._tied}
-        self._data = {name: (local_of(value), _data(value)) for name, value in tensors.items()}
+        self._data = {
+            name: (local_of(value), _data_identity(value)) for name, value in tensors.items()
+        }
         self._placed = [value for value in self.values.values() if isinstance(value, DTensor)]
         read = [self.values.get(name) for name in self._learns]
         self.are_frozen = not any(value is None or value.requires_grad for value in read)
@@ -103,7 +105,7 @@ class Tensors:
                 *map(_LEARNS, tensors),
             ]
 
-    def _contents(self) -> Contents:
+    def _contents(self) -> TreeContents:
         return {
             f"{path}.{key}" if path else key: value
             for path, module in self._root.named_modules(remove_duplicate=False)
@@ -117,40 +119,40 @@ class Tensors:
             rule = "the modules of a parallel module are those of the model"
         elif planned is None or value is None:
             rule = "a parallel module has the parameters and buffers of the model"
-        elif _kind(value) != self._kinds[name]:
+        elif _describe_kind(value) != self._kinds[name]:
             raise InvalidInput(
                 "what takes the place of a tensor is of its kind",
-                got=f"{name}: {_kind(value)}; planned was {self._kinds[name]}",
-                remedy=LOAD if _shape(value) == self._shapes[name] else CHANGED,
+                got=f"{name}: {_describe_kind(value)}; planned was {self._kinds[name]}",
+                remedy=LOAD_STATE if _shape_or_none(value) == self._shapes[name] else PUT_BACK,
             )
         else:
             return
         if value is not planned:
-            got = f"{name} is {_change(planned, value)}"
-            raise InvalidInput(rule, got=got, remedy=AGAIN)
+            got = f"{name} is {_describe_change(planned, value)}"
+            raise InvalidInput(rule, got=got, remedy=PARALLELIZE_AGAIN)
 
     def _check_data(self, name: str, value: Tensor) -> None:
         if not isinstance(value, DTensor) or self._found.get(name) is not value:
             return
         local, data = self._data[name]
-        if local_of(value) is local and _data(value) != data:
+        if local_of(value) is local and _data_identity(value) != data:
             raise InvalidInput(
                 "a DTensor keeps its data: torch ignores what `.data` is set to",
                 got=f"{name}.data = ...",
-                remedy=f"copy_() into it under torch.no_grad(); or {LOAD}",
+                remedy=f"copy_() into it under torch.no_grad(); or {LOAD_STATE}",
             )
 
 
-def _data(value: Tensor) -> object:
+def _data_identity(value: Tensor) -> object:
     """What tells that a tensor's `.data` was set, to a view of what it was too."""
     return memory_of(value), value.storage_offset(), value.shape, value.stride()
 
 
-def _shape(value: Tensor | nn.Module | None) -> tuple[int, ...] | None:
+def _shape_or_none(value: Tensor | nn.Module | None) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
-def require_place(module: nn.Module, name: str, value: object = None) -> None:
+def validate_replacement(module: nn.Module, name: str, value: object = None) -> None:
     """Refuse what may not take the place of that name in a module, where `None` takes it away.
 
     Modules are not replaced, and tensors keep their shape.
@@ -159,19 +161,19 @@ def require_place(module: nn.Module, name: str, value: object = None) -> None:
     if value is not submodule and (submodule is not None or isinstance(value, nn.Module)):
         raise InvalidInput(
             "the modules of a parallel module are those of the model",
-            got=f"{name} is {_change(submodule, value)}",
-            remedy=AGAIN,
+            got=f"{name} is {_describe_change(submodule, value)}",
+            remedy=PARALLELIZE_AGAIN,
         )
     held = module._parameters.get(name, module._buffers.get(name))
     if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape != value.shape:
         raise InvalidInput(
             "what takes the place of a tensor has its shape",
             got=f"{name}: {tuple(value.shape)}; planned was {tuple(held.shape)}",
-            remedy=AGAIN,
+            remedy=PARALLELIZE_AGAIN,
         )
 
 
-def _kind(value: Tensor | nn.Module | None) -> str:
+def _describe_kind(value: Tensor | nn.Module | None) -> str:
     """What a tensor has in common with those that may take its place."""
     if not isinstance(value, Tensor):
         return type(value).__name__
@@ -183,5 +185,5 @@ def _kind(value: Tensor | nn.Module | None) -> str:
     return f"{text}, placed {value.placements} on {value.device_mesh}, {local} here"
 
 
-def _change(planned: object, value: object) -> str:
+def _describe_change(planned: object, value: object) -> str:
     return "gone" if value is None else "new" if planned is None else "another"

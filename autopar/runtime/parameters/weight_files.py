@@ -30,7 +30,7 @@ from torch import Tensor
 
 from autopar.errors import InvalidInput
 from autopar.files import open_regular
-from autopar.runtime.parameters.placing import Bounds, part_of
+from autopar.runtime.parameters.placing import Bounds, narrow_to
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -52,19 +52,19 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SUFFIX = ".safetensors"
-_CONVERTED = "weights=torch.load(path, weights_only=True) if it was written by torch.save"
+_LOAD_BY_TORCH = "weights=torch.load(path, weights_only=True) if it was written by torch.save"
 DIGEST, DIGESTS = "header crc32", "crc32"  # in what a file says of itself
 _SHARD = re.compile(rf".*-\d{{5}}-of-\d{{5}}{re.escape(SUFFIX)}")
 INDEX = "model.safetensors.index.json"
 CHECKPOINT = "checkpoint.json"  # lies in the folder of a checkpoint
-MOST_HEADER = 100_000_000  # bytes, as the format has it
+MAX_HEADER_BYTES = 100_000_000  # bytes, as the format has it
 # Runs of bytes that are shorter cost more in calls than the bytes between them: whole rows then.
 SHORTEST_RUN = 128
-MOST_ROWS = 4 * 2**20  # bytes that are read at once so
+MAX_READ_BYTES = 4 * 2**20  # bytes that are read at once so
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredTensor:
     """A tensor that weights hold."""
 
     shape: tuple[int, ...]
@@ -77,10 +77,10 @@ class Held:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Weights:
+class WeightSource:
     """Tensors by name, which are read in parts."""
 
-    held: Mapping[str, Held]
+    held: Mapping[str, StoredTensor]
 
     def read(self, name: str, bounds: Bounds) -> Tensor:
         """A part of a tensor in memory of its own."""
@@ -100,29 +100,29 @@ class Weights:
         return part
 
 
-class GivenTensors(Weights):
+class MappedTensors(WeightSource):
     """A mapping of names to tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self.held = {name: Held(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        self.held = {name: StoredTensor(tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
     def read(self, name: str, bounds: Bounds) -> Tensor:
-        part = part_of(self._tensors[name].detach(), bounds)
+        part = narrow_to(self._tensors[name].detach(), bounds)
         return part.clone(memory_format=torch.contiguous_format)
 
 
-class SafetensorsFiles(Weights):
+class SafetensorsFiles(WeightSource):
     """What lies in some files."""
 
     def __init__(self, paths: list[Path]) -> None:
-        found: dict[str, Held] = {}
+        found: dict[str, StoredTensor] = {}
         self.metadata: dict[str, Any] = {}  # what the files say of themselves
         self.have_digests = True  # of their headers, which are right
         self._stamps: dict[Path, tuple[int, ...]] = {}
         for path in paths:
             with self._open(path) as file:
-                header = _header(path, file)
+                header = _read_header(path, file)
             self.metadata |= header.words
             self.have_digests &= header.words.get(DIGEST) == header.digest
             for name, held in header.held.items():
@@ -138,7 +138,7 @@ class SafetensorsFiles(Weights):
         part = torch.empty(shape, dtype=held.dtype, device="cpu")
         if part.numel():
             with self._open(held.path) as file:
-                _read(file.fileno(), held, bounds, part)
+                _read_bounds(file.fileno(), held, bounds, part)
         return part
 
     def digest(self, name: str) -> str:
@@ -146,10 +146,10 @@ class SafetensorsFiles(Weights):
         held, crc = self.held[name], 0
         assert held.path is not None
         with self._open(held.path) as file:
-            for start in range(0, held.size, MOST_ROWS):
-                size = min(MOST_ROWS, held.size - start)
+            for start in range(0, held.size, MAX_READ_BYTES):
+                size = min(MAX_READ_BYTES, held.size - start)
                 block = torch.empty(size, dtype=torch.uint8, device="cpu")
-                _fill(file.fileno(), held, held.start + start, block)
+                _read_bytes(file.fileno(), held, held.start + start, block)
                 crc = zlib.crc32(block.numpy().data, crc)
         return f"{crc:08x}"
 
@@ -164,41 +164,41 @@ class SafetensorsFiles(Weights):
         return file
 
 
-def open_weights(given: Any) -> Weights:
+def open_weights(given: Any) -> WeightSource:
     """The weights of a path or a mapping; or refuse it."""
     try:
-        return _opened(given)
+        return _open_source(given)
     except OSError as error:
-        raise _unknown(f"{given}, which cannot be read: {error}") from error
+        raise _not_weights(f"{given}, which cannot be read: {error}") from error
 
 
-def _opened(given: Any) -> Weights:
+def _open_source(given: Any) -> WeightSource:
     if isinstance(given, Mapping):
         if not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in given.items()):
-            raise _unknown("a mapping with other things than names and tensors")
+            raise _not_weights("a mapping with other things than names and tensors")
         if nameless := [name for name, tensor in given.items() if tensor.device.type == "meta"]:
-            raise _unknown(f"{', '.join(nameless[:4])} on the meta device")
-        return GivenTensors(given)
+            raise _not_weights(f"{', '.join(nameless[:4])} on the meta device")
+        return MappedTensors(given)
     if not isinstance(given, str | os.PathLike):
-        raise _unknown(f"a value of type {type(given).__name__}")
+        raise _not_weights(f"a value of type {type(given).__name__}")
     path = Path(given)
     if not path.exists():
-        raise _unknown(f"{path}, where nothing is")
+        raise _not_weights(f"{path}, where nothing is")
     if not path.is_dir():
         return SafetensorsFiles([path])
     if (path / CHECKPOINT).is_file():
-        raise _unknown(f"{path}, a checkpoint of ap.save()", "ap.load(path, module)")
+        raise _not_weights(f"{path}, a checkpoint of ap.save()", "ap.load(path, module)")
     files = sorted(path.glob(f"*{SUFFIX}"))
     if (index := path / INDEX).is_file():
-        files = _indexed(index)
+        files = _indexed_files(index)
     elif shard := next((file for file in files if _SHARD.fullmatch(file.name)), None):
         raise _malformed(shard, f"its folder has no {INDEX}: it was copied or saved in part")
     if not files:
-        raise _unknown(f"{path}, a folder without *.safetensors")
+        raise _not_weights(f"{path}, a folder without *.safetensors")
     return SafetensorsFiles(files)
 
 
-def _unknown(got: str, remedy: str = 'weights="model.safetensors"') -> InvalidInput:
+def _not_weights(got: str, remedy: str = 'weights="model.safetensors"') -> InvalidInput:
     return InvalidInput(
         "weights are a safetensors file, a folder of them, or a mapping of names to tensors",
         got=got,
@@ -214,7 +214,7 @@ def _malformed(path: Path, why: str) -> InvalidInput:
     )
 
 
-def _indexed(index: Path) -> list[Path]:
+def _indexed_files(index: Path) -> list[Path]:
     """The files that an index names."""
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -233,25 +233,25 @@ def _indexed(index: Path) -> list[Path]:
 class _Header:
     """What a file says of its tensors and of itself."""
 
-    held: Mapping[str, Held]
+    held: Mapping[str, StoredTensor]
     words: Mapping[str, Any]
     digest: str
 
 
-def _header(path: Path, file: BinaryIO) -> _Header:
+def _read_header(path: Path, file: BinaryIO) -> _Header:
     """Read the header of a file, if it tells of all that is there and nothing else."""
     size = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(8), "little") if size >= 8 else MOST_HEADER + 1
+    length = int.from_bytes(file.read(8), "little") if size >= 8 else MAX_HEADER_BYTES + 1
     if path.suffix != SUFFIX and file.read(1) != b"{":
-        raise _unknown(f"{path}, which is no safetensors file", _CONVERTED)
+        raise _not_weights(f"{path}, which is no safetensors file", _LOAD_BY_TORCH)
     file.seek(8)
-    if length > min(MOST_HEADER, size - 8):
+    if length > min(MAX_HEADER_BYTES, size - 8):
         raise _malformed(path, "its header ends behind the file")
     text = file.read(length)
     try:
         entries = json.loads(text)
         words = dict(entries.pop("__metadata__", None) or {})
-        found = {name: _entry(path, 8 + length, entry) for name, entry in entries.items()}
+        found = {name: _parse_entry(path, 8 + length, entry) for name, entry in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _malformed(path, f"no header ({type(error).__name__}: {error})") from None
     end = 8 + length
@@ -264,18 +264,18 @@ def _header(path: Path, file: BinaryIO) -> _Header:
     return _Header(found, words, _digest_of_header(entries, words))
 
 
-def _entry(path: Path, begin: int, entry: Any) -> Held:
+def _parse_entry(path: Path, begin: int, entry: Any) -> StoredTensor:
     first, last = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if not all(type(number) is int and number >= 0 for number in (first, last, *shape)):
         raise ValueError(f"sizes {shape} from {first} to {last}")
-    held = Held(shape, DTYPES[entry["dtype"]], path, begin + first)
+    held = StoredTensor(shape, DTYPES[entry["dtype"]], path, begin + first)
     if held.size != last - first:
         raise ValueError(f"{last - first} bytes for {entry['dtype']} {list(shape)}")
     return held
 
 
-def _read(descriptor: int, held: Held, bounds: Bounds, part: Tensor) -> None:
+def _read_bounds(descriptor: int, held: StoredTensor, bounds: Bounds, part: Tensor) -> None:
     """Fill `part` with the elements inside `bounds`: run by run, or where these are short, from
     whole rows."""
     shape, item = held.shape, held.dtype.itemsize
@@ -290,20 +290,20 @@ def _read(descriptor: int, held: Held, bounds: Bounds, part: Tensor) -> None:
     for number, place in enumerate(itertools.product(*outer)):
         at = begin + sum(index * stride for index, stride in zip(place, strides))
         if rows == last:
-            _fill(descriptor, held, at, into[number * run : (number + 1) * run])
+            _read_bytes(descriptor, held, at, into[number * run : (number + 1) * run])
             continue
         count, stride = bounds[rows][1], strides[rows]
         piece = into[number * count * run : (number + 1) * count * run].view(count, run)
         offset = bounds[last][0] * strides[last]
-        most = max(1, MOST_ROWS // stride)
+        most = max(1, MAX_READ_BYTES // stride)
         for first in range(0, count, most):
             block = piece[first : first + most]
             whole = torch.empty(len(block), stride, dtype=torch.uint8, device="cpu")
-            _fill(descriptor, held, at - offset + first * stride, whole.view(-1))
+            _read_bytes(descriptor, held, at - offset + first * stride, whole.view(-1))
             block.copy_(whole[:, offset : offset + run])
 
 
-def _fill(descriptor: int, held: Held, at: int, into: Tensor) -> None:
+def _read_bytes(descriptor: int, held: StoredTensor, at: int, into: Tensor) -> None:
     """Read as many bytes as `into` takes, from byte `at` of the file."""
     view, done = memoryview(into.numpy().data), 0
     while done < len(view):
@@ -324,10 +324,12 @@ def require_dtype(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def in_shards(kinds: Mapping[str, Held], most: float) -> dict[str, dict[str, Held]]:
+def split_shards(
+    kinds: Mapping[str, StoredTensor], most: float
+) -> dict[str, dict[str, StoredTensor]]:
     """The tensors of each of several files of at most `most` bytes, or of one tensor, by the file's
     name: those that other programs give them."""
-    shards: list[dict[str, Held]] = [{}]
+    shards: list[dict[str, StoredTensor]] = [{}]
     size = 0
     for name, held in kinds.items():
         if shards[-1] and size + held.size > most:
@@ -368,7 +370,7 @@ def require_folder(path: Path, most: Any) -> None:
         )
 
 
-def forget_shards(folder: Path, names: Collection[str]) -> None:
+def remove_old_shards(folder: Path, names: Collection[str]) -> None:
     """Take away an earlier model's, but for those that `names` replace."""
     (folder / INDEX).unlink(missing_ok=True)
     for file in folder.glob(f"model*{SUFFIX}"):
@@ -377,7 +379,7 @@ def forget_shards(folder: Path, names: Collection[str]) -> None:
             file.unlink()
 
 
-def index_of(shards: Mapping[str, Mapping[str, Held]]) -> bytes:
+def make_index(shards: Mapping[str, Mapping[str, StoredTensor]]) -> bytes:
     """Which tensor is in which file."""
     places = {name: file for file, held in shards.items() for name in held}
     size = sum(one.size for held in shards.values() for one in held.values())
@@ -385,9 +387,9 @@ def index_of(shards: Mapping[str, Mapping[str, Held]]) -> bytes:
     return json.dumps(told, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def write(
+def write_safetensors(
     file: BinaryIO,
-    kinds: Mapping[str, Held],
+    kinds: Mapping[str, StoredTensor],
     values: Iterable[Tensor],
     metadata: Mapping[str, str] | None = None,
     *,
