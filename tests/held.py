@@ -121,7 +121,10 @@ class HeldByWorkers:
     def watching(self, look: Callable[[Worker], None]) -> Iterator[None]:
         """Steps in here `look` at a worker each time that it holds more."""
         forward, run, do = Worker.forward, Worker._run, RankRunner._do
-        start, again = recomputed_regions._Run.__init__, recomputed_regions._Run.again
+        start, again = (
+            recomputed_regions._RecomputedRun.__init__,
+            recomputed_regions._RecomputedRun.again,
+        )
 
         def watched_forward(worker: Worker, *args: object) -> object:
             sent = forward(worker, *args)
@@ -151,8 +154,8 @@ class HeldByWorkers:
         with (
             patch.object(Worker, "forward", watched_forward),
             patch.object(Worker, "_run", watched_run),
-            patch.object(recomputed_regions._Run, "__init__", watched_start),
-            patch.object(recomputed_regions._Run, "again", watched_again),
+            patch.object(recomputed_regions._RecomputedRun, "__init__", watched_start),
+            patch.object(recomputed_regions._RecomputedRun, "again", watched_again),
             patch.object(RankRunner, "_do", watched_do),
         ):
             yield

@@ -94,13 +94,13 @@ def test_each_region_runs_once_more_and_no_further_than_needed() -> None:
     module = ap.parallelize(
         case.model, case.args, mesh=ap.Mesh(one=1), mode="data", recompute="full"
     )
-    again = recomputed_regions._Run.again
+    again = recomputed_regions._RecomputedRun.again
 
-    def counted(run: recomputed_regions._Run) -> None:
+    def counted(run: recomputed_regions._RecomputedRun) -> None:
         runs[id(run.region)] += 1
         again(run)
 
-    with patch.object(recomputed_regions._Run, "again", counted):
+    with patch.object(recomputed_regions._RecomputedRun, "again", counted):
         module.step(*case.args)
     assert list(runs.values()) == [1, 1, 1, 1]
     nodes = [node for node in module.plan.rewritten.nodes if "layers.0" in str(node.meta["module"])]
@@ -320,7 +320,7 @@ def test_selective_regions_keep_what_is_dear_alone() -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         return norm(gelu(norm(x, (8,)) @ w) @ w.T, (8,)).sum()
 
-    region = recomputed_regions.Selective(function)
+    region = recomputed_regions.SelectiveRecompute(function)
     norm, gelu = region.noted(F.layer_norm), region.noted(F.gelu)
     x, w = X.clone().requires_grad_(), torch.randn(8, 16, dtype=torch.float64, requires_grad=True)
     found = torch.autograd.grad(region(x, w), (x, w))
@@ -335,25 +335,28 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cut = self.on_host = self.gathers = 0
-        put, call = activation_offload.Keeper.put, activation_offload.Away.__call__
+        put, call = (
+            activation_offload.ActivationOffload.put,
+            activation_offload.OffloadedMemory.__call__,
+        )
 
         def watched_put(
-            keeper: activation_offload.Keeper, values: list[Tensor], *how: object
-        ) -> activation_offload.Away:
+            keeper: activation_offload.ActivationOffload, values: list[Tensor], *how: object
+        ) -> activation_offload.OffloadedMemory:
             one = put(keeper, values, *how)
             for piece in one._pieces:
-                if isinstance(piece, activation_offload.OnHost):
+                if isinstance(piece, activation_offload.HostPiece):
                     self.on_host += piece._kept.nbytes
                 else:
                     self.cut += piece.nbytes
             return one
 
-        def watched_call(one: activation_offload.Away, place: int) -> Tensor:
+        def watched_call(one: activation_offload.OffloadedMemory, place: int) -> Tensor:
             self.gathers += bool(one._pieces) and bool(one._axes)
             return call(one, place)
 
-        monkeypatch.setattr(activation_offload.Keeper, "put", watched_put)
-        monkeypatch.setattr(activation_offload.Away, "__call__", watched_call)
+        monkeypatch.setattr(activation_offload.ActivationOffload, "put", watched_put)
+        monkeypatch.setattr(activation_offload.OffloadedMemory, "__call__", watched_call)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_movements_of_a_region_come_in_one_order():
     graph = localize(program.graph, mesh, 1, torch.device("cpu"), "-".join)
     blocks, together = repeated(program.captured), Together(mesh, BUFFER_BYTES)
     several = 0
-    for region in compiled_regions._regions(graph, together.places(graph, blocks), ()):
+    for region in compiled_regions._cut_regions(graph, together.places(graph, blocks), ()):
         moving = [node for node in region if info(node).movement is not None]
         several += len(moving) > 1
         for one, other in pairwise(moving):

@@ -176,7 +176,7 @@ def halved(module: ParallelModule, folder: Path) -> Any:
         kinds = {key: part.held for key, part in share}
         values = (listed[rank][part] for _, part in share)
         with (folder / file_name(rank)).open("wb") as file:
-            weight_files.write(file, kinds, values, metadata_of(save), has_digests=True)
+            weight_files.write_safetensors(file, kinds, values, metadata_of(save), has_digests=True)
     return write(contents)
 
 

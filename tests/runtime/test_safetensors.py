@@ -87,11 +87,11 @@ def test_every_part_of_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     assert torch.equal(bits(weights.read("one", ())), bits(whole[1, 2, 3]))
 
 
-@pytest.mark.parametrize("rows", [weight_files.MOST_ROWS, 32])
+@pytest.mark.parametrize("rows", [weight_files.MAX_READ_BYTES, 32])
 def test_short_runs_come_with_their_rows(
     rows: int, tmp_path: Path, read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_files, "MOST_ROWS", rows)
+    monkeypatch.setattr(weight_files, "MAX_READ_BYTES", rows)
     whole = torch.randn(3, 7, 4)
     save(tmp_path / "a", {"whole": whole})
     bounds = ((1, 2), (2, 4), (1, 2))

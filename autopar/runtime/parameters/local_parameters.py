@@ -1,7 +1,7 @@
 """Leaves: what a rank's program reads of its parameters, and what autograd works on.
 
 A leaf lies in the memory of its parameter where that is what readers want; else it is a copy, whose
-memory comes and goes with its group (copies.py).
+memory comes and goes with its group (gathered_copies.py).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Exchange: tensors of which each rank of a group has a piece, gathered, or summed and cut.
+"""Exchange tensors of which each rank of a group has a piece: gather them, or sum and cut them.
 
-    gather     own pieces ──▶ whole tensors
-    scatter    whole terms of a sum ──▶ own pieces of the sum
+    gather     this rank's pieces ──▶ full tensors
+    scatter    full terms of a sum ──▶ this rank's pieces of the sum
 
-Collectives move one flat buffer, to which the pieces are copied and from which they come
-(packing.py). gloo stages a copy of that buffer, and sums by an all-reduce: so on a host each rank
-sends the others their pieces by messages, which moves half as much for a sum. Large pieces go
-straight from where they lie to where they belong, small ones in a buffer together.
+Collectives move one flat buffer that the pieces are copied to and from (`flat_buffers.py`). gloo
+stages a copy of that buffer, and sums by an all-reduce. So on a host each rank sends the others
+their pieces by messages, which moves half as much for a sum. Large pieces go straight from where
+they lie to where they belong, small ones together in a buffer.
 """
 
 from __future__ import annotations
