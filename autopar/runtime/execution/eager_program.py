@@ -26,7 +26,9 @@ from autopar.runtime.execution.region_calls import RegionSettings, call_regions
 from autopar.runtime.parameters.gathered_copies import GatherWindow
 from autopar.strategies.node_info import info
 
-CompileRegions = Callable[[fx.Graph, Collection[fx.Node]], None]  # of a graph, but for some of its calls
+CompileRegions = Callable[
+    [fx.Graph, Collection[fx.Node]], None
+]  # of a graph, but for some of its calls
 
 
 @dataclass(frozen=True)

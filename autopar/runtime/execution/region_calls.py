@@ -15,7 +15,12 @@ from torch import fx
 
 from autopar.runtime.execution.activation_offload import ActivationOffload
 from autopar.runtime.execution.profiler_ranges import profiled_function
-from autopar.runtime.execution.recomputed_regions import ContextFactory, FullRecompute, RegionOffload, SelectiveRecompute
+from autopar.runtime.execution.recomputed_regions import (
+    ContextFactory,
+    FullRecompute,
+    RegionOffload,
+    SelectiveRecompute,
+)
 from autopar.runtime.parameters.gathered_copies import GatherWindow
 from autopar.strategies.node_info import RecomputeRegion, info
 
@@ -48,7 +53,10 @@ class GraphSection:
         return [node for node in self.nodes if not own.issuperset(node.users)]
 
     def runner(
-        self, function: Callable[..., Any], beside: Sequence[ContextFactory], keeper: ActivationOffload | None
+        self,
+        function: Callable[..., Any],
+        beside: Sequence[ContextFactory],
+        keeper: ActivationOffload | None,
     ) -> Runner:
         """`function`, which makes the outputs from the inputs, as one that keeps less."""
         assert self.region is not None

@@ -137,7 +137,11 @@ class LocalParameters:
         self.window.take(made)
 
     def _group(
-        self, number: int, plan: CopyGroup[ParameterMovement], replaced: set[str], holder: Mapping[str, GatheredGroup]
+        self,
+        number: int,
+        plan: CopyGroup[ParameterMovement],
+        replaced: set[str],
+        holder: Mapping[str, GatheredGroup],
     ) -> GatheredGroup:
         names = plan.names
         parameters: list[Tensor] = [self.parameters[name] for name in names]
@@ -157,9 +161,13 @@ class LocalParameters:
         needs = tuple(dict.fromkeys(holder[name] for name in names if name in holder))
         exchange = self._exchange(plan, over, targets[0]) if over is not None else None
         link = self.link if plan.kind.goes_up else None
-        return GatheredGroup(number, exchange, parameters, sources, targets, plan.kind.lasts, needs, link)
+        return GatheredGroup(
+            number, exchange, parameters, sources, targets, plan.kind.lasts, needs, link
+        )
 
-    def _target(self, plan: CopyGroup[ParameterMovement], route: ParameterMovement, is_new: bool) -> Tensor:
+    def _target(
+        self, plan: CopyGroup[ParameterMovement], route: ParameterMovement, is_new: bool
+    ) -> Tensor:
         """The copy of a parameter, without memory until its group comes."""
         held = self.by_name if plan.kind.is_last else self._between
         if is_new or route.name not in held:
@@ -173,7 +181,9 @@ class LocalParameters:
             held[route.name].untyped_storage().resize_(0)
         return held[route.name]
 
-    def _exchange(self, plan: CopyGroup[ParameterMovement], over: dist.ProcessGroup, like: Tensor) -> PieceExchange:
+    def _exchange(
+        self, plan: CopyGroup[ParameterMovement], over: dist.ProcessGroup, like: Tensor
+    ) -> PieceExchange:
         assert self._mesh is not None
         pieces = [
             TensorPieces.between(
