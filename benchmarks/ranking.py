@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar.runtime.observation.timing import in_turns, step_seconds
+from autopar.runtime.observation.timing import step_seconds, time_in_rounds
 from benchmarks.gpt import GPT, Sizes, batch, gpt
 
 Annotate = Callable[[nn.Module], object]
@@ -251,7 +251,7 @@ def main() -> None:
     mesh = ap.Mesh(tp=dist.get_world_size())
     cases = [case for subject in subjects() for case in planned(subject, cluster, mesh)]
     taking = [partial(step_seconds, case.module, case.subject.args) for case in cases]
-    series = in_turns(taking, rounds)
+    series = time_in_rounds(taking, rounds)
     rows = [
         Row(case, *map(statistics.median, (t, t[1::2], t[::2]))) for case, t in zip(cases, series)
     ]

@@ -35,7 +35,7 @@ from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.progress import Report, reporter
 from autopar.runtime.launching.launch import Say, launch
-from autopar.runtime.observation.timing import in_turns, step_seconds
+from autopar.runtime.observation.timing import step_seconds, time_in_rounds
 from autopar.units import counted, seconds_text
 
 ROUNDS, WARM = 7, 2
@@ -225,7 +225,7 @@ def measure(say: Say, cluster: Cluster) -> list[Plans]:
         say(("measure", f"round {number + 1} of {WARM + ROUNDS}"))
 
     taking = [partial(step_seconds, made, inputs) for _, made, inputs in steps]
-    for taken, (name, made, _) in zip(in_turns(taking, ROUNDS, WARM, begin), steps):
+    for taken, (name, made, _) in zip(time_in_rounds(taking, ROUNDS, WARM, begin), steps):
         cost = made.plan.cost
         waited = cost.compute + cost.bubble
         found.append(Plans(name, Step(waited, cost.exposed, statistics.median(taken))))

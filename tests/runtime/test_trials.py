@@ -17,7 +17,7 @@ from autopar.errors import ExecutionError, InvalidInput
 from autopar.options import PlanOptions
 from autopar.planning import make_plans
 from autopar.runtime.module import trials
-from autopar.runtime.observation.timing import in_turns
+from autopar.runtime.observation.timing import time_in_rounds
 from autopar.units import seconds_text
 from tests import models
 from tests.captures import shared_captures
@@ -237,6 +237,6 @@ def test_rounds_begin_with_another_one_each() -> None:
         order.append(number)
         return float(len(order))
 
-    found = in_turns([lambda at=at: step(at) for at in range(3)], rounds=2, warm=1)
+    found = time_in_rounds([lambda at=at: step(at) for at in range(3)], rounds=2, warm=1)
     assert order == [0, 1, 2, 1, 2, 0, 2, 0, 1]
     assert found == [[6.0, 8.0], [4.0, 9.0], [5.0, 7.0]]

@@ -46,8 +46,8 @@ from autopar.runtime.module.submodule_view import (
 )
 from autopar.runtime.module.training_modes import Modes
 from autopar.runtime.observation.expert_balance import expert_balance
-from autopar.runtime.observation.step_figures import Listeners
-from autopar.runtime.observation.step_observation import Watched
+from autopar.runtime.observation.step_figures import StepListeners
+from autopar.runtime.observation.step_observation import StepObservation
 from autopar.runtime.parameters.gather_state import gather_state, save_with_full_state
 from autopar.runtime.parameters.initial_values import InitialValues
 from autopar.runtime.parameters.old_parameters import note_old_parameters
@@ -56,7 +56,7 @@ from autopar.runtime.parameters.tensor_tree import ModuleTensors
 from autopar.units import counted
 
 
-class ParallelModule(Unwrapped, Described, Watched, Parallel):
+class ParallelModule(Unwrapped, Described, StepObservation, Parallel):
     """Called and differentiated like the original; `step` takes a whole global batch.
 
     A call runs the batch in one go, a step in the micro-batches of the plan: what the plan says of
@@ -137,7 +137,7 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
         self.loss_scale = LossScale() if scaled else None
         self._peak = None
         rank = backend.world.rank if isinstance(backend, TorchBackend) else 0
-        self._listeners = Listeners(rank, backend.device)
+        self._listeners = StepListeners(rank, backend.device)
         modes = Modes(self, plan.original)
         self._tensors = ModuleTensors(self, captured.tied, program.learns)
         backend.bind(self._tensors.values)
@@ -291,7 +291,7 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
                 inputs = call.taken(running, kept) | backend.draw(program)
                 loss, found = self._scaled(backend, kept, backend.split(inputs), tells, by)
                 carry_out_all(program.captured.effects, self, found)
-        self._listeners.tell(begun, loss, running.plan)
+        self._listeners.notify(begun, loss, running.plan)
         told = StepLoss.of(loss)
         return (told, program.structure(found)) if tells else told
 

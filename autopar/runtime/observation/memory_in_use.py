@@ -10,8 +10,8 @@
     peak          21.3 MB  21.3 MB
     planned of each kind is its own most; plan.memory.at_peak adds up to the peak
 
-Tensors count by their storages, each once. A peak is what torch's allocator says: on a GPU always,
-on a CPU of what ran inside `watching_memory`. What nobody knows is None, and not guessed.
+Each storage of a tensor counts once. Peaks come from torch's allocator: on a GPU always, on a CPU
+for code inside `watching_memory`. Numbers that are not known are None, and not guessed.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from autopar.tables import table
 from autopar.units import bytes_text
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activations", "inputs")
-_PLANNED = "planned of each kind is its own most; plan.memory.at_peak adds up to the peak"
-_WITHOUT_STATES = (
+_PLANNED_NOTE = "planned of each kind is its own most; plan.memory.at_peak adds up to the peak"
+_UNCOUNTED_STATES_NOTE = (
     "the planned peak is without the optimizer's states: .memory(optimizer) counts them"
 )
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """Of one kind on one rank."""
+class KindBytes:
+    """The bytes of one kind of tensors on one rank."""
 
-    held: int | None  # now (of a peak: at most); None: not known
-    planned: float | None  # None: plans do not tell
+    held: int | None  # now, or at the peak; None: not known
+    planned: float | None  # None: plans do not have this kind
 
 
 @dataclass(frozen=True)
-class RankMemory:
-    """What one rank holds: `KINDS`, those on the host of a GPU, "peak", "reserved"."""
+class RankMemoryUse:
+    """The bytes of one rank by kind: `KINDS`, kinds on the host of a GPU, "peak", "reserved"."""
 
     rank: int
-    kinds: Mapping[str, Bytes]
+    kinds: Mapping[str, KindBytes]
 
-    def __getitem__(self, kind: str) -> Bytes:
+    def __getitem__(self, kind: str) -> KindBytes:
         require_one_of("a kind of memory", kind, list(self.kinds))
         return self.kinds[kind]
 
@@ -70,23 +70,25 @@ class RankMemory:
 
     @property
     def notes(self) -> list[str]:
-        """How it is to be read."""
-        kept = self["optimizer"]
-        if kept.held is not None or not kept.planned or "reserved" in self.kinds:
-            return [_PLANNED]
-        return [_PLANNED, _WITHOUT_STATES]
+        """Return notes on how to read the table."""
+        optimizer = self["optimizer"]
+        if optimizer.held is not None or not optimizer.planned or "reserved" in self.kinds:
+            return [_PLANNED_NOTE]
+        return [_PLANNED_NOTE, _UNCOUNTED_STATES_NOTE]
 
     def to_json(self) -> dict[str, dict[str, float | None]]:
-        return {k: {"held": one.held, "planned": one.planned} for k, one in self.kinds.items()}
+        return {
+            kind: {"held": size.held, "planned": size.planned} for kind, size in self.kinds.items()
+        }
 
     @property
     def figures(self) -> str:
-        """The table, without what is noted."""
+        """Return the table, without notes."""
 
         def text(size: float | None) -> str:
             return "not known" if size is None else bytes_text(size)
 
-        rows = [(kind, text(one.held), text(one.planned)) for kind, one in self.kinds.items()]
+        rows = [(kind, text(pair.held), text(pair.planned)) for kind, pair in self.kinds.items()]
         return "\n".join(table([(f"rank {self.rank}", "held", "planned"), *rows]))
 
     def __str__(self) -> str:
@@ -95,11 +97,11 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Of the ranks that run in this process, by rank."""
+    """The memory of the ranks that run in this process, by rank."""
 
-    ranks: Mapping[int, RankMemory]
+    ranks: Mapping[int, RankMemoryUse]
 
-    def __getitem__(self, rank: int) -> RankMemory:
+    def __getitem__(self, rank: int) -> RankMemoryUse:
         if rank not in self.ranks:
             raise InvalidInput(
                 "the memory of this process is that of its own ranks",
@@ -115,20 +117,20 @@ class MemoryUse:
         return len(self.ranks)
 
     def to_json(self) -> dict[int, dict[str, dict[str, float | None]]]:
-        return {rank: one.to_json() for rank, one in self.ranks.items()}
+        return {rank: memory.to_json() for rank, memory in self.ranks.items()}
 
     def __str__(self) -> str:
-        tables = [one.figures for one in self.ranks.values()]
-        notes = dict.fromkeys(note for one in self.ranks.values() for note in one.notes)
+        tables = [memory.figures for memory in self.ranks.values()]
+        notes = dict.fromkeys(note for memory in self.ranks.values() for note in memory.notes)
         return "\n".join([*tables, *notes])
 
 
-Held = dict[str, int | None]
-Tensors = Mapping[str, Iterable[Tensor]]  # by kind
+HeldBytes = dict[str, int | None]
+TensorsByKind = Mapping[str, Iterable[Tensor]]
 
 
 class MemoryWatch:
-    """The most that torch's allocator gives in a `with`, beyond what was there before."""
+    """Measures the peak of torch's allocator inside a `with`, beyond the bytes from before."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -149,8 +151,8 @@ class MemoryWatch:
         self.most = self._profile.peak
 
 
-def require_known(optimizer: object, parameters: Iterable[Tensor]) -> None:
-    """Refuse what is no optimizer of some of these parameters."""
+def require_own_optimizer(optimizer: object, parameters: Iterable[Tensor]) -> None:
+    """Refuse an object that is no optimizer of some of these parameters."""
     ours = set(map(id, parameters))
     remedy = "the optimizer that was made of this module's parameters()"
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -165,128 +167,141 @@ def require_known(optimizer: object, parameters: Iterable[Tensor]) -> None:
         )
 
 
-def here(tensors: Tensors, device: torch.device) -> Held:
-    """The bytes of the storages of this process's pieces; what lies on the host of a GPU apart."""
-    found: Held = {}
+def local_bytes(tensors: TensorsByKind, device: torch.device) -> HeldBytes:
+    """Return the bytes of the storages of this process's pieces, those on a GPU's host apart."""
+    sizes: HeldBytes = {}
     seen: set[int] = set()
-    for kind, those in tensors.items():
-        found[kind] = 0
-        for tensor in map(local_of, those):
+    for kind, values in tensors.items():
+        sizes[kind] = 0
+        for tensor in map(local_of, values):
             if memory_of(tensor) in seen:
                 continue
             seen.add(memory_of(tensor))
-            where = kind if tensor.device.type == device.type else f"{HOST}{kind}"
-            found[where] = (found.get(where) or 0) + tensor.untyped_storage().nbytes()
-    return found
+            place = kind if tensor.device.type == device.type else f"{HOST}{kind}"
+            sizes[place] = (sizes.get(place) or 0) + tensor.untyped_storage().nbytes()
+    return sizes
 
 
-def of_rank(program: Program, rank: int, named: Mapping[str, Mapping[str, list[Tensor]]]) -> Held:
-    """What one rank of the virtual mesh would hold, by the layouts: of each kind, tensors by the
-    name of the parameter or buffer that they belong to."""
+def virtual_bytes(
+    program: Program, rank: int, named: Mapping[str, Mapping[str, list[Tensor]]]
+) -> HeldBytes:
+    """Return the bytes that one rank of the virtual mesh would hold, by the layouts.
+
+    `named` has for each kind the tensors by the name of their parameter or buffer.
+    """
     ranks, users = StageRanks(program, rank), Users(program)
     placeholders = {
         n: p for p, n in (program.captured.parameters | program.captured.buffers).items()
     }
 
     def size(name: str, value: Tensor) -> int:
-        whole = program.type_of(placeholders[name]).shape if name in placeholders else ()
-        if tuple(value.shape) != tuple(whole):
-            return value.nbytes  # a number beside it
+        shape = program.type_of(placeholders[name]).shape if name in placeholders else ()
+        if tuple(value.shape) != tuple(shape):
+            return value.nbytes  # a scalar of an optimizer
         layout = program.kept_layout(placeholders[name])
-        shape = layout.local_shape(whole, program.mesh, ranks.inner)
-        return math.prod(shape) * value.itemsize
+        local_shape = layout.local_shape(shape, program.mesh, ranks.inner)
+        return math.prod(local_shape) * value.itemsize
 
-    # Nothing is gathered there.
-    found: Held = {"gathered": 0}
-    return found | {
+    # The virtual mesh gathers no copies.
+    gathered: HeldBytes = {"gathered": 0}
+    return gathered | {
         kind: sum(
             size(name, value)
-            for name, values in those.items()
+            for name, values in by_name.items()
             if ranks.place in ranks.of(users.stages(name))
             for value in values
         )
-        for kind, those in named.items()
+        for kind, by_name in named.items()
     }
 
 
-def beside_plan(
-    rank: int, held: Held, memory: Memory, device: torch.device | None, peak: int | None
-) -> RankMemory:
-    """What a rank holds, and the plan for it; on no device of its own, or a CPU, which is its own
-    host, all counts that the rank has."""
+def compare_with_plan(
+    rank: int, held: HeldBytes, memory: Memory, device: torch.device | None, peak: int | None
+) -> RankMemoryUse:
+    """Return the held bytes of a rank next to the planned ones.
+
+    A `device` of None, or a CPU, is its own host: then kinds on the host count with the device.
+    """
     planned, on_gpu = memory.to_json(), device is not None and device.type == "cuda"
     kinds = {}
     for kind in KINDS:
-        there = planned.get(f"{HOST}{kind}", 0.0)
-        here = planned[kind]
-        if not on_gpu:  # gradients go to the host, which nothing does that is there already
-            here = max(here, there) if kind == "gradients" else here + there
-        kinds[kind] = Bytes(held.get(kind), here)
-        if on_gpu and (there or held.get(f"{HOST}{kind}")):
-            kinds[f"{HOST}{kind}"] = Bytes(held.get(f"{HOST}{kind}", 0), there)
+        host_bytes = planned.get(f"{HOST}{kind}", 0.0)
+        device_bytes = planned[kind]
+        if not on_gpu:  # a CPU's gradients are on the host already, so they do not count twice
+            is_shared = kind == "gradients"
+            device_bytes = max(device_bytes, host_bytes) if is_shared else device_bytes + host_bytes
+        kinds[kind] = KindBytes(held.get(kind), device_bytes)
+        if on_gpu and (host_bytes or held.get(f"{HOST}{kind}")):
+            kinds[f"{HOST}{kind}"] = KindBytes(held.get(f"{HOST}{kind}", 0), host_bytes)
     if on_gpu:
         stats = torch.cuda.memory_stats(device)
-        kinds["peak"] = Bytes(stats["allocated_bytes.all.peak"], memory.peak)
-        kinds["reserved"] = Bytes(stats["reserved_bytes.all.current"], None)
-        return RankMemory(rank, kinds)
-    # The caller's batch was there before; so was what an optimizer keeps, if nobody shows it. What
-    # the host takes of gradients comes when the most is over.
+        kinds["peak"] = KindBytes(stats["allocated_bytes.all.peak"], memory.peak)
+        kinds["reserved"] = KindBytes(stats["reserved_bytes.all.current"], None)
+        return RankMemoryUse(rank, kinds)
+    # The caller's batch was there before; so were an optimizer's states, if they are not shown.
+    # Gradients reach the host after the peak.
     unseen = memory.inputs + memory.host_gradients
     if held.get("optimizer") is None:
         unseen += memory.optimizer + memory.host_optimizer
     if peak is not None:
         peak += held.get("optimizer") or 0
-    kinds["peak"] = Bytes(peak, memory.peak + memory.host - unseen)
-    return RankMemory(rank, kinds)
+    kinds["peak"] = KindBytes(peak, memory.peak + memory.host - unseen)
+    return RankMemoryUse(rank, kinds)
 
 
-def kept_by(
+def resident_tensors(
     module: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, dict[str, list[Tensor]]]:
-    """What stays after a step, by kind and the name of what it belongs to."""
+    """Return the tensors that stay after a step, by kind and by the name of their parameter or
+    buffer."""
     parameters = dict(module.named_parameters())
-    found: dict[str, dict[str, list[Tensor]]] = {
+    tensors: dict[str, dict[str, list[Tensor]]] = {
         "parameters": {name: [value] for name, value in parameters.items()},
         "gradients": {n: [value.grad] for n, value in parameters.items() if value.grad is not None},
         "buffers": {name: [value] for name, value in module.named_buffers()},
     }
     if optimizer is not None:
-        require_known(optimizer, parameters.values())
-        found["optimizer"] = {
+        require_own_optimizer(optimizer, parameters.values())
+        tensors["optimizer"] = {
             name: [v for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
             for name, p in parameters.items()
         }
-    return found
+    return tensors
 
 
-def held_by(
+def local_tensors(
     module: nn.Module, backend: Backend, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, list[Tensor]]:
-    """The tensors of this process, by kind."""
-    named = kept_by(module, optimizer)
-    found = {kind: [v for own in those.values() for v in own] for kind, those in named.items()}
+    """Return the tensors of this process, by kind."""
+    named = resident_tensors(module, optimizer)
+    tensors = {
+        kind: [v for values in by_name.values() for v in values] for kind, by_name in named.items()
+    }
     if isinstance(backend, TorchBackend):
-        found["gathered"] = backend.leaves.window.copies
-    return found
+        tensors["gathered"] = backend.leaves.window.copies
+    return tensors
 
 
-def use_of(
+def memory_use(
     module: nn.Module,
     plan: Plan,
     backend: Backend,
     optimizer: torch.optim.Optimizer | None,
     peak: int | None,
 ) -> MemoryUse:
-    """What the ranks of this process hold now, beside the plan; `peak` is that of this one."""
+    """Return the memory of the ranks of this process now, next to the plan.
+
+    `peak`: the peak bytes of this process without an optimizer's; None if they are not known.
+    """
     device = backend.device if isinstance(backend, TorchBackend) else None
 
-    def beside(rank: int, held: Held) -> RankMemory:
-        return beside_plan(rank, held, plan.memories[plan.place_of(rank)], device, peak)
+    def compare(rank: int, held: HeldBytes) -> RankMemoryUse:
+        return compare_with_plan(rank, held, plan.memories[plan.place_of(rank)], device, peak)
 
     if isinstance(backend, TorchBackend):
-        own = backend.world.rank
-        held = here(held_by(module, backend, optimizer), backend.device)
-        return MemoryUse({own: beside(own, held)})
-    named, ranks = kept_by(module, optimizer), range(plan.whole_mesh.size)
+        local_rank = backend.world.rank
+        held = local_bytes(local_tensors(module, backend, optimizer), backend.device)
+        return MemoryUse({local_rank: compare(local_rank, held)})
+    named, ranks = resident_tensors(module, optimizer), range(plan.whole_mesh.size)
     program = backend.program
-    return MemoryUse({rank: beside(rank, of_rank(program, rank, named)) for rank in ranks})
+    return MemoryUse({rank: compare(rank, virtual_bytes(program, rank, named)) for rank in ranks})

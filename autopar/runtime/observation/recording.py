@@ -5,10 +5,10 @@
     recording.save("measured.json.gz")   # on all ranks: rank 0 writes what each of them did
     pm.plan.report("plan.html", run=recording)
 
-A step that breaks off is none of them, and one that nobody keeps any more records nothing. Clocks
-of machines differ: their ranks leave barriers at about one time, which says by how much. On a GPU
-an action ends when its kernels have, which is waited for; steps take longer so. What comes after
-the last action (sums of gradients that nothing hides, buffers) is one event, to the step's end.
+Steps that break off do not count, and a recording without references records nothing more. Clocks
+of machines differ; barriers, which ranks leave at about one time, show by how much. On a GPU an
+action ends when its kernels have ended. Waiting for them makes steps slower. The work after the
+last action (exposed sums of gradients, buffers) is one event, to the step's end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.observation.step_figures import StepFigures
 from autopar.units import counted
 
-_ROUNDS = 8  # in which clocks are compared
+_ROUNDS = 8  # barriers by which clocks are compared
 
 
 class Recording:
@@ -50,81 +50,89 @@ class Recording:
         self.figures: list[StepFigures] = []
         self._events: list[Event] | None = None
         clock = _clock(backend.device)
-        self._recorders = {one.rank: Recorder(steps, clock) for one in backend.runners}
-        for one in backend.runners:
-            one.record(self._recorders[one.rank])
+        self._recorders = {runner.rank: Recorder(steps, clock) for runner in backend.runners}
+        for runner in backend.runners:
+            runner.record(self._recorders[runner.rank])
 
     @property
     def done(self) -> int:
-        """How many steps have been recorded."""
-        return min((len(one.steps) for one in self._recorders.values()), default=0)
+        """Return the number of steps that have been recorded."""
+        return min((len(recorder.steps) for recorder in self._recorders.values()), default=0)
 
     def stop(self) -> None:
-        """Record no more: it is of the steps that have been made."""
+        """Record no further steps: the recording is complete with the steps so far."""
         self.steps = self.done
-        for one in self._recorders.values():
-            one.wanted = self.steps
+        for recorder in self._recorders.values():
+            recorder.wanted = self.steps
 
-    def note(self, figures: StepFigures) -> None:
-        """What is told of a step that has ended, if it is one of those."""
+    def add_figures(self, figures: StepFigures) -> None:
+        """Keep the figures of a step that has ended, if it is a recorded one."""
         if len(self.figures) < min(self.done, self.steps):
             self.figures.append(figures)
 
     def events(self) -> list[Event]:
-        """What every rank did; the same on all of them, which ask the first time together."""
+        """Return the events of every rank, the same on all; their first call is common."""
         if self._events is None:
-            self._events = self._gathered()
+            self._events = self._gather_events()
         return self._events
 
-    def _gathered(self) -> list[Event]:
-        here = self._backend
-        world = dist.get_world_size() if isinstance(here, TorchBackend) else 1
-        told: list[Any] = [(self.done, self.steps)] * world
-        if world > 1:  # before ranks wait for one another's times
-            dist.all_gather_object(told, told[0])
-        if len({*told}) > 1 or self.done < self.steps or not self.steps:
-            counts = [f"{done} of {counted(steps, 'step')}" for done, steps in told]
+    def _gather_events(self) -> list[Event]:
+        backend = self._backend
+        world = dist.get_world_size() if isinstance(backend, TorchBackend) else 1
+        from_ranks: list[Any] = [(self.done, self.steps)] * world
+        if world > 1:  # refuse before ranks wait for one another's times
+            dist.all_gather_object(from_ranks, from_ranks[0])
+        if len({*from_ranks}) > 1 or self.done < self.steps or not self.steps:
+            counts = [f"{done} of {counted(steps, 'step')}" for done, steps in from_ranks]
             by_rank = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(counts))
             raise InvalidInput(
                 "a recording is whole when its steps have been made, on all ranks as many",
                 got=counts[0] if len({*counts}) == 1 else by_rank,
                 remedy="call step() as often, record(steps=...) fewer, or stop() it",
             )
-        own = {place: one.steps[: self.steps] for place, one in self._recorders.items()}
+        local_times = {
+            place: recorder.steps[: self.steps] for place, recorder in self._recorders.items()
+        }
         if world == 1:
-            return self._in_order(
-                {rank: own[self._plan.place_of(rank)] for rank in self._ranks(own)}
+            return self._ordered_events(
+                {
+                    rank: local_times[self._plan.place_of(rank)]
+                    for rank in self._ranks_with(local_times)
+                }
             )
-        offset = _offset()
-        (steps,) = own.values()
-        dist.all_gather_object(told, [_moved(one, -offset) for one in steps])
-        return self._in_order(dict(enumerate(told)))
+        offset = _clock_offset()
+        (steps,) = local_times.values()
+        dist.all_gather_object(from_ranks, [_shifted(step, -offset) for step in steps])
+        return self._ordered_events(dict(enumerate(from_ranks)))
 
     def save(self, path: str | Path) -> None:
-        """Write the trace; on processes all ranks call it, and rank 0 writes."""
-        found = self.events()
+        """Write the trace as a file; on processes all ranks call this, and rank 0 writes."""
+        events = self.events()
         if not isinstance(self._backend, TorchBackend) or dist.get_rank() == 0:
-            write(path, Trace("measured", digest(self._plan), tuple(found)))
+            write(path, Trace("measured", digest(self._plan), tuple(events)))
 
-    def _ranks(self, own: dict[int, list[StepTimes]]) -> list[int]:
+    def _ranks_with(self, times: dict[int, list[StepTimes]]) -> list[int]:
         ranks = range(self._plan.whole_mesh.size)
-        return [rank for rank in ranks if self._plan.place_of(rank) in own]
+        return [rank for rank in ranks if self._plan.place_of(rank) in times]
 
-    def _in_order(self, times: dict[int, list[StepTimes]]) -> list[Event]:
-        first = min(
-            start for steps in times.values() for one in steps for _, start, _ in one.actions
+    def _ordered_events(self, times: dict[int, list[StepTimes]]) -> list[Event]:
+        start_of_first = min(
+            start
+            for steps in times.values()
+            for step_times in steps
+            for _, start, _ in step_times.actions
         )
-        found = []
+        events = []
         for rank, steps in times.items():
-            for step, one in enumerate(_moved(step, -first) for step in steps):
-                found += [action_event(rank, step, *action) for action in one.actions]
-                last = one.actions[-1][2] if one.actions else one.end
-                found.append(Event(rank, UNHIDDEN, last, one.end, SUMS, {"step": step}))
-        return found
+            for step, step_times in enumerate(_shifted(step, -start_of_first) for step in steps):
+                events += [action_event(rank, step, *action) for action in step_times.actions]
+                last = step_times.actions[-1][2] if step_times.actions else step_times.end
+                events.append(Event(rank, UNHIDDEN, last, step_times.end, SUMS, {"step": step}))
+        return events
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Tells the time once a device is done."""
+    """Return a clock that reads the time once a device has finished its work."""
 
     def clock() -> float:
         if device.type == "cuda":
@@ -134,22 +142,24 @@ def _clock(device: torch.device) -> Callable[[], float]:
     return clock
 
 
-def _moved(times: StepTimes, by: float) -> StepTimes:
-    actions = [(action, start + by, end + by) for action, start, end in times.actions]
-    return replace(times, actions=actions, end=times.end + by)
+def _shifted(times: StepTimes, seconds: float) -> StepTimes:
+    actions = [(action, start + seconds, end + seconds) for action, start, end in times.actions]
+    return replace(times, actions=actions, end=times.end + seconds)
 
 
-def _offset() -> float:
-    """By how much the clock of this machine is ahead of that of rank 0: by the barrier that its
-    slowest rank passed fastest."""
+def _clock_offset() -> float:
+    """Return the seconds by which this machine's clock is ahead of rank 0's.
+
+    Clocks are compared after the barrier whose slowest rank was fastest.
+    """
     best, offset = float("inf"), 0.0
     for _ in range(_ROUNDS):
         before = time.perf_counter()
         dist.barrier()
         after = time.perf_counter()
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (platform.node(), after, after - before))
-        longest = max(took for *_, took in told)
-        if longest < best:
-            best, offset = longest, after - told[0][1]
-    return 0.0 if told[0][0] == platform.node() else offset
+        clocks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(clocks, (platform.node(), after, after - before))
+        slowest = max(seconds for *_, seconds in clocks)
+        if slowest < best:
+            best, offset = slowest, after - clocks[0][1]
+    return 0.0 if clocks[0][0] == platform.node() else offset

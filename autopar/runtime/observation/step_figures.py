@@ -1,11 +1,11 @@
-"""Figures of a step, told to who asks: loss, time beside what was predicted, rates, memory.
+"""Step figures: loss, time next to the predicted one, rates and memory, handed to callbacks.
 
     pm.on_step(ap.ProgressLine())              # a line each second, on a terminal one that stays
     pm.on_step(ap.JsonLines("run.jsonl"))
     pm.on_step(ap.TensorBoard(SummaryWriter()))
     pm.on_step(lambda figures: print(figures.loss))
 
-Nothing is asked of the device unless somebody listens: the loss is read then, and waited for.
+Without a callback a step asks nothing of the device; with one it waits for the loss and reads it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from autopar.units import bytes_text, scaled, seconds_text
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What is known of a step when it has ended."""
+    """The figures of a step that has ended."""
 
-    step: int  # from 1, since somebody listens
+    step: int  # counted from 1 since the first callback
     rank: int
     loss: float
-    # Since the end of the one before; of the first, and after one that broke off, its own.
+    # Since the end of the step before; of the first, and after a broken one, since its start.
     seconds: float
-    predicted: float  # by the plan, without what an optimizer takes
+    predicted: float  # by the plan, without the optimizer's time
     samples: int  # of the global batch
-    tokens: int | None  # where the batch is of rows of whole numbers
-    memory: int | None  # the most bytes that the allocator of a GPU has held
+    tokens: int | None  # None: the batch has no rows of whole numbers
+    memory: int | None  # peak bytes of the allocator of a GPU; None on a CPU
 
     @property
     def samples_per_second(self) -> float:
@@ -66,13 +66,13 @@ class StepFigures:
         )
 
 
-_IDS = (torch.int64, torch.int32, torch.int16)  # of words; images are of bytes
+_IDS = (torch.int64, torch.int32, torch.int16)  # dtypes of token ids; images have bytes
 Callback = Callable[[StepFigures], object]
 
 
 @dataclass
-class Listeners:
-    """Those who are told of each step of a module."""
+class StepListeners:
+    """The callbacks that get the figures of each step of a module."""
 
     rank: int
     device: torch.device
@@ -81,7 +81,7 @@ class Listeners:
     _last: float | None = None  # when the step before ended
 
     def add(self, callback: Callback) -> Callable[[], None]:
-        """Tell one more; what is given takes it away again."""
+        """Add a callback; return a function that removes it."""
         if not callable(callback):
             raise InvalidInput(
                 "what listens to steps is called with their figures",
@@ -97,21 +97,24 @@ class Listeners:
         return remove
 
     def begin(self) -> float:
-        """A step begins: the time from which it is measured."""
-        since, self._last = self._last, None  # if it breaks off, the next one has its own
+        """Note that a step begins; return the time from which it is measured."""
+        since, self._last = (
+            self._last,
+            None,
+        )  # if this step breaks off, the next one starts by itself
         if not self._all:
             return 0.0
         return time.perf_counter() if since is None else since
 
-    def tell(self, begun: float, loss: Tensor, plan: Plan) -> None:
-        """A step has ended. All hear of it, also after one that raises."""
+    def notify(self, begun: float, loss: Tensor, plan: Plan) -> None:
+        """Hand the figures of a step that has ended to all callbacks, also after one raises."""
         if not self._all:
             return
         value = float(loss)  # once the device is done
         now = time.perf_counter()
         self._count += 1
         samples, tokens = batch_size(plan)
-        most = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
         figures = StepFigures(
             step=self._count,
             rank=self.rank,
@@ -120,7 +123,7 @@ class Listeners:
             predicted=plan.seconds,
             samples=samples,
             tokens=tokens,
-            memory=most,
+            memory=peak,
         )
         errors = []
         for callback in [*self._all.values()]:
@@ -134,10 +137,10 @@ class Listeners:
 
 
 def batch_size(plan: Plan) -> tuple[int, int | None]:
-    """The samples of a global batch, and its tokens if it is of text.
+    """Return the samples of a global batch, and its tokens if it is text.
 
-    Inputs that the plan cuts along their first dim have the batch; if it cuts none, the size that
-    most of them have there is that of the batch.
+    Inputs that the plan cuts along their first dim have the batch there. If it cuts none, the most
+    common size of a first dim is the batch's.
     """
     original, placed = plan.original, plan.decisions.placeholders
     nodes = original.graph.find_nodes(op="placeholder")
@@ -154,8 +157,10 @@ def batch_size(plan: Plan) -> tuple[int, int | None]:
 
 
 class JsonLines:
-    """Appends the figures of each step to a file, a line of JSON each; on rank 0. A number that is
-    not finite, as a loss that is NaN, is null."""
+    """Appends the figures of each step to a file as a line of JSON, on rank 0.
+
+    A number that is not finite, such as a loss that is NaN, is null.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -170,7 +175,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Hands the figures to a `SummaryWriter`, or what has its `add_scalar`; on rank 0."""
+    """Hands the figures to a `SummaryWriter`, or an object with its `add_scalar`, on rank 0."""
 
     def __init__(self, writer: Any, prefix: str = "train") -> None:
         if not callable(getattr(writer, "add_scalar", None)):
@@ -190,7 +195,7 @@ class TensorBoard:
 
 
 class ProgressLine:
-    """Writes a line about once in so many seconds: on a terminal over the last one; on rank 0."""
+    """Writes a line about every `every` seconds, on a terminal over the last line, on rank 0."""
 
     def __init__(self, every: float = 1.0, file: Any = None) -> None:
         self._every, self._file, self._next = every, file, 0.0

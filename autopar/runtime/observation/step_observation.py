@@ -1,4 +1,4 @@
-"""Watched: what a parallel module tells of its steps: figures, memory by kind, times of actions."""
+"""Step observation: the methods of a parallel module for figures, memory and times of its steps."""
 
 from __future__ import annotations
 
@@ -12,62 +12,69 @@ from torch import nn
 from autopar.plan.plan import Plan
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
-from autopar.runtime.observation.memory_in_use import MemoryUse, MemoryWatch, held_by, here, use_of
+from autopar.runtime.observation.memory_in_use import (
+    MemoryUse,
+    MemoryWatch,
+    local_bytes,
+    local_tensors,
+    memory_use,
+)
 from autopar.runtime.observation.recording import Recording
-from autopar.runtime.observation.step_figures import Callback, Listeners, StepFigures
+from autopar.runtime.observation.step_figures import Callback, StepFigures, StepListeners
 
 
-class Watched(nn.Module):
-    """Of a module with a plan and a backend."""
+class StepObservation(nn.Module):
+    """A module with a plan and a backend whose memory, actions and steps can be observed."""
 
     plan: Plan
     backend: Backend
-    _peak: int | None  # bytes of all but an optimizer's, where they were watched
-    _listeners: Listeners
+    _peak: int | None  # bytes without an optimizer's; None until they were watched
+    _listeners: StepListeners
 
     def memory(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:
-        """The bytes that this process's ranks hold now, by kind, beside the plan's; prints as a
-        table, and `memory()[rank]["parameters"].held` is a number.
+        """Return the bytes that this process's ranks hold now, by kind, next to the plan's.
 
-        `optimizer`: whose states are counted. The peak is that of `watching_memory`; on a GPU it is
-        known always. On the virtual mesh, where ranks share memory, pieces are counted by layouts.
+        Prints as a table; `memory()[rank]["parameters"].held` is a number. `optimizer`: the one
+        whose states are counted. The peak is that of `watching_memory`, on a GPU always known. On
+        the virtual mesh, where ranks share memory, pieces are counted by layouts.
         """
-        return use_of(self, self.plan, self.backend, optimizer, self._peak)
+        return memory_use(self, self.plan, self.backend, optimizer, self._peak)
 
     @contextmanager
     def watching_memory(self) -> Iterator[None]:
-        """Follow torch's allocator inside, for the peak that `memory()` tells.
+        """Follow torch's allocator inside, for the peak that `memory()` reports.
 
-        On a CPU by a profiler, which slows what runs, and does not see what is let go inside that
-        was there before (call `zero_grad()` outside); on the virtual mesh, where all ranks share
-        the memory of one process, none of them has a peak.
+        On a CPU a profiler does this. It slows the program, and does not see the release of tensors
+        from before (call `zero_grad()` outside). On the virtual mesh, where all ranks share the
+        memory of one process, no rank has a peak.
         """
-        held = held_by(self, self.backend, None)
-        before = sum(size or 0 for size in here(held, self.backend.device).values())
+        held = local_tensors(self, self.backend, None)
+        before = sum(size or 0 for size in local_bytes(held, self.backend.device).values())
         with MemoryWatch(self.backend.device) as watch:
             yield
         if watch.most is not None and isinstance(self.backend, TorchBackend):
             self._peak = before + watch.most
 
     def record(self, steps: int = 1) -> Recording:
-        """Record when each action of the next `steps` runs, on every rank: once they are made,
-        `save(path)` writes a trace, and `pm.plan.report(path, run=...)` shows them. Of the program
-        that was planned; a step with `outputs=True` is another's."""
-        recording = Recording(self.backend, self.plan, steps)
+        """Record when each action of the next `steps` runs, on every rank.
 
-        kept = weakref.ref(recording)
+        Afterwards `save(path)` writes a trace, and `pm.plan.report(path, run=...)` shows the steps.
+        Only steps of the planned program count, not those with `outputs=True`."""
+        recording = Recording(self.backend, self.plan, steps)
+        reference = weakref.ref(recording)
 
         def note(figures: StepFigures) -> None:
-            if (one := kept()) is not None:
-                one.note(figures)
-            if one is None or len(one.figures) >= one.steps:
+            if (live := reference()) is not None:
+                live.add_figures(figures)
+            if live is None or len(live.figures) >= live.steps:
                 remove()
 
         remove = self.on_step(note)
         return recording
 
     def on_step(self, callback: Callback) -> Callable[[], None]:
-        """Call `callback` with the `StepFigures` of each step, on every rank; what is given takes
-        it away again. `ap.ProgressLine()`, `ap.JsonLines(path)` and `ap.TensorBoard(writer)` are
-        such."""
+        """Call `callback` with the `StepFigures` of each step; return a function that removes it.
+
+        Every rank calls it. `ap.ProgressLine()`, `ap.JsonLines(path)` and `ap.TensorBoard(writer)`
+        are callbacks."""
         return self._listeners.add(callback)

@@ -1,4 +1,4 @@
-"""Timing: what steps of a module take, the slowest rank's; several modules in turns."""
+"""Timing: the seconds of steps on the slowest rank, of one module or of several in rounds."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from autopar.runtime.module.parallel_module import ParallelModule
 def step_seconds(
     module: ParallelModule, args: tuple = (), kwargs: Mapping[str, Any] | None = None
 ) -> float:
-    """Of one step without gradients from before, on all ranks the slowest one's."""
+    """Return the seconds of a step without earlier gradients, on all ranks the slowest rank's."""
     backend = module.backend
-    here = backend.world if isinstance(backend, TorchBackend) else None
+    world = backend.world if isinstance(backend, TorchBackend) else None
     module.zero_grad(set_to_none=True)
-    _slowest(0.0, here)  # all begin together
+    _slowest(0.0, world)  # all begin together
     started = time.perf_counter()
     module.step(*args, **(kwargs or {})).item()
     if backend.device.type == "cuda":
         torch.cuda.synchronize(backend.device)
-    return _slowest(time.perf_counter() - started, here)
+    return _slowest(time.perf_counter() - started, world)
 
 
-def _slowest(seconds: float, here: World | None) -> float:
-    if here is None or here.size == 1:
+def _slowest(seconds: float, world: World | None) -> float:
+    if world is None or world.size == 1:
         return seconds
-    told = torch.tensor([seconds], device=here.carrier, dtype=torch.float64)
-    dist.all_reduce(told, dist.ReduceOp.MAX, group=here.group)
-    return float(told)
+    slowest = torch.tensor([seconds], device=world.carrier, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=world.group)
+    return float(slowest)
 
 
-def in_turns(
+def time_in_rounds(
     steps: Sequence[Callable[[], float]],
     rounds: int,
     warm: int = 2,
     begin: Callable[[int], object] = lambda number: None,
 ) -> list[list[float]]:
-    """The seconds of each of some steps in so many rounds, after `warm` ones that do not count.
+    """Return the seconds of each of several steps in `rounds` rounds, after `warm` uncounted ones.
 
-    Every round runs each once, and begins with another one: what else a machine does meets all
-    alike. `begin` is told the number of a round.
+    Every round runs each step once and begins with another one, so that other work of the machine
+    slows all alike. `begin` is called with the number of each round.
     """
-    found: list[list[float]] = [[] for _ in steps]
+    seconds: list[list[float]] = [[] for _ in steps]
     for number in range(warm + rounds):
         begin(number)
-        for place in range(len(steps)):
-            at = (number + place) % len(steps)
-            taken = steps[at]()
+        for position in range(len(steps)):
+            index = (number + position) % len(steps)
+            duration = steps[index]()
             if number >= warm:
-                found[at].append(taken)
-    return found
+                seconds[index].append(duration)
+    return seconds
