@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from autopar._torch import COMPILER_OPTIONS, missing_cpp_compiler
+from autopar._torch.compiler import COMPILER_OPTIONS, missing_cpp_compiler
+from autopar.base.schema import is_count
 from autopar.capture.captured import Captured
 from autopar.capture.fake import has_no_data
 from autopar.errors import InvalidInput, require_one_of
@@ -25,9 +26,8 @@ from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Request
 from autopar.planner.verdict import named_statistics, refuse_random, require_rules, warn
 from autopar.runtime.module.call_outputs import FORMS, OutputsLike
-from autopar.schema import is_count
 from autopar.strategies.node_info import info
-from autopar.units import counted
+from autopar.text.units import counted
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -24,13 +24,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.base.schema import is_count
 from autopar.capture.annotations import DEVICE, MARKS, PARAMETERS, RECOMPUTE, STAGE
 from autopar.capture.failure import Parallel
 from autopar.capture.marker import Annotation, Entry, annotate
 from autopar.errors import InvalidInput
-from autopar.lines import caller
 from autopar.recompute import Again, Recompute
-from autopar.schema import is_count
+from autopar.text.source_lines import caller
 
 Dims = Sequence[Entry]
 Target = TypeVar("Target")

@@ -37,7 +37,6 @@ from autopar.planner.request import Mode
 from autopar.planner.verdict import tell_of_statistics, warn
 from autopar.planning import make_plans
 from autopar.precision import Precision
-from autopar.progress import Report, reporter
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.backends.process_groups import enter_world, require_world_of
@@ -55,6 +54,7 @@ from autopar.runtime.module.plan_broadcast import agree, of_first, require_equal
 from autopar.runtime.module.submodule_view import require_names
 from autopar.runtime.module.trials import chosen_by, run_trials
 from autopar.runtime.parameters.initial_values import InitialValues, require_constants, require_data
+from autopar.text.progress import Report, reporter
 
 BackendName = Literal["virtual", "torch"]  # all ranks in this process, or this process is one
 

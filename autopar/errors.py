@@ -15,8 +15,8 @@ from typing import ParamSpec, TypeVar
 
 from torch import fx
 
-from autopar.lines import caller
-from autopar.suggestions import nearest
+from autopar.text.source_lines import caller
+from autopar.text.suggestions import nearest
 
 _INDENT = "\n          "  # of what was given, and what goes on with it
 WIDTH = 88  # characters of a line behind that

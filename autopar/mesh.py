@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
+from autopar.base.schema import Count, is_count
 from autopar.errors import InvalidInput
-from autopar.schema import Count, is_count
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

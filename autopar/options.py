@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.base.schema import FURTHEST, is_count
 from autopar.cluster import Cluster
 from autopar.cluster.presets import NAMES as PRESETS
 from autopar.errors import InvalidInput, require_one_of
-from autopar.lines import shorten
 from autopar.mesh import AXIS_NAMES, Mesh
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
@@ -32,12 +32,12 @@ from autopar.planner.patience import SECONDS, require_seconds
 from autopar.planner.recomputation import AskedRecomputation
 from autopar.planner.request import AXIS, Mode, Request
 from autopar.precision import Precision
-from autopar.progress import Report
 from autopar.recompute import Again, Recompute
-from autopar.schema import FURTHEST, is_count
 from autopar.states import NAMED, States
-from autopar.suggestions import nearest
-from autopar.units import LEAST_MEMORY, bytes_text, counted, read_bytes
+from autopar.text.progress import Report
+from autopar.text.source_lines import shorten
+from autopar.text.suggestions import nearest
+from autopar.text.units import LEAST_MEMORY, bytes_text, counted, read_bytes
 
 DEFAULT = "1f1b"
 MODES: tuple[Mode, ...] = get_args(Mode)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import placement_types as dtensor
 
-from autopar._torch import StridedShard
+from autopar._torch.tensors import StridedShard
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, axes_of, parts_of
 from autopar.mesh import Mesh

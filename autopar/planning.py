@@ -34,7 +34,7 @@ from autopar.planner.patience import SECONDS, Patience
 from autopar.planner.request import Mode
 from autopar.planner.verdict import cut_short, tell, tell_of_uncut, warn
 from autopar.precision import Precision
-from autopar.progress import Report, reporter
+from autopar.text.progress import Report, reporter
 
 
 def plan(

@@ -18,10 +18,10 @@ from typing import Literal, get_args
 
 import torch
 
+from autopar.base.schema import Count, Size, is_count
 from autopar.errors import InvalidInput, require_one_of
 from autopar.layout import ALL_PLACES, Layout, ParameterPlacement, Place
 from autopar.mesh import Mesh
-from autopar.schema import Count, Size, is_count
 
 Factor = Count | Literal["all"]  # "all": as many as there are replicas
 Lifetime = Literal["use", "step"]

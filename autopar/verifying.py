@@ -32,12 +32,12 @@ from autopar.planner.patience import SECONDS
 from autopar.planner.request import Mode
 from autopar.planner.verdict import named_statistics
 from autopar.precision import Precision
-from autopar.progress import Report
 from autopar.runtime.backends.virtual_backend import VirtualGraph
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.parameters.initial_values import require_data
 from autopar.strategies.node_info import info
-from autopar.units import counted
+from autopar.text.progress import Report
+from autopar.text.units import counted
 from autopar.verification.references import (
     Call,
     CapturedModule,

@@ -28,7 +28,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from autopar._torch import LOADED_BY_EXPORT
+from autopar._torch.export_graph import LOADED_BY_EXPORT
 from examples import hf_finetune
 from tests.models import made_precise
 from tests.programs import Environment, torchrun

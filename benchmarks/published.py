@@ -32,7 +32,7 @@ import autopar as ap
 from autopar.cost.copy_groups import groups_in, used_bytes
 from autopar.plan.step_reasons import QUESTIONS, explain_way
 from autopar.planner.candidate import Alternative
-from autopar.units import seconds_text
+from autopar.text.units import seconds_text
 from benchmarks.published_models import Decoder, Sizes, annotate
 
 Given = dict[str, Any]  # fields of a run

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from autopar._torch import local_of
+from autopar._torch.tensors import local_of
 from tests.models import Case
 
 # Of two square matrices a third one, whose gradient is theirs, or of which they have pieces.

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import autopar as ap
+from autopar.base.schema import read, write
 from autopar.cluster import Cluster, Device, Host, Link, Node
 from autopar.cluster.cluster_part import Line
 from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.schema import read, write
-from autopar.tables import WIDTH
-from autopar.units import scaled
+from autopar.text.tables import WIDTH
+from autopar.text.units import scaled
 
 NAMES = ("dgx-a100", "dgx-h100", "dgx-v100", "h200", "piz-daint")
 

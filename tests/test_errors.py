@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar import Mesh, errors, shard
 from autopar.admission import tell_of_virtual_mesh
-from autopar.lines import LONGEST, describe
 from autopar.strategies import registry
+from autopar.text.source_lines import LONGEST, describe
 
 D4 = Mesh(d=4)
 LOCAL, D8 = (ap.Cluster.local(devices, measure=False) for devices in (4, 8))

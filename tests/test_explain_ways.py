@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar.errors import InvalidInput
 from autopar.plan.step_reasons import QUESTIONS, WayExplanation, WeighedValue
-from autopar.tables import WIDTH
-from autopar.units import seconds_text
+from autopar.text.tables import WIDTH
+from autopar.text.units import seconds_text
 from tests import models
 from tests.report import plans
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar._torch_gradients import own_memory
+from autopar._torch.leaf_gradients import unshared_gradient
 from tests.combined import accumulate, assert_own_memory, combined
 
 CASE = combined()
@@ -58,6 +58,6 @@ def test_what_has_its_memory_alone_is_not_copied() -> None:
     copies: list[Tensor | None] = []
     for layer, x in LAYERS:
         for parameter in layer.parameters():
-            parameter.register_hook(lambda gradient: copies.append(own_memory(gradient)))
+            parameter.register_hook(lambda gradient: copies.append(unshared_gradient(gradient)))
         layer(x).square().sum().backward()
     assert copies == [None] * 7

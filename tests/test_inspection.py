@@ -12,13 +12,18 @@ import pytest
 
 from autopar.commands.printing import show, show_table
 from autopar.plan.grouping import grouped
-from autopar.progress import reporter
-from autopar.tables import WIDTH, table, titled, wrapped
+from autopar.text.progress import reporter
+from autopar.text.tables import WIDTH, table, titled, wrapped
 
 
 @pytest.mark.parametrize(
     "module",
-    ["autopar.plan.grouping", "autopar.units", "autopar.tables", "autopar.solver.forced_choice"],
+    [
+        "autopar.plan.grouping",
+        "autopar.text.units",
+        "autopar.text.tables",
+        "autopar.solver.forced_choice",
+    ],
 )
 def test_the_tours_in_the_docstrings(module):
     found = doctest.testmod(importlib.import_module(module))
@@ -105,7 +110,7 @@ def test_many_runs_of_numbers_are_cut_short():
 
 def test_elsewhere_a_line_a_second_is_printed(capsys, monkeypatch):
     seconds = iter([10.0, 10.5, 11.0, 11.9, 12.5])
-    monkeypatch.setattr("autopar.progress.time.monotonic", lambda: next(seconds))
+    monkeypatch.setattr("autopar.text.progress.time.monotonic", lambda: next(seconds))
     with reporter(True) as report:
         for number in range(5):
             report("mesh", f"{number} of 5")
@@ -121,7 +126,7 @@ def test_a_terminal_shows_phases_and_keeps_nothing(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("autopar.progress._PATIENCE", -1.0)
+    monkeypatch.setattr("autopar.text.progress._PATIENCE", -1.0)
     with reporter(None) as report:
         report("mesh", "1 of 3")
     text = terminal.getvalue()

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autopar.base.schema import read, write
 from autopar.cluster import AxisLink, Cluster, Device, Level, Link, Node
 from autopar.cluster.cluster_part import Line, Part
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.schema import read, write
 
 DEVICE = Device("tiny", {"f32": 1e9}, memory=1e9, bandwidth=1e9)
 FAST = replace(DEVICE, name="fast", flops={"f32": 4e9}, memory=2e9)

@@ -27,12 +27,12 @@ from autopar.plan.plan import SavedPlan
 from autopar.plan.plan_diff import compare
 from autopar.plan.saved_value import deciding
 from autopar.planner.layouts import Layouts
-from autopar.progress import fitted
 from autopar.runtime.module.plan_broadcast import require_equal
 from autopar.search.decisions import TypedDecisions
 from autopar.search.layout_search import SearchCache
 from autopar.search.smallest_footprint import SmallestFootprint
-from autopar.units import seconds_text
+from autopar.text.progress import fitted
+from autopar.text.units import seconds_text
 from tests.models import gpt, mlp
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 

@@ -9,7 +9,7 @@ from autopar.cluster.presets import NAMES as PRESETS
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedules import known_names
 from autopar.states import NAMED
-from autopar.suggestions import nearest
+from autopar.text.suggestions import nearest
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from autopar.plan.plan import Plan, SavedPlan
 from autopar.plan.situation import Situation, WhatIf
 from autopar.planner.candidate import Candidate
 from autopar.planner.moved import idle_axes
-from autopar.units import read_rate
+from autopar.text.units import read_rate
 from tests import models
 from tests.pipeline.models import share_captures  # noqa: F401
 from tests.test_mixed_machines import FAST, SLOWEST, cluster

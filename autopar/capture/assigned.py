@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar._torch import memory_of
+from autopar._torch.tensors import memory_of
 from autopar.capture.hooks import replaced
 from autopar.errors import InvalidInput
 

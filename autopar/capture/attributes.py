@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from autopar.base.user_code import is_users_frame
 from autopar.capture.hooks import replaced
 from autopar.capture.object_contents import ABSENT, PLAIN
-from autopar.user_code import is_users_frame
 
 _OF_STRUCTURE = ("_parameters", "_buffers", "_modules")
 

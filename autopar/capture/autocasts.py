@@ -26,7 +26,7 @@ from torch.export import ExportedProgram
 from autopar.capture.hooks import while_it_runs
 from autopar.capture.source import of_stack
 from autopar.errors import InvalidInput
-from autopar.lines import caller
+from autopar.text.source_lines import caller
 
 _RULE = "autocast casts on the device that a model is captured on"
 _REMEDY = (

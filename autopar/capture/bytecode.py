@@ -20,8 +20,8 @@ from functools import cached_property, lru_cache
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-from autopar.lines import describe
-from autopar.user_code import is_users_frame
+from autopar.base.user_code import is_users_frame
+from autopar.text.source_lines import describe
 
 UNKNOWN = object()
 GOES_ON = object()  # an outcome of an exception: nothing is raised any more

@@ -23,9 +23,9 @@ from typing import Any
 
 from torch import nn
 
+from autopar.base.user_code import is_users_class, is_users_space, module_name
 from autopar.capture.fake import FakeTensor, FakeTensorMode
 from autopar.capture.object_contents import class_space_of, is_a, items_of, space_of
-from autopar.user_code import is_users_class, is_users_space, module_name
 
 _CACHED = type(cache(lambda: None))
 _INSIDE = (dict, list, tuple, "_lru_list_elem", "_HashedSeq")  # of such a cache

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autopar._torch import has_kernel
+from autopar._torch.operators import has_kernel
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.listing import operator_name
 from autopar.capture.mapped import over_all

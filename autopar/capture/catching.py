@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
+from autopar.base.user_code import is_users_class, is_users_frame, is_users_space
 from autopar.capture.bytecode import GOES_ON, UNKNOWN, CallResult, Scope, control_flow
-from autopar.user_code import is_users_class, is_users_frame, is_users_space
 
 _EXPORT = "torch.export"  # calls forward
 

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
 from autopar.capture.captured import Captured
 from autopar.capture.hooks import replaced
 from autopar.errors import InvalidInput
-from autopar.lines import caller, frames_to_caller
 from autopar.strategies.node_info import info
+from autopar.text.source_lines import caller, frames_to_caller
 
 
 @torch.library.custom_op("autopar::border", mutates_args=())

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autopar._torch import traced_node
+from autopar._torch.export_graph import traced_node
 from autopar.capture.decisions import evaluated, slice_of
 from autopar.capture.hooks import replaced
 from autopar.capture.object_contents import PLAIN
 from autopar.capture.source import of_stack
 from autopar.errors import InvalidInput
-from autopar.lines import describe
+from autopar.text.source_lines import describe
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 Path = tuple[Any, ...]  # of keys

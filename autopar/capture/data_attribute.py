@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import traced_node
+from autopar._torch.export_graph import traced_node
 from autopar.capture.fake import FakeTensor
 from autopar.capture.hooks import replaced
 from autopar.errors import InvalidInput
-from autopar.lines import caller
+from autopar.text.source_lines import caller
 
 
 @contextmanager

@@ -29,7 +29,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autopar._torch import traced_node, written_arguments
+from autopar._torch.export_graph import traced_node
+from autopar._torch.operators import written_arguments
 from autopar.capture.fake import FakeTensor, has_no_data
 from autopar.capture.graph_builder import is_mutable
 from autopar.capture.grouped import Sizes
@@ -40,7 +41,7 @@ from autopar.capture.randomness import may_be_random
 from autopar.capture.selections import selections_counted
 from autopar.capture.templates import AGAIN
 from autopar.errors import InvalidInput
-from autopar.lines import caller
+from autopar.text.source_lines import caller
 
 _KINDS: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float}
 _COMPARED = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy
 
+from autopar.base.user_code import is_users_frame
 from autopar.capture.hooks import replaced
 from autopar.errors import InvalidInput
-from autopar.lines import caller
-from autopar.user_code import is_users_frame
+from autopar.text.source_lines import caller
 
 _STATES = ("getstate", "setstate", "get_state", "set_state")
 # What is at least 0, and below 1.

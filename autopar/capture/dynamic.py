@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar._torch import DeclaredDim, declared_dim
+from autopar._torch.export_graph import DeclaredDim, declared_dim
+from autopar.base.schema import Index, Size
 from autopar.errors import InvalidInput
-from autopar.lines import shorten
-from autopar.schema import Index, Size
-from autopar.units import counted
+from autopar.text.source_lines import shorten
+from autopar.text.units import counted
 
 _RULE = "dynamic_shapes says of inputs, nested as these are, which dims vary, as torch.export takes"
 _REMEDY = 'by name, as {"ids": {0: torch.export.Dim("batch", max=64)}}, or in order, as ({0: ...},)'

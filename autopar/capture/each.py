@@ -28,7 +28,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils import _pytree as pytree
 
-from autopar._torch import memory_of, traced_node
+from autopar._torch.export_graph import traced_node
+from autopar._torch.tensors import memory_of
 from autopar.capture.attributes import is_equal
 from autopar.capture.bytecode import starts_for_statement
 from autopar.capture.decisions import is_written
@@ -38,9 +39,9 @@ from autopar.capture.guards import VALUES
 from autopar.capture.hooks import replaced
 from autopar.capture.named import Named
 from autopar.errors import InvalidInput
-from autopar.lines import caller
 from autopar.strategies import OperatorCall
 from autopar.strategies.kernels.experts.chosen_products import CHOSEN_PRODUCTS
+from autopar.text.source_lines import caller
 
 _aten = torch.ops.aten
 _PLACES = (_aten.argmax, _aten.argmin, _aten.argsort)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autopar._torch import traced_node
+from autopar._torch.export_graph import traced_node
 from autopar.capture.fake import FakeTensor
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.holders import Change, Holder, Module, Place, tensors_in

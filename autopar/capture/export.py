@@ -25,7 +25,8 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autopar._torch_forms import grouped_products_of_floats
+from autopar._torch.fake_shapes import grouped_products_of_floats
+from autopar.base.garbage_collection import collected_later
 from autopar.capture.assigned import buffers_written
 from autopar.capture.autocasts import (
     active,
@@ -100,7 +101,6 @@ from autopar.capture.source import whole_stacks
 from autopar.capture.verifier import verify
 from autopar.capture.writes import by_placeholder as writes_to
 from autopar.capture.writes import require_apart
-from autopar.garbage import collected_later
 from autopar.precision import Precision
 from autopar.states import StateBytes
 from autopar.strategies.node_info import info

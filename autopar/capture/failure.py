@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from autopar.base.user_code import is_users_function
 from autopar.capture.captured import Captured
 from autopar.capture.dynamic import named_inputs
 from autopar.capture.fake import FakeTensorMode
@@ -27,11 +28,10 @@ from autopar.capture.listing import operator_of
 from autopar.capture.plain_tensors import require_plain
 from autopar.capture.source import lines_before, of_traceback, passes_through
 from autopar.errors import AutoparError, InvalidInput
-from autopar.lines import describe, shorten
 from autopar.precision import Precision
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
-from autopar.user_code import is_users_function
+from autopar.text.source_lines import describe, shorten
 
 # torch's own text names unknowns that mean nothing to users.
 DECISION = "a Python decision (if, while, int(), range()) on a value that a tensor holds"

@@ -18,7 +18,7 @@ from torch import nn
 # Seen in torch 2.13: there is no public way to create fake tensors or to suspend a mode.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from autopar._torch import keeps_statistics
+from autopar._torch.modules import has_running_statistics
 from autopar.capture.graph_builder import fake_like
 from autopar.capture.model_tensors import by_every_name, tensors_of, values_of
 from autopar.capture.object_contents import is_a
@@ -143,7 +143,7 @@ def computing(
     memo: dict[int, Any] = {id(tensor): tensor for _, tensor in tensors_of(model)}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            if parameter.is_floating_point() and not keeps_statistics(module):
+            if parameter.is_floating_point() and not has_running_statistics(module):
                 made = _as(mode, parameter, precision.compute)
                 memo[id(parameter)] = _parameter(made, parameter)
     leaves = [cast(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs]

@@ -29,7 +29,7 @@ from autopar.capture.listing import operator_name, type_text
 from autopar.capture.marker import ANNOTATE, Annotation
 from autopar.capture.writes import Write
 from autopar.strategies.node_info import info
-from autopar.units import counted
+from autopar.text.units import counted
 
 _SHOWN = 4  # differences of one sort that a message lists
 _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype)

@@ -26,7 +26,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from autopar._torch import mapping_begins
+from autopar._torch.autograd import mapping_begins
 from autopar.capture.casts import cast_dtype, cast_parts
 from autopar.capture.checkpoints import BORDER
 from autopar.capture.effects import KEPT

@@ -27,15 +27,15 @@ from torch.autograd import Function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar._torch import memory_of
+from autopar._torch.tensors import memory_of
 from autopar.capture.autocasts import Autocast, active, switched
 from autopar.capture.fake import FakeTensor, FakeTensorMode
 from autopar.capture.function_rules import followed_rule
 from autopar.capture.hooks import in_another_thread, replaced
 from autopar.capture.maps import whole_of
 from autopar.errors import InvalidInput
-from autopar.lines import caller
 from autopar.strategies import OperatorCall, Rule, register_derived
+from autopar.text.source_lines import caller
 
 _INNER = ("torch.", "autopar.")  # these stand behind operators that the graph keeps
 _COMPILED = "AutogradFunctionApply."  # what torch's compiler makes of one with a gradient

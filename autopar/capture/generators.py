@@ -21,6 +21,12 @@ from typing import Any, cast
 import numpy
 from torch import nn
 
+from autopar.base.user_code import (
+    is_users_class,
+    is_users_frame,
+    is_users_function,
+    is_users_module,
+)
 from autopar.capture.drawn_elsewhere import refused
 from autopar.capture.hooks import replaced
 from autopar.capture.object_contents import (
@@ -34,13 +40,7 @@ from autopar.capture.object_contents import (
     space_of,
     values_in,
 )
-from autopar.lines import caller, describe
-from autopar.user_code import (
-    is_users_class,
-    is_users_frame,
-    is_users_function,
-    is_users_module,
-)
+from autopar.text.source_lines import caller, describe
 
 _KINDS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 _MAKERS = ((random, "Random"), (numpy.random, "RandomState"), (numpy.random, "default_rng"))

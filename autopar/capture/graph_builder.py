@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from autopar._torch import memory_of
+from autopar._torch.tensors import memory_of
 from autopar.strategies import OperatorCall
 from autopar.strategies.node_info import info
 

@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from autopar.capture.guards import VALUES
 from autopar.capture.hooks import replaced
 from autopar.errors import InvalidInput
-from autopar.lines import caller
 from autopar.strategies.kernels.experts.chosen_products import CHOSEN_PRODUCTS
+from autopar.text.source_lines import caller
 
 _JOINED = (torch.cat, torch.concat, torch.concatenate)
 PRODUCTS = (functional.linear, torch.matmul, torch.mm, Tensor.matmul, Tensor.mm)

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.base.user_code import is_users_frame
 from autopar.capture.bytecode import passing_answer
 from autopar.capture.catching import is_caught
 from autopar.capture.fake import FakeTensor
 from autopar.capture.hooks import replaced
-from autopar.user_code import is_users_frame
 
 VALUES = "forward must not depend on the values of tensors, only on their shapes"
 _NEED_VALUES = (

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from autopar.base.user_code import is_users_class
 from autopar.capture.object_contents import (
     ABSENT,
     PLAIN,
@@ -36,7 +37,6 @@ from autopar.capture.object_contents import (
     space_of,
 )
 from autopar.errors import InvalidInput
-from autopar.user_code import is_users_class
 
 Path = tuple[Any, ...]  # of keys, from the model
 Place = tuple[Path | int, Any]  # a holder and a key

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad, functional, graph
 
-from autopar import _torch
-from autopar._torch_gradients import gradient_hooks
+from autopar._torch.leaf_gradients import gradient_hooks
+from autopar._torch.modules import backward_hooks, global_backward_hooks
+from autopar.base.user_code import is_users_frame
 from autopar.errors import InvalidInput
-from autopar.lines import caller, describe, frames_to_caller
-from autopar.units import counted
-from autopar.user_code import is_users_frame
+from autopar.text.source_lines import caller, describe, frames_to_caller
+from autopar.text.units import counted
 
 T = TypeVar("T")
 _ON_TENSORS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
@@ -50,11 +50,11 @@ _FOLLOWS = ContextVar("follows", default=False)
 def refuse_hooks(model: nn.Module) -> None:
     """Refuse hooks on gradients that `model` has before it runs."""
     found: list[tuple[str, Iterable[Callable[..., Any]]]] = [
-        ("a backward hook of all modules", _torch.global_backward_hooks())
+        ("a backward hook of all modules", global_backward_hooks())
     ]
     for path, module in model.named_modules():
         where = path or type(module).__name__
-        found.append((f"a backward hook of the module {where}", _torch.backward_hooks(module)))
+        found.append((f"a backward hook of the module {where}", backward_hooks(module)))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         found.append((f"a hook on the gradient of {name}", gradient_hooks(tensor)))
     for what, hooks in found:

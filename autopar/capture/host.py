@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopar._torch import runs_on_host
+from autopar._torch.operators import has_cpu_kernel
 from autopar.capture.annotations import devices_of
 from autopar.capture.listing import operator_name
 from autopar.errors import InvalidInput
@@ -72,7 +72,7 @@ def cross_to_host(
     _mark(graph, {path: device for path, (device, _) in devices.items()}, kept, tied)
     for node in graph.nodes:
         is_operator = isinstance(node.target, torch._ops.OpOverload)
-        if info(node).on_host and is_operator and not runs_on_host(node.target):
+        if info(node).on_host and is_operator and not has_cpu_kernel(node.target):
             raise InvalidInput(
                 "a module on the host has operators that run there",
                 got=f"{operator_name(node.target)} in {info(node).module}, which no CPU runs",

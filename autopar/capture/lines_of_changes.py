@@ -14,9 +14,9 @@ from copy import copy
 from types import FrameType
 from typing import Any
 
+from autopar.base.user_code import is_users_frame
 from autopar.capture.holders import Holder, Place
-from autopar.lines import describe
-from autopar.user_code import is_users_frame
+from autopar.text.source_lines import describe
 
 
 class LinesOfChanges:

@@ -25,7 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from autopar._torch import export_verifier, flex_parts, mapping_begins, mapping_ends
+from autopar._torch.autograd import mapping_begins, mapping_ends
+from autopar._torch.export_graph import export_verifier, flex_attention_parts
 from autopar.capture.hooks import replaced
 from autopar.strategies.node_info import info
 
@@ -156,7 +157,7 @@ class FlexAttention:
         """All that it gives."""
         of_score, of_mask = self._apart(others)
         mods = _with_switches(self.score), (self.blocks[-1],), self.scale, self.options
-        math_attention, _, _ = flex_parts()
+        math_attention, _, _ = flex_attention_parts()
         return math_attention(query, key, value, *mods, of_score, of_mask)
 
     def mask(self, query: Tensor, key: Tensor, *others: Any) -> tuple[Tensor]:
@@ -168,7 +169,7 @@ class FlexAttention:
         counts = [size if any(one) else 1 for size, one in zip(query.shape, zip(*asked))]
         sizes = *counts, query.shape[2], key.shape[2]
         places = [torch.arange(size, device=query.device) for size in sizes]
-        _, indexing, mapped = flex_parts()
+        _, indexing, mapped = flex_attention_parts()
         with indexing():
             sees = mapped(self.blocks[-1], (), (None,) * len(of_mask))(*places, *of_mask)
             if _is_nothing(self.bias):

@@ -20,11 +20,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autopar._torch import function_transforms
+from autopar._torch.autograd import function_transforms
+from autopar.base.user_code import is_users_frame
 from autopar.capture.autocasts import active, switched
 from autopar.capture.fake import FakeTensor
 from autopar.capture.hooks import gradient_refused, in_another_thread, replaced
-from autopar.user_code import is_users_frame
 
 
 class _SwitchesKept(TorchFunctionMode):

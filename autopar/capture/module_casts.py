@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autopar.capture.hooks import replaced
 from autopar.errors import InvalidInput
-from autopar.lines import caller
+from autopar.text.source_lines import caller
 
 _APPLY = "_apply"  # which all of to(), float(), cuda(), ... call
 

@@ -14,6 +14,7 @@ from functools import cache
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+from autopar.base.user_code import is_users_class, is_users_function
 from autopar.capture.attributes import is_equal
 from autopar.capture.hidden import Hiding
 from autopar.capture.object_contents import (
@@ -26,7 +27,6 @@ from autopar.capture.object_contents import (
     reader_of,
     space_of,
 )
-from autopar.user_code import is_users_class, is_users_function
 
 _Names = frozenset[str]
 _Found = tuple[tuple[str, ...] | None, list[Any]]  # values, and the names that they have

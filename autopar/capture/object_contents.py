@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from autopar.user_code import is_users_class
+from autopar.base.user_code import is_users_class
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 ABSENT = object()

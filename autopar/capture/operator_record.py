@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autopar._torch import memory_of
+from autopar._torch.tensors import memory_of
 from autopar.capture.holders import Place
 from autopar.capture.object_contents import PLAIN
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-from autopar._torch import memory_of
+from autopar._torch.tensors import memory_of
 from autopar.capture.captured import Captured
 from autopar.errors import InvalidInput
 from autopar.strategies.node_info import info

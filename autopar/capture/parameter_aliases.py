@@ -29,14 +29,15 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autopar._torch import is_traced, is_wrapped, memory_of, traced_node, without_functions
+from autopar._torch.export_graph import is_exporting, traced_node
+from autopar._torch.tensors import is_functorch_wrapped, memory_of, without_functions
 from autopar.capture.graph_builder import FakeTensor
 from autopar.capture.hooks import replaced
 from autopar.capture.model_tensors import by_every_name, values_of
 from autopar.capture.plain_tensors import computes_by_itself
 from autopar.capture.source import of_stack
 from autopar.errors import InvalidInput
-from autopar.lines import caller
+from autopar.text.source_lines import caller
 
 
 class ParameterAliases:
@@ -169,7 +170,7 @@ class _LedForward:
 
 def _has_memory(tensor: Tensor) -> bool:
     is_dense = not is_lazy(tensor) and tensor.layout is torch.strided
-    return is_dense and not is_wrapped(tensor)
+    return is_dense and not is_functorch_wrapped(tensor)
 
 
 def _named(run: nn.Module, name: str) -> Tensor:
@@ -184,7 +185,7 @@ class _Led(TorchFunctionMode):
     """Leads operators to what is registered in the module that runs."""
 
     def __init__(self, aliases: ParameterAliases, run: nn.Module) -> None:
-        self._aliases, self._run, self._is_traced = aliases, run, is_traced()
+        self._aliases, self._run, self._is_traced = aliases, run, is_exporting()
         super().__init__()
 
     def __torch_function__(
@@ -217,7 +218,7 @@ class _Led(TorchFunctionMode):
     def _is_unfollowed(self, tensor: Tensor) -> bool:
         """Return whether export takes a tensor that learns for a constant. A fake tensor that it
         does not know is one of Dynamo's, which compiles FlexAttention."""
-        is_other = is_wrapped(tensor) or isinstance(tensor, FakeTensor)
+        is_other = is_functorch_wrapped(tensor) or isinstance(tensor, FakeTensor)
         return self._is_traced and tensor.requires_grad and not is_other
 
     def _registered(self, tensor: Tensor) -> Tensor:

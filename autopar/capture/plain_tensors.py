@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar._torch import plain_attributes
+from autopar._torch.tensors import plain_attributes
 from autopar.capture.graph_builder import FakeTensor
 from autopar.errors import InvalidInput
 

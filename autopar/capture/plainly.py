@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, _subclasses
 
+from autopar.base.user_code import is_users_frame
 from autopar.capture.fake import FakeTensor
-from autopar.user_code import is_users_frame
 
 # Torch's own, around functions of users that are not to be compiled: what is followed never is.
 _OF_DISABLED = "nonrecursive_disable_wrapper"

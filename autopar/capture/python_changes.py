@@ -31,7 +31,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autopar._torch import CALL, memory_of, traced_node
+from autopar._torch.export_graph import traced_node
+from autopar._torch.modules import MODULE_CALL
+from autopar._torch.tensors import memory_of
+from autopar.base.user_code import is_users_frame
 from autopar.capture.bytecode import raised_by_user
 from autopar.capture.containers import Call, in_own_containers
 from autopar.capture.decisions import followed, written
@@ -56,9 +59,8 @@ from autopar.capture.python_state import PythonState, is_switch
 from autopar.capture.randomness import may_be_random
 from autopar.capture.templates import AGAIN
 from autopar.errors import InvalidInput
-from autopar.lines import caller, frames_to_caller
-from autopar.units import counted
-from autopar.user_code import is_users_frame
+from autopar.text.source_lines import caller, frames_to_caller
+from autopar.text.units import counted
 
 MOST_WATCHED = 8  # places whose lines are looked for
 _ALIKE = (
@@ -127,7 +129,7 @@ def changes_noted(
 ) -> Iterator[None]:
     """Within, what a call of `model`, which is followed, changes is noted, and stands in the graph;
     and everything holds again what it held."""
-    call, is_running = getattr(model, CALL), False
+    call, is_running = getattr(model, MODULE_CALL), False
 
     @wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +150,7 @@ def changes_noted(
             KEPT(noted.tensors)
         return result
 
-    with replaced(model, CALL, run):
+    with replaced(model, MODULE_CALL, run):
         yield
 
 

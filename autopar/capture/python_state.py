@@ -23,6 +23,13 @@ from typing import Any
 import torch.nn.modules.module as modules
 from torch import Tensor, nn
 
+from autopar.base.user_code import (
+    class_name,
+    is_users_class,
+    is_users_function,
+    is_users_module,
+    module_name,
+)
 from autopar.capture.holders import (
     TENSORS,
     Cell,
@@ -47,13 +54,6 @@ from autopar.capture.object_contents import (
     is_a,
     items_of,
     space_of,
-)
-from autopar.user_code import (
-    class_name,
-    is_users_class,
-    is_users_function,
-    is_users_module,
-    module_name,
 )
 
 _SKIPPED = (*PLAIN, *LEAVES)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-from autopar.user_code import is_users_space
+from autopar.base.user_code import is_users_space
 
 
 class Ran:

@@ -16,9 +16,9 @@ from autopar.capture.hooks import replaced
 from autopar.capture.listing import operator_name
 from autopar.capture.source import of_stack
 from autopar.errors import InvalidInput
-from autopar.lines import caller
 from autopar.strategies import OperatorCall
 from autopar.strategies.node_info import info
+from autopar.text.source_lines import caller
 
 _OF_SHAPES = "every tensor of a captured model has a shape that follows from shapes alone"
 

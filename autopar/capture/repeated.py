@@ -23,7 +23,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autopar._torch import memory_of, runs_around, traced_node
+from autopar._torch.export_graph import traced_node
+from autopar._torch.modules import has_code_around_forward
+from autopar._torch.tensors import memory_of
 from autopar.capture.attributes import Reads, has_same, is_equal, noted
 from autopar.capture.autocasts import active
 from autopar.capture.decisions import Asked
@@ -103,7 +105,7 @@ def blocks_followed_once(model: nn.Module, shown: int | None) -> Iterator[Hiding
     follower = _Follower()
     blocks = _blocks(model)
     hidden = dict[nn.Module, int]()
-    if shown is not None and not runs_around(model):  # else somebody may look unseen
+    if shown is not None and not has_code_around_forward(model):  # else somebody may look unseen
         hidden = _worth_hiding(model, blocks, shown)
     with ExitStack() as stack:
         for path, block, kind in blocks:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autopar._torch import traced_node
+from autopar._torch.export_graph import traced_node
 from autopar.capture.fake import FakeTensor
 from autopar.capture.graph_builder import is_mutable
 from autopar.capture.hooks import replaced, while_it_runs

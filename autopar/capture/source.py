@@ -22,9 +22,9 @@ import torch
 from torch.fx import proxy
 from torch.fx.proxy import TracerBase
 
+from autopar.base.user_code import is_users_frame
 from autopar.capture.hooks import replaced
-from autopar.lines import describe
-from autopar.user_code import is_users_frame
+from autopar.text.source_lines import describe
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in .*)?(?:\n\s+(?P<text>.*))?')
 _EXPORT = inspect.unwrap(torch.export.export).__code__

@@ -20,7 +20,7 @@ from autopar.layout import TensorType
 from autopar.mesh import Mesh
 from autopar.strategies.node_info import flat_values, info
 from autopar.strategies.results import has_results, is_result, tensor_arguments
-from autopar.units import counted
+from autopar.text.units import counted
 
 Invariant = Callable[[fx.Graph, Mesh | None], None]
 

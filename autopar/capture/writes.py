@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar._torch import local_of, memory_of
+from autopar._torch.tensors import local_of, memory_of
 from autopar.capture.decisions import evaluated
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.randomness import may_be_random

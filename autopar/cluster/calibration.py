@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from autopar import schema
+from autopar.base import schema
+from autopar.base.files import locked, write_file
 from autopar.cluster.collective_counts import latency_count, volume_count
 from autopar.cluster.machines import REACHED, Device, Host, Link, Node
 from autopar.errors import ExecutionError
-from autopar.files import locked, write_file
 
 T = TypeVar("T")
 Fitted = dict[tuple[str, int], tuple[float, float]]  # (kind, ranks) -> alpha and bandwidth

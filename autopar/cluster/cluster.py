@@ -28,6 +28,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from autopar.base.files import write_file
+from autopar.base.schema import MOST, Count, Index, is_count
 from autopar.cluster.calibration import local_node
 from autopar.cluster.cluster_file import cluster_text, read_cluster
 from autopar.cluster.gpus import local_gpus
@@ -36,11 +38,9 @@ from autopar.cluster.machines import AxisLink, Device, Host, HostLoad, Level, Li
 from autopar.cluster.pace import Pace, kept_pace, paced
 from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput
-from autopar.files import write_file
 from autopar.mesh import Mesh
-from autopar.schema import MOST, Count, Index, is_count
-from autopar.tables import wrapped
-from autopar.units import counted, plural, scaled
+from autopar.text.tables import wrapped
+from autopar.text.units import counted, plural, scaled
 
 
 @dataclass(frozen=True)

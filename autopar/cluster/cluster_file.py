@@ -44,10 +44,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from autopar.base.schema import At, Count, Index, Mismatch, read, write
 from autopar.cluster.machines import Device, Level, Link, Node
 from autopar.cluster.presets import NAMES, preset
 from autopar.errors import AutoparError, InvalidInput
-from autopar.schema import At, Count, Index, Mismatch, read, write
 
 Made = TypeVar("Made")
 _ADD_NODES = 'write [[nodes]], and below it preset = "dgx-h100", or device, devices and link'

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar._torch import process_group, wait_for
+from autopar._torch.communication import process_group, wait_for
 from autopar.collectives.eager_movements import identity_then_sum_in_place
 from autopar.collectives.torch_operators import EAGER, start_reduce_scatter
 

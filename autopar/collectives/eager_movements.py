@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar._torch import all_reduce_now, process_group, wait_for
+from autopar._torch.communication import all_reduce_now, process_group, wait_for
 from autopar.collectives.torch_operators import EAGER
 
 __all__ = [

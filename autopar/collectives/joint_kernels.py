@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar._torch import Pending, moves_on_host, process_group, wait_for
+from autopar._torch.communication import PendingWork, moves_through_host, process_group, wait_for
 from autopar.collectives.point_to_point import go_by_messages, send_and_receive
 from autopar.collectives.single_backward import Ends, ends_of, once
 from autopar.collectives.torch_operators import movable
@@ -373,7 +373,7 @@ def _set_out(asked: Request, own: Group, group: dist.ProcessGroup) -> Travelling
             return Travelling(lambda: tuple(one for (one,) in travelling()))
         case Sum():
             x = asked.tensor
-            total = x.cpu() if x.is_cuda and moves_on_host(group) else x.clone()
+            total = x.cpu() if x.is_cuda and moves_through_host(group) else x.clone()
             work = dist.all_reduce(total, group=group, async_op=True)
 
             def arrive() -> Tensors:
@@ -392,7 +392,7 @@ def _travel(
     group: dist.ProcessGroup,
 ) -> Callable[[], list[Tensors]]:
     """Tensors to each member, and those of the given shapes from each, otherwise `like` these."""
-    is_on_host = like[0].is_cuda and moves_on_host(group)
+    is_on_host = like[0].is_cuda and moves_through_host(group)
     out = [[_carried(x, is_on_host) for x in tensors] for tensors in sent]
     device = torch.device("cpu") if is_on_host else like[0].device
     received = [
@@ -405,7 +405,7 @@ def _travel(
     moved_in = [[movable(x) for x in tensors] for tensors in received]
     moved_out[index], moved_in[index] = [], []
     if go_by_messages(device, group) or is_on_host:
-        works: list[Pending] = send_and_receive(moved_out, moved_in, index, group)
+        works: list[PendingWork] = send_and_receive(moved_out, moved_in, index, group)
     else:
         works = _batched(moved_out, moved_in, group)
 
@@ -426,7 +426,7 @@ def _batched(
     sent: Sequence[Sequence[Tensor]],
     received: Sequence[Sequence[Tensor]],
     group: dist.ProcessGroup,
-) -> list[Pending]:
+) -> list[PendingWork]:
     """Messages that set out as one, as NCCL needs of those that cross."""
     operations = [
         dist.P2POp(kind, x, group=group, group_peer=member)

@@ -13,15 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar._torch import (
-    Pending,
-    add_each,
-    copy_each,
-    is_gloo,
-    receive_from,
-    send_to,
-    wait_for,
-)
+from autopar._torch.communication import PendingWork, is_gloo, receive_from, send_to, wait_for
+from autopar._torch.tensors import add_each, copy_each
 
 
 def go_by_messages(device: torch.device, group: dist.ProcessGroup) -> bool:
@@ -34,13 +27,13 @@ def send_and_receive(
     received: Sequence[Sequence[Tensor]],
     own: int,
     group: dist.ProcessGroup,
-) -> list[Pending]:
+) -> list[PendingWork]:
     """With each other member, by its place in the group, the neighbours first.
 
     What is sent before its receiver waits for it is written by gloo's thread, beside what this one
     does; else by this thread, and that one spins meanwhile. Who waits holds the tensors.
     """
-    works: list[Pending] = []
+    works: list[PendingWork] = []
     steps = range(1, len(sent))
     for target in [(own + step) % len(sent) for step in steps]:
         works += [send_to(one, target, group) for one in sent[target] if one.numel()]

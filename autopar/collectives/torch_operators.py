@@ -26,16 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar._torch import (
-    Pending,
-    active_modes,
+from autopar._torch.communication import (
+    PendingWork,
     all_gather_single,
-    below_autograd,
-    moves_on_host,
+    moves_through_host,
     process_group,
     reduce_scatter_single,
     wait_for,
 )
+from autopar._torch.operators import active_modes, below_autograd
 from autopar.collectives.movement import Movement, apart, together
 from autopar.collectives.point_to_point import Scattered, exchange, go_by_messages
 from autopar.errors import VerifierError
@@ -140,7 +139,7 @@ def start_reduce_scatter(
     members = process_group(group)
     stacked = _carried(_stacked(_padded(_summable(x), dim, parts * full), dim, parts), members)
     piece = stacked.new_empty(_resized(x, dim, full))
-    work: Pending | None
+    work: PendingWork | None
     if go_by_messages(stacked.device, members):
         terms = [[one] for one in stacked.view(parts, -1).unbind()]
         work = Scattered(terms, piece, index, members)
@@ -240,7 +239,7 @@ _SUMMED_AS = {torch.bool: torch.int32, torch.int16: torch.int32}
 
 def _carried(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The same values where the group can move them: gloo sums on a GPU, and moves little else."""
-    return x.cpu() if x.is_cuda and moves_on_host(group) else x
+    return x.cpu() if x.is_cuda and moves_through_host(group) else x
 
 
 def movable(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import is_batched
+from autopar._torch.autograd import is_batched
 from autopar.collectives.movement import Movement, apart, together
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.layout import Layout, chunk

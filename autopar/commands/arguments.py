@@ -25,7 +25,6 @@ from torch import nn
 from autopar.capture.source import of_traceback
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InvalidInput, said
-from autopar.lines import describe
 from autopar.mesh import Mesh
 from autopar.options import MODES
 from autopar.pipeline import NAMES as SCHEDULES
@@ -33,6 +32,7 @@ from autopar.pipeline import load as load_schedule
 from autopar.pipeline.schedule import Schedule
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.states import NAMED
+from autopar.text.source_lines import describe
 
 SPEC = "file.py:function or package.module:function"
 Call = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]  # with an example of a global batch

@@ -33,10 +33,10 @@ from autopar.commands.printing import show, show_json, show_table
 from autopar.commands.streams import to_results
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.progress import Report, reporter
 from autopar.runtime.launching.launch import Say, launch
 from autopar.runtime.observation.timing import step_seconds, time_in_rounds
-from autopar.units import counted, seconds_text
+from autopar.text.progress import Report, reporter
+from autopar.text.units import counted, seconds_text
 
 ROUNDS, WARM = 7, 2
 WIDTH, HIDDEN, HEADS, LAYERS, SEQUENCE, VOCABULARY = 192, 768, 6, 2, 64, 4096

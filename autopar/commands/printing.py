@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from autopar.base.schema import json_text
 from autopar.commands.streams import results, to_results
-from autopar.schema import json_text
-from autopar.tables import table
+from autopar.text.tables import table
 
 
 def show(page: object) -> None:

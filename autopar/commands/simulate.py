@@ -18,7 +18,7 @@ from autopar.pipeline.schedules import NAMES, option_names, schedule
 from autopar.pipeline.simulation.simulator import simulate
 from autopar.pipeline.simulation.synchronization import MODES
 from autopar.pipeline.simulation.timeline import Timeline, draw
-from autopar.units import counted
+from autopar.text.units import counted
 
 # Options of schedules that are also costs of the simulation: a plan is made for the same times.
 COSTS = ("forward", "backward", "backward_weight", "latency")

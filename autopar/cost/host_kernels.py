@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import multiplies_tiles, onednn_dtypes
+from autopar._torch.operators import multiplies_tiles, onednn_dtypes
 
 # From here on torch prefers oneDNN: elements of one image, images where a product would do.
 LEAST_ELEMENTS, LEAST_IMAGES = 20480, 16

@@ -29,7 +29,7 @@ from autopar.strategies.kernels.keyed_draws import DrawPlace
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results, is_result, maker, result_index
 from autopar.strategies.rules.indexing import is_part
-from autopar.units import counted
+from autopar.text.units import counted
 
 aten = torch.ops.aten
 AXIS = "microbatch"

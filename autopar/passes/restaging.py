@@ -12,7 +12,7 @@ from autopar.errors import InvalidInput
 from autopar.passes.flow import Flow
 from autopar.passes.stages import StageCut
 from autopar.strategies.node_info import info
-from autopar.units import plural
+from autopar.text.units import plural
 
 
 def cut_like(flow: Flow, like: StageCut) -> StageCut:

@@ -22,7 +22,7 @@ from functools import partial
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import KINDS, MOST_UNLISTED, Action, Schedule
 from autopar.pipeline.simulation.action_times import run
-from autopar.units import counted
+from autopar.text.units import counted
 
 SHOWN = 6
 

@@ -29,8 +29,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from autopar.base.files import write_file
 from autopar.errors import InvalidInput
-from autopar.files import write_file
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import (
     Action,

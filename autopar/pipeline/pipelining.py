@@ -11,8 +11,8 @@ from autopar.pipeline.notation import from_text
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedule_labels import schedule_words
 from autopar.pipeline.stages.stage_cost import SharedSum, StageCost, imbalance
-from autopar.tables import table, wrapped
-from autopar.units import bytes_text, counted, seconds_text
+from autopar.text.tables import table, wrapped
+from autopar.text.units import bytes_text, counted, seconds_text
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from autopar.plan.plan import Plan, SavedPlan
 from autopar.plan.restaged import forward_batches, scheduled, without_gradients
 from autopar.planner.beside import carry_beside, constraints_beside, search_beside, spread_beside
 from autopar.planner.candidate import Candidate
-from autopar.progress import reporter
+from autopar.text.progress import reporter
 
 
 @dataclass(frozen=True)

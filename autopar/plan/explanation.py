@@ -10,8 +10,8 @@ from typing import Any
 
 from autopar.cost.rooflines import SYMBOLS
 from autopar.plan.formulas import Edge
-from autopar.tables import table, wrapped
-from autopar.units import counted, seconds_text
+from autopar.text.tables import table, wrapped
+from autopar.text.units import counted, seconds_text
 
 _IN_DETAIL = 3  # candidates whose formulas a text shows
 _LISTED = 24  # candidates that a text lists

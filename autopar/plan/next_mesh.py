@@ -11,9 +11,9 @@ from autopar.planner.candidate import Alternative
 from autopar.planner.deep import DeepPlanner
 from autopar.planner.recomputation import AskedRecomputation
 from autopar.planner.request import Request
-from autopar.progress import reporter
 from autopar.recompute import Recompute
 from autopar.search.smallest_footprint import NothingFits
+from autopar.text.progress import reporter
 
 
 def next_mesh(plan: PlanValue, limit: float) -> Alternative | None:

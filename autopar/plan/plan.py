@@ -22,6 +22,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from autopar.base.files import write_file
+from autopar.base.schema import Mismatch, read, write
 from autopar.capture import capture
 from autopar.capture.captured import Captured
 from autopar.capture.dynamic import DynamicShapes
@@ -29,7 +31,6 @@ from autopar.capture.failure import check_call
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
 from autopar.cluster.cluster_part import Line
 from autopar.errors import AutoparError, InvalidInput
-from autopar.files import write_file
 from autopar.passes.microbatches import cut_batch
 from autopar.plan.operator_reasons import explain
 from autopar.plan.plan_diff import compare
@@ -47,7 +48,6 @@ from autopar.plan.soundness import (
 from autopar.plan.what_if import what_if
 from autopar.planner.candidate import Candidate
 from autopar.planner.hosting import require_room
-from autopar.schema import Mismatch, read, write
 from autopar.search.constraints import LayoutConstraint, read_constraints
 
 FORMAT, VERSION = "autopar plan", 14

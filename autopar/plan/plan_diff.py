@@ -20,8 +20,8 @@ from autopar.plan.plan_value import PlanValue
 from autopar.plan.saved_value import SavedValue, deciding, values_to_save
 from autopar.search.decisions import Decisions
 from autopar.strategies.node_info import info
-from autopar.tables import listed
-from autopar.units import bytes_text, seconds_text
+from autopar.text.tables import listed
+from autopar.text.units import bytes_text, seconds_text
 
 Pair = tuple[Any, Any]
 _LISTED = 40

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from autopar.base.files import write_file
 from autopar.errors import require_ending
-from autopar.files import write_file
 from autopar.plan.plan_value import PlanValue
 from autopar.plan.saved_value import digest
 from autopar.report.module_tree import module_tree

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from autopar.base.schema import write
 from autopar.layout import ParameterPlacement
 from autopar.plan.grouping import grouped
 from autopar.plan.plan_value import PlanValue
@@ -24,11 +25,10 @@ from autopar.planner.recomputation import summary
 from autopar.planner.trial import rows_of_trials
 from autopar.recompute import Recompute
 from autopar.report.weighed_plans import left_out_words, rows_of, rows_of_meshes
-from autopar.schema import write
 from autopar.search.search_report import SearchReport
 from autopar.strategies.node_info import info
-from autopar.tables import table, titled, wrapped
-from autopar.units import bytes_text, counted, seconds_text, share_text
+from autopar.text.tables import table, titled, wrapped
+from autopar.text.units import bytes_text, counted, seconds_text, share_text
 
 _LISTED = 8  # meshes, and ways to run a step
 _BESIDE = 13  # characters before what stands beside its name

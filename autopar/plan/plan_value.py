@@ -25,11 +25,11 @@ from autopar.planner.beside import spread_beside
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.request import Mode
 from autopar.planner.trial import Trial
-from autopar.progress import Report
 from autopar.search.constraints import Constraints
 from autopar.search.cost_graph_builder import CostGraphBuilder, MeshCostGraph
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results
+from autopar.text.progress import Report
 
 Made = TypeVar("Made", bound="PlanValue")
 _TOLD = ("trials", "file")  # what says how a plan was chosen

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from autopar.base.schema import Count, Positive, write
 from autopar.capture.dynamic import DynamicShapes
 from autopar.capture.fingerprint import Fingerprint
 from autopar.cluster import Cluster
@@ -26,7 +27,6 @@ from autopar.planner.candidate import Alternative
 from autopar.planner.request import Mode
 from autopar.planner.trial import Trial
 from autopar.precision import Precision
-from autopar.schema import Count, Positive, write
 from autopar.search.decisions import Decisions, TypedDecisions
 from autopar.search.search_report import SearchReport
 from autopar.states import States

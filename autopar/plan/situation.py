@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autopar.base.schema import write
 from autopar.capture.sizes import Sizes
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.report.weighed_plans import kinds_of, parts_of
-from autopar.schema import write
-from autopar.tables import table, wrapped
-from autopar.units import bytes_text, change_text, scaled, seconds_text
+from autopar.text.tables import table, wrapped
+from autopar.text.units import bytes_text, change_text, scaled, seconds_text
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from autopar.pipeline.pipelining import Pipelining
 from autopar.plan.saved_value import SavedValue
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
-from autopar.units import counted
+from autopar.text.units import counted
 
 _REMEDY = "make the plan again, and save it"
 

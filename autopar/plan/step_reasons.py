@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopar.base.schema import write
 from autopar.pipeline.schedule_labels import schedule_words
 from autopar.plan.next_mesh import next_mesh
 from autopar.plan.plan_value import PlanValue
 from autopar.planner.candidate import Alternative
 from autopar.planner.trial import measured
 from autopar.report.weighed_plans import left_out_words, rows_of, rows_of_meshes
-from autopar.schema import write
 from autopar.search.search_report import ConsideredMesh
-from autopar.tables import table, titled, wrapped
-from autopar.units import bytes_text, change_text, counted, seconds_text
+from autopar.text.tables import table, titled, wrapped
+from autopar.text.units import bytes_text, change_text, counted, seconds_text
 
 _IN_WORDS = 3  # of those that lose
 _LISTED = 24

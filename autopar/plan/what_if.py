@@ -30,10 +30,10 @@ from autopar.planner.offers import Choice, has_world
 from autopar.planner.patience import SECONDS, Patience, require_seconds
 from autopar.planner.request import AXIS, Request
 from autopar.planner.verdict import refuse_random, require_rules
-from autopar.progress import reporter
 from autopar.search.smallest_footprint import NothingFits
 from autopar.strategies.node_info import info
-from autopar.units import LEAST_MEMORY, counted, read_bytes, read_rate, scaled
+from autopar.text.progress import reporter
+from autopar.text.units import LEAST_MEMORY, counted, read_bytes, read_rate, scaled
 
 Change = float | str  # what something becomes, or how many times as much, as "2x"
 _BYTES = {"bandwidth": "B/s", "inside": "B/s", "memory": "B"}  # what is said with a unit

@@ -28,7 +28,6 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.carried import carried, fitting
 from autopar.planner.recomputation import FULL
 from autopar.planner.request import Mode
-from autopar.progress import Report
 from autopar.recompute import Recompute
 from autopar.search.constraints import (
     Constraints,
@@ -41,6 +40,7 @@ from autopar.search.layout_search import LayoutSearch
 from autopar.search.propagation import propagate
 from autopar.search.smallest_footprint import NothingFits
 from autopar.strategies.node_info import info
+from autopar.text.progress import Report
 
 _PLAN = "the plan"  # where a layout was said
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from torch import fx
 
+from autopar.base.schema import Count
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
 from autopar.cluster.cluster_part import Line, Part
@@ -49,12 +50,11 @@ from autopar.planner.recomputation import summary
 from autopar.planner.state_places import state_places
 from autopar.precision import Precision
 from autopar.recompute import Recompute
-from autopar.schema import Count
 from autopar.search.decisions import Decisions
 from autopar.search.search_report import SearchReport
 from autopar.search.smallest_footprint import SmallestFootprint
 from autopar.states import WHOLE, States
-from autopar.units import counted
+from autopar.text.units import counted
 
 
 @dataclass(frozen=True)

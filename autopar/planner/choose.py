@@ -15,11 +15,11 @@ from functools import cache, partial
 
 from torch import nn
 
+from autopar.base.garbage_collection import set_aside
 from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks
 from autopar.errors import Interrupted, InvalidInput
-from autopar.garbage import set_aside
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.stages.stretch import NotAlike
@@ -41,7 +41,6 @@ from autopar.planner.room import Room
 from autopar.planner.telling import Telling, size_words
 from autopar.planner.verdict import no_size
 from autopar.planner.whole import Whole
-from autopar.progress import Report
 from autopar.recompute import Recompute
 from autopar.search.constraints import Constraints, read_constraints
 from autopar.search.layout_search import NothingFaster, OutOfTime, is_large, nothing_found_yet
@@ -49,6 +48,7 @@ from autopar.search.search_report import SearchReport
 from autopar.search.smallest_footprint import NothingFits
 from autopar.solver.cost_graph import UnequalBlocks
 from autopar.states import States
+from autopar.text.progress import Report
 
 HUGE = 2000  # calls of a program that is not looked at where it cannot be the best
 MOST_LEANEST = 3  # numbers of stages in which the leanest way of a huge program is looked for

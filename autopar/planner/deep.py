@@ -22,10 +22,10 @@ from autopar.planner.fastest import Fastest
 from autopar.planner.patience import Ended
 from autopar.planner.request import Request
 from autopar.planner.whole import Whole
-from autopar.progress import Report
 from autopar.recompute import Recompute
 from autopar.search.constraints import Constraints, require_used
 from autopar.search.layout_search import nothing_found_yet
+from autopar.text.progress import Report
 
 
 class DeepPlanner:

@@ -15,7 +15,7 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.request import Request
 from autopar.states import States
 from autopar.strategies.node_info import info
-from autopar.units import bytes_text, counted
+from autopar.text.units import bytes_text, counted
 
 
 def may_go(model: nn.Module, asked: States | None) -> bool:

@@ -30,7 +30,6 @@ from autopar.planner.state_places import (
     split_for,
 )
 from autopar.planner.whole import Whole
-from autopar.progress import Report
 from autopar.recompute import Recompute
 from autopar.search.constraints import Constraints
 from autopar.search.decisions import Decisions
@@ -38,6 +37,7 @@ from autopar.search.layout_search import LayoutSearch, NothingFaster, SearchCach
 from autopar.search.propagation import propagate, with_batch_axis
 from autopar.search.smallest_footprint import NothingFits
 from autopar.states import WHOLE, States
+from autopar.text.progress import Report
 
 MOST_BUILT = 3  # programs whose cost graphs are kept
 LESS = 0.9  # of a limit: few layouts are in between

@@ -23,8 +23,8 @@ from autopar.planner.fastest import Fastest
 from autopar.planner.ledger import best_first
 from autopar.planner.patience import Ended
 from autopar.planner.request import Request
-from autopar.progress import Report
 from autopar.search.layout_search import NothingFaster
+from autopar.text.progress import Report
 
 
 def has_world() -> bool:

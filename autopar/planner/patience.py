@@ -14,7 +14,7 @@ from numbers import Real
 from typing import Literal
 
 from autopar.errors import InvalidInput
-from autopar.lines import shorten
+from autopar.text.source_lines import shorten
 
 SECONDS = 10.0
 _STEP = 0.04  # times all: between two looks at the clock

@@ -18,7 +18,7 @@ from autopar.mesh import Mesh
 from autopar.search.constraints import LayoutConstraint
 from autopar.states import States, innermost
 from autopar.strategies.node_info import info
-from autopar.units import counted
+from autopar.text.units import counted
 
 Axes = tuple[str, ...]
 

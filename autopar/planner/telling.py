@@ -8,8 +8,8 @@ report("mesh", "1 of 3: Mesh(x=8)")     # mesh: 1 of 3: Mesh(x=8); 2 stages, 4 m
 from __future__ import annotations
 
 from autopar.planner.ledger import Ledger
-from autopar.progress import Report
-from autopar.units import counted, seconds_text
+from autopar.text.progress import Report
+from autopar.text.units import counted, seconds_text
 
 
 def size_words(stages: int, microbatches: int) -> str:

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.schema import Positive
-from autopar.units import seconds_text
+from autopar.base.schema import Positive
+from autopar.text.units import seconds_text
 
 
 @dataclass(frozen=True)

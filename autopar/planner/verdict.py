@@ -24,7 +24,6 @@ from autopar.capture.normalisations.draws import instead
 from autopar.capture.randomness import is_random
 from autopar.capture.sizes import rows_of
 from autopar.errors import InvalidInput
-from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
 from autopar.passes.batch_cutter import InseparableBatch
 from autopar.passes.microbatches import batch_statistics
@@ -38,7 +37,8 @@ from autopar.solver.cp_sat_residual import relative_gap
 from autopar.states import HOSTED
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results, maker
-from autopar.units import counted, share_text
+from autopar.text.source_lines import frames_to_caller
+from autopar.text.units import counted, share_text
 
 _LEAST_UNCUT = 0.05  # of the time that a step computes, that is worth a warning
 _JOINED = (

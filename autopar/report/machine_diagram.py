@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from autopar.drawing import Drawing
 from autopar.mesh import Mesh
 from autopar.planner.candidate import Candidate
 from autopar.report.traffic import Axes, LinkTraffic
-from autopar.units import bytes_text, counted, scaled
+from autopar.text.drawing import Drawing
+from autopar.text.units import bytes_text, counted, scaled
 
 _NODES, _DEVICES = 4, 16  # that are drawn
 _WIDTH, _BOX, _ROW = 960.0, 54.0, 30.0

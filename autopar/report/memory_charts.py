@@ -12,13 +12,13 @@ from functools import cached_property
 from itertools import groupby
 
 from autopar.cost.footprint import LASTING, AtPeak
-from autopar.drawing import Axis, Drawing
 from autopar.pipeline.memory.memory_timeline import ProgramCourse
 from autopar.pipeline.memory.step_memory import Held
 from autopar.pipeline.memory.step_timeline import course_by_call, course_of_step
 from autopar.planner.candidate import Candidate
 from autopar.report.step_parts import BarShare
-from autopar.units import bytes_text, seconds_text
+from autopar.text.drawing import Axis, Drawing
+from autopar.text.units import bytes_text, seconds_text
 
 _WIDTH, _LEFT, _HEIGHT, _BELOW = 960.0, 70.0, 170.0, 22.0
 _RANKS = 8  # that are drawn

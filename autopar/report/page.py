@@ -12,7 +12,6 @@ from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader
 
-from autopar.drawing import Drawing, style
 from autopar.pipeline.schedule_labels import schedule_words
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.trial import Trial
@@ -31,7 +30,8 @@ from autopar.report.weighed_plans import (
     weighed_plans,
 )
 from autopar.search.search_report import SearchReport
-from autopar.units import bytes_text, counted, scaled, seconds_text, share_text, visible
+from autopar.text.drawing import Drawing, style
+from autopar.text.units import bytes_text, counted, scaled, seconds_text, share_text, visible
 
 _COSTS = 200  # that are shown
 

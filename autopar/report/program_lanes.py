@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.drawing import Drawing
 from autopar.planner.candidate import Candidate
 from autopar.report.module_tree import ModuleNode, ProgramCall, calls_of, joined
-from autopar.units import bytes_text, seconds_text
+from autopar.text.drawing import Drawing
+from autopar.text.units import bytes_text, seconds_text
 
 _STEP, _HEIGHT, _WIDTH = 10.0, 24.0, 960.0  # of lanes, of rows, of a whole picture
 

@@ -12,14 +12,14 @@ from typing import Protocol
 import torch
 
 from autopar.cost.whole_work import model_flops
-from autopar.drawing import Axis, Drawing
 from autopar.errors import InvalidInput
 from autopar.layout import DTYPE_NAMES
 from autopar.pipeline.simulation.gantt import Gantt
 from autopar.planner.candidate import Candidate
 from autopar.report.trace import ACTIONS, Event
 from autopar.strategies.node_info import info
-from autopar.units import counted, scaled, seconds_text, share_text
+from autopar.text.drawing import Axis, Drawing
+from autopar.text.units import counted, scaled, seconds_text, share_text
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 960.0, 180.0, 76.0, 22.0
 _KINDS = tuple(f"series{number}" for number in range(6))

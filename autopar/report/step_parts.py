@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.drawing import Drawing
 from autopar.planner.candidate import Candidate
-from autopar.units import seconds_text
+from autopar.text.drawing import Drawing
+from autopar.text.units import seconds_text
 
 _WIDTH = 960.0
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from autopar.base.files import write_file
+from autopar.base.schema import Index, Mismatch, NotNegative
+from autopar.base.schema import read as read_data
 from autopar.errors import InvalidInput
-from autopar.files import write_file
 from autopar.pipeline.schedule import Action, one_stage
 from autopar.pipeline.simulation.timeline import UPDATES
 from autopar.planner.candidate import Candidate
 from autopar.report.module_tree import ProgramCall, calls_of
-from autopar.schema import Index, Mismatch, NotNegative
-from autopar.schema import read as read_data
 
 ACTIONS, INSIDE, SUMS = range(3)  # tracks of a rank
 _TRACKS = {ACTIONS: "actions", INSIDE: "calls", SUMS: "sums of gradients"}

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import WORDS
 from autopar.report.trace import ACTIONS, Event, Trace
-from autopar.tables import table
-from autopar.units import seconds_text
+from autopar.text.tables import table
+from autopar.text.units import seconds_text
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.drawing import Axis, Drawing
 from autopar.mesh import Mesh
 from autopar.planner.candidate import Alternative
 from autopar.planner.trial import Trial, measured
 from autopar.search.search_report import ConsideredMesh
-from autopar.units import bytes_text, counted, seconds_text, share_text
+from autopar.text.drawing import Axis, Drawing
+from autopar.text.units import bytes_text, counted, seconds_text, share_text
 
 # What bounds rule out, and what a guess does, as people call one or more of it.
 _SIZES = "number of stages and micro-batches", "numbers of stages and micro-batches"

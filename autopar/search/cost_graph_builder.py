@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
+from autopar.base.garbage_collection import collected_later
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of
 from autopar.capture.marker import ANNOTATE
@@ -28,7 +29,6 @@ from autopar.cost.footprint import HELD, parameter_bytes
 from autopar.cost.saved_tensors import SavedTensors
 from autopar.cost.state_price import Beside
 from autopar.errors import InvalidInput
-from autopar.garbage import collected_later
 from autopar.layout import ParameterPlacement, Parts, Placement
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates, NodeClasses, storage_states, uncut

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from autopar.base.schema import Index
 from autopar.capture.listing import operator_of
 from autopar.layout import Layout, ParameterPlacement, Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.recompute import Recompute
-from autopar.schema import Index
 from autopar.strategies import Strategy
 from autopar.strategies.node_info import info
 

@@ -17,7 +17,6 @@ from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
 from autopar.errors import Interrupted
 from autopar.mesh import Mesh
-from autopar.progress import Report
 from autopar.search.constraints import Constraints
 from autopar.search.cost_graph_builder import CostGraphBuilder, MeshCostGraph
 from autopar.search.decisions import Decisions
@@ -29,7 +28,8 @@ from autopar.solver.lagrangian import NoRoom
 from autopar.solver.solve import Solution, least_limit, least_memory, solve
 from autopar.states import WHOLE, States
 from autopar.strategies.node_info import info
-from autopar.units import bytes_text, seconds_text
+from autopar.text.progress import Report
+from autopar.text.units import bytes_text, seconds_text
 
 MOST_OF_A_KIND = 8  # meshes with the same number of axes that are all tried
 MOST_SPLIT = 2  # meshes whose axes are split, where there are more; of a large program the best

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from autopar.errors import InvalidInput
-from autopar.units import bytes_text
+from autopar.text.units import bytes_text
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from autopar.solver.elimination import Elimination
 from autopar.solver.lagrangian import LagrangianSearch
 from autopar.solver.optimum import Optimiser
 from autopar.solver.packed_graph import Array, Integers, PackedGraph
-from autopar.units import share_text
+from autopar.text.units import share_text
 
 _SLACK = 1e-12  # relative
 _PARTS = 300  # that are looked into at most

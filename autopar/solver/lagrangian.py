@@ -29,7 +29,7 @@ from autopar.solver.cp_sat_residual import relative_gap, solve_residual
 from autopar.solver.elimination import Elimination
 from autopar.solver.optimum import SECONDS, Optimiser, Optimum
 from autopar.solver.reduced_core import EXACT
-from autopar.units import share_text
+from autopar.text.units import share_text
 
 Point = tuple[float, float, Integers]  # seconds, bytes, choice
 

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field, replace
 import numpy as np
 
 from autopar.errors import Interrupted, InvalidInput
-from autopar.progress import Report
 from autopar.solver.branch_and_bound import branch_and_bound
 from autopar.solver.cost_graph import CostGraph, UnequalBlocks
 from autopar.solver.cp_sat_residual import relative_gap
@@ -24,6 +23,7 @@ from autopar.solver.dominated import prune
 from autopar.solver.lagrangian import LagrangianSearch
 from autopar.solver.optimum import SECONDS, Optimiser
 from autopar.solver.packed_graph import Integers, PackedGraph
+from autopar.text.progress import Report
 
 TOLERANCE = 0.01  # the gap at which a search under a memory limit may stop
 MOST_PREPARED = 4  # graphs that are known again, when they are solved for another limit

@@ -16,7 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar._torch import memory_of, onednn_dtypes
+from autopar._torch.operators import onednn_dtypes
+from autopar._torch.tensors import memory_of
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import OperatorCall, tensor_inputs
 from autopar.strategies.results import flat_values

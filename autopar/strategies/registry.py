@@ -28,7 +28,7 @@ from autopar.strategies.node_info import flat_values, info
 from autopar.strategies.results import is_result
 from autopar.strategies.rule import Dim, ExtraTensor, Rule, Saved, product
 from autopar.strategies.rules.equal_parts import parts_of_tensors
-from autopar.units import counted
+from autopar.text.units import counted
 
 Operator = Any  # OpOverload, OpOverloadPacket, operator of torch.library.custom_op, or function
 

@@ -41,7 +41,7 @@ from autopar.strategies.layout_signature import (
     signatures,
 )
 from autopar.strategies.strategy import JointCut, PartsCut, Strategy
-from autopar.units import counted
+from autopar.text.units import counted
 
 Quantifier = Callable[[Iterable[bool]], bool]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.schema import Index
+from autopar.base.schema import Index
 
 
 @dataclass(frozen=True)

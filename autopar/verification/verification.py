@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from autopar.mesh import Mesh
-from autopar.tables import listed
-from autopar.units import counted
+from autopar.text.tables import listed
+from autopar.text.units import counted
 from autopar.verification.references import Comparison, Difference
 
 _SUMMED = "  the model has no loss: a weighted sum of its outputs is differentiated"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar import Mesh
-from autopar._torch import local_of
+from autopar._torch.tensors import local_of
 from autopar.layout import Layout, TensorType
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.backends.world import world

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autopar as ap
-from autopar._torch import local_of, memory_of
+from autopar._torch.tensors import local_of, memory_of
 from autopar.cost.gather_groups import LIVE_GROUPS
 from autopar.cost.state_price import GATHERS, SUMS
 from autopar.pipeline.memory.copy_lifetimes import Passing

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import autopar as ap
+from autopar.base.schema import write
 from autopar.cluster import Device, Link, Node
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.simulation.compute_lower_bound import least_time
@@ -18,7 +19,6 @@ from autopar.planner.ideal import Ideal
 from autopar.planner.promises import Promises, Size
 from autopar.planner.staged import StagedProgram, StagedWay
 from autopar.recompute import Recompute
-from autopar.schema import write
 from tests import models
 from tests.parity import assert_parity
 from tests.pipeline.models import share_captures  # noqa: F401

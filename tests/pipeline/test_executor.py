@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autopar as ap
-from autopar.schema import write
+from autopar.base.schema import write
 from tests.models import Case, gpt
 from tests.parity import assert_equal, assert_parity, parallel_outcome, single_outcome
 from tests.pipeline.models import (

@@ -18,7 +18,7 @@ from autopar.errors import InvalidInput
 from autopar.plan.plan import Plan
 from autopar.report.run_charts import TrainingRun, draw_lines
 from autopar.report.trace import events_of
-from autopar.units import bytes_text, seconds_text
+from autopar.text.units import bytes_text, seconds_text
 from tests import chromium
 from tests.report import plans
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import autopar as ap
-from autopar.drawing import Axis, Drawing
 from autopar.pipeline import schedule, simulate
 from autopar.report.memory_charts import draw_memory as memory_drawn
 from autopar.report.memory_charts import held_at_peak, rank_memories
@@ -21,7 +20,8 @@ from autopar.report.program_lanes import program_blocks
 from autopar.report.step_parts import step_parts
 from autopar.report.traffic import link_traffic
 from autopar.report.weighed_plans import draw_scatter, weighed_plans
-from autopar.units import bytes_text, share_text
+from autopar.text.drawing import Axis, Drawing
+from autopar.text.units import bytes_text, share_text
 from tests import models
 from tests.report import plans
 

@@ -12,7 +12,7 @@ import autopar as ap
 from autopar.cost.time_report import Cost
 from autopar.plan.plan import Plan
 from autopar.planner.candidate import Alternative
-from autopar.units import bytes_text, seconds_text
+from autopar.text.units import bytes_text, seconds_text
 from tests import models
 from tests.report import plans
 

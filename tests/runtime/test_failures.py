@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import autopar as ap
-from autopar._torch import wait_for
+from autopar._torch.communication import wait_for
 from autopar.runtime.launching import failures
 from autopar.runtime.launching.failures import is_collective_error
 from autopar.runtime.launching.rank_liveness import RankLiveness

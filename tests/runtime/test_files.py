@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
+from autopar.base.schema import read, write
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.layout import Layout
 from autopar.pipeline import load, schedule, simulate, to_csv, to_text
@@ -28,7 +29,6 @@ from autopar.runtime.checkpoints.checkpoint_writing import Part, divided
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.parameters import weight_files
 from autopar.runtime.parameters.placing import narrow_to
-from autopar.schema import read, write
 from tests.mutations import bytes_of, file_of, sealed
 
 SECONDS = 30  # for one file, before it is called a hang

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar._torch import python_call
+from autopar._torch.operators import python_call
 from tests.strategies.rule_cases import CASES, i, t, u
 from tests.strategies.rule_law import Case
 

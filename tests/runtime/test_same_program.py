@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
+from autopar.base.schema import read, write
 from autopar.capture import capture
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.plan.plan import SavedPlan
-from autopar.schema import read, write
 from tests import models
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 

@@ -18,7 +18,7 @@ from autopar.options import PlanOptions
 from autopar.planning import make_plans
 from autopar.runtime.module import trials
 from autopar.runtime.observation.timing import time_in_rounds
-from autopar.units import seconds_text
+from autopar.text.units import seconds_text
 from tests import models
 from tests.captures import shared_captures
 from tests.models import Case

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import autopar as ap
+from autopar.base.files import NewFile, replacing, write_file
 from autopar.cluster.calibration import kept
-from autopar.files import NewFile, replacing, write_file
 from autopar.pipeline import save, schedule, simulate
 
 X = torch.linspace(-1, 1, 32).view(8, 4)

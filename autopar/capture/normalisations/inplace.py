@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch import memory_of
+from autopar._torch.tensors import memory_of
 from autopar.capture.graph_builder import GraphBuilder, Site, is_mutable, rewrites, shape_of
 from autopar.capture.listing import operator_name
 from autopar.capture.normalisations.shapes import as_call

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar._torch import below_autograd
+from autopar._torch.operators import below_autograd
 from autopar.capture.graph_builder import REWRITTEN, GraphBuilder
 from autopar.capture.normalisations.inplace import functional_of
 from autopar.capture.normalisations.tuples import PIECES

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar._torch import memory_of
+from autopar._torch.tensors import memory_of
 from autopar.cost.host_kernels import HostKernels
 from autopar.mesh import Mesh
 from autopar.passes.kernels import local_call

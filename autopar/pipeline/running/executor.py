@@ -19,11 +19,11 @@ from typing import Protocol
 
 from torch.profiler import record_function
 
-from autopar._torch import profiling
+from autopar._torch.autograd import is_profiling
 from autopar.errors import InvalidInput
 from autopar.pipeline.running.worker import Value, Worker
 from autopar.pipeline.schedule import WORDS, Action, Schedule
-from autopar.units import counted
+from autopar.text.units import counted
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class RankRunner:
 
     def _do(self, action: Action, microbatch: int, received: list[Value]) -> list[Value]:
         """Run one micro-batch, in a range of its own while a profiler listens; what is sent on."""
-        if not profiling():
+        if not is_profiling():
             return self._run(action, microbatch, received)
         pipe = f", pipe {action.pipe}" if self.schedule.pipes > 1 else ""
         place = f"stage {action.stage}, micro-batch {microbatch}{pipe}"

@@ -18,11 +18,11 @@ from contextlib import suppress
 from math import prod
 from typing import Any
 
+from autopar.base.schema import is_count
 from autopar.errors import InvalidInput, require_one_of
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules.registry import GENERATORS, positive
-from autopar.schema import is_count
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

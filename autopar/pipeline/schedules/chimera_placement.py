@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedules.registry import even_stages, positive
-from autopar.units import counted
+from autopar.text.units import counted
 
 
 def chimera_placement(name: str, stages: int, pipes: int) -> list[list[int]]:

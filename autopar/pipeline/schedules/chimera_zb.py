@@ -19,7 +19,7 @@ from autopar.pipeline.schedules.list_scheduling import ListSchedule, greedy
 from autopar.pipeline.schedules.registry import generator, positive
 from autopar.pipeline.simulation.action_costs import Costs, StageTimes, plain, single, stage_times
 from autopar.pipeline.simulation.action_times import run
-from autopar.units import counted
+from autopar.text.units import counted
 
 ORDERS: tuple[tuple[Kind, ...], ...] = (("F", "I", "W"), ("I", "F", "W"))
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from autopar.base.schema import is_count
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import Action, Schedule
-from autopar.schema import is_count
 
 Generate = Callable[..., Schedule]
 

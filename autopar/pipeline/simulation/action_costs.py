@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import KINDS, Kind
-from autopar.units import counted
+from autopar.text.units import counted
 
 Costs = float | Sequence[float]
 StageTimes = dict[Kind, tuple[float, ...]]  # of one micro-batch on each stage, by kind of action

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.drawing import Axis, Drawing
 from autopar.pipeline.schedule import WORDS, Action, Schedule
-from autopar.units import counted, share_text
+from autopar.text.drawing import Axis, Drawing
+from autopar.text.units import counted, share_text
 
 _WIDTH, _LEFT, _ROW, _GAP, _ABOVE, _BELOW = 960.0, 56.0, 22.0, 4.0, 26.0, 22.0
 _EACH = 3000  # actions that are boxes of their own

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from autopar.base.files import write_file
 from autopar.errors import require_ending
-from autopar.files import write_file
 from autopar.pipeline.memory.activation_counts import Live, live_microbatches
 from autopar.pipeline.schedule import Action, Schedule
 from autopar.pipeline.simulation.gantt import Gantt
-from autopar.units import counted
+from autopar.text.units import counted
 
 WIDTH = 160  # columns
 SUM = "sum of gradients"

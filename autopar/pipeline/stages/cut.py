@@ -18,7 +18,7 @@ from autopar.pipeline.stages.shared_memory import cut_together
 from autopar.pipeline.stages.stage_cost import StageCost
 from autopar.pipeline.stages.stage_hardware import ANYWHERE, Standing
 from autopar.pipeline.stages.stage_tables import StageCosts
-from autopar.units import counted
+from autopar.text.units import counted
 
 
 def choose_stages(

@@ -38,7 +38,7 @@ from autopar.pipeline.stages.stage_hardware import ANYWHERE, Standing
 from autopar.pipeline.stages.stretch import Stretch
 from autopar.pipeline.stages.table import StageTable
 from autopar.strategies.node_info import info
-from autopar.units import counted
+from autopar.text.units import counted
 
 Array = NDArray[np.float64]
 PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program

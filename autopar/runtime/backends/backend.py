@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, fx
 
-from autopar._torch import local_of
+from autopar._torch.tensors import local_of
 from autopar.layout import Layout, TensorType
 from autopar.passes.stages import Stage
 from autopar.pipeline.running.executor import RankRunner, Recorded, Transport

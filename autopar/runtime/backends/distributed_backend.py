@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from autopar._torch import local_of, wait_for
+from autopar._torch.communication import wait_for
+from autopar._torch.tensors import local_of
 from autopar.collectives.eager_movements import LateSum
 from autopar.cost.copy_groups import copy_groups
 from autopar.layout import Layout, TensorType

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from autopar._torch import copy_each
+from autopar._torch.tensors import copy_each
 
 HOST = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import local_of
+from autopar._torch.tensors import local_of
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
 from autopar.placements import from_placements

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar._torch import moves_on_host, moves_what_is_on_host
-from autopar._torch_groups import groups_known
+from autopar._torch.communication import moves_host_tensors, moves_through_host
+from autopar._torch.process_groups import named_group_count
 from autopar.errors import InvalidInput
-from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
 from autopar.passes.localize import Axes
 from autopar.runtime.backends.world import new_group, require_living, world
 from autopar.runtime.launching.failures import report_uncaught_errors, stop_all_on_failure
-from autopar.units import counted
+from autopar.text.source_lines import frames_to_caller
+from autopar.text.units import counted
 
 
 class Groups:
@@ -60,10 +60,10 @@ class Groups:
 
 def see_alike(device_mesh: DeviceMesh) -> None:
     """Have all ranks of a mesh see equally many groups: who saw fewer makes some for itself."""
-    most = torch.tensor(groups_known(), device=device_mesh.device_type)
+    most = torch.tensor(named_group_count(), device=device_mesh.device_type)
     for group in device_mesh.get_all_groups():
         dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    for _ in range(int(most) - groups_known()):
+    for _ in range(int(most) - named_group_count()):
         new_group([dist.get_rank()], use_local_synchronization=True)
 
 
@@ -89,7 +89,7 @@ def enter_world(model_device: torch.device) -> torch.device:
 
 def require_host_moves(group: Any) -> None:
     """Refuse a world that moves only what is on GPUs, where tensors are kept on the host."""
-    if not moves_what_is_on_host(group):
+    if not moves_host_tensors(group):
         raise InvalidInput(
             "ranks that keep states on the host belong to a world that moves tensors there too",
             got="a world that was joined for GPUs alone",
@@ -113,7 +113,7 @@ def _own_device(model_device: torch.device) -> torch.device:
     A GPU that was chosen by `torch.cuda.set_device` is kept. In a world over gloo a rank computes
     where its model is: so several ranks may share a GPU.
     """
-    by_host = dist.group.WORLD is not None and moves_on_host(dist.group.WORLD)
+    by_host = dist.group.WORLD is not None and moves_through_host(dist.group.WORLD)
     if not torch.cuda.is_available() or (by_host and model_device.type == "cpu"):
         return torch.device("cpu")
     index = model_device.index if by_host else None

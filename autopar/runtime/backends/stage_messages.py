@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar._torch import wait_for
+from autopar._torch.communication import wait_for
 from autopar.pipeline.running.executor import MessageKey, messages_of
 from autopar.pipeline.running.worker import Value
 from autopar.runtime.backends.stage_ranks import StageRanks

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
-from autopar._torch_gradients import own_gradients
+from autopar._torch.leaf_gradients import keep_gradients_unshared
 from autopar.capture.origins import gathered_parameter
 from autopar.collectives import Movement, from_ranks, move, to_ranks
 from autopar.collectives.joint_kernels import in_groups, joined
@@ -297,7 +297,7 @@ class VirtualBackend(Backend):
 
     def bind(self, kept: Mapping[str, Tensor]) -> None:
         """Parameters are leaves themselves."""
-        own_gradients(kept.values())
+        keep_gradients_unshared(kept.values())
 
     def joined(self, values: Sequence[Value], types: Sequence[TensorType]) -> list[Tensor]:
         """The whole."""

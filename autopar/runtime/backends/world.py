@@ -19,8 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar._torch import all_gather_single, holds_store, moves_on_host, world_store, world_timeout
-from autopar._torch_groups import taken_for_world
+from autopar._torch.communication import (
+    all_gather_single,
+    moves_through_host,
+    serves_store,
+    world_store,
+    world_timeout,
+)
+from autopar._torch.process_groups import as_world
 from autopar.errors import ExecutionError
 from autopar.mesh import Mesh
 from autopar.runtime.launching.rank_liveness import RankLiveness, run_within
@@ -53,7 +59,7 @@ class World:
         if not self.has_met:
             if self.size > 1 and not self.is_beside:
                 require_same_sources()
-            holds = self.rank if holds_store(world_store()) else -1
+            holds = self.rank if serves_store(world_store()) else -1
             holder = torch.tensor(holds, device=self.carrier)
             dist.all_reduce(holder, dist.ReduceOp.MAX)
             self.store_holder = int(holder) if holder >= 0 else None
@@ -150,7 +156,7 @@ def world() -> World:
             _joined.liveness.close()
         _count += 1
         rank, size, store = dist.get_rank(), dist.get_world_size(), world_store()
-        gpu = torch.cuda.is_available() and not moves_on_host(group)
+        gpu = torch.cuda.is_available() and not moves_through_host(group)
         carrier = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         liveness = RankLiveness(dist.PrefixStore(f"autopar/{_count}", store), rank, size)
         _joined = World(group, rank, size, carrier, liveness)
@@ -163,7 +169,7 @@ def world_beside() -> Iterator[World]:
     was joined goes on. All ranks begin one together; what was made in it has gone by its end."""
     global _joined
     whole = world()
-    with taken_for_world(new_group(range(whole.size))):
+    with as_world(new_group(range(whole.size))):
         _joined = None
         here = world()
         here.is_beside = True

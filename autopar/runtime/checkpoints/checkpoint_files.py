@@ -25,8 +25,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from autopar.base.files import read_regular
+from autopar.base.schema import Count, Index, read, write
 from autopar.errors import AutoparError, InvalidInput
-from autopar.files import read_regular
 from autopar.runtime.checkpoints.checkpoint_folders import (
     BESIDE,
     INDEX,
@@ -47,7 +48,6 @@ from autopar.runtime.parameters.weight_files import (
     StoredTensor,
     digest_of,
 )
-from autopar.schema import Count, Index, read, write
 
 
 class Key(NamedTuple):

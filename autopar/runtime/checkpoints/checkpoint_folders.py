@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from autopar.base.files import hold, if_abandoned, locked, read_regular, replacing, sync, writing
+from autopar.base.schema import is_count
 from autopar.errors import ExecutionError, InvalidInput
-from autopar.files import hold, if_abandoned, locked, read_regular, replacing, sync, writing
 from autopar.runtime.parameters.weight_files import CHECKPOINT
-from autopar.schema import is_count
 
 FORMAT: Final = "autopar checkpoint"
 VERSION: Final = 1

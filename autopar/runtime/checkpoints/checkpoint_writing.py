@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar._torch import world_timeout
+from autopar._torch.communication import world_timeout
+from autopar.base.files import replacing
 from autopar.errors import ExecutionError, InvalidInput, said
-from autopar.files import replacing
 from autopar.runtime.checkpoints.checkpoint_files import (
     Contents,
     Key,

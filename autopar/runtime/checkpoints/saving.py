@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import local_of
+from autopar._torch.tensors import local_of
+from autopar.base.files import NewFile, writing
 from autopar.errors import InvalidInput
-from autopar.files import NewFile, writing
 from autopar.runtime.checkpoints.checkpoint_files import (
     Beside,
     Checkpoint,

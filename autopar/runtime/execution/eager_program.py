@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autopar._torch import python_call
+from autopar._torch.operators import python_call
 from autopar.collectives.eager_movements import EAGER, LateSum, sum_later
 from autopar.mesh import Mesh
 from autopar.passes import LocalSetting, ParameterCopies, run_local_passes

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 from torch.profiler import record_function
 
-from autopar._torch import profiling
+from autopar._torch.autograd import is_profiling
 from autopar.strategies.node_info import info
 
 
@@ -26,7 +26,7 @@ def profiled_function(graph: fx.Graph) -> Callable[..., Any]:
     plain = made.forward
 
     def function(*inputs: Any) -> Any:
-        return ProfiledInterpreter(made).run(*inputs) if profiling() else plain(*inputs)
+        return ProfiledInterpreter(made).run(*inputs) if is_profiling() else plain(*inputs)
 
     return function
 

@@ -27,7 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from autopar._torch import memory_of, saving_hooks
+from autopar._torch.autograd import saved_tensor_hooks
+from autopar._torch.tensors import memory_of
 from autopar.runtime.execution.activation_offload import ActivationOffload, Axes, OffloadedMemory
 from autopar.runtime.parameters.gathered_copies import changed_before_backward
 
@@ -141,7 +142,7 @@ class _RecomputedRun:
     """One run of a function: what it was given, and stand-ins for all that it kept besides."""
 
     def __init__(self, region: FullRecompute, inputs: Sequence[Any]) -> None:
-        self.region, (self._pack, self._unpack) = region, saving_hooks()
+        self.region, (self._pack, self._unpack) = region, saved_tensor_hooks()
         self.own = _storages(inputs)
         self.away = {} if region.leaving is None else region.leaving.of(inputs)
         self.stand_ins: list[ReferenceType[_StandIn]] = []
@@ -215,7 +216,7 @@ class SelectiveRecompute:
 
     def __init__(self, function: Function, leaving: RegionOffload | None = None) -> None:
         self.function, self.leaving = function, leaving
-        self._pack, self._unpack = saving_hooks()
+        self._pack, self._unpack = saved_tensor_hooks()
         # While it runs, of what is made again or kept elsewhere.
         self._found: dict[StorageWeakRef, tuple[_RecomputedCall | OffloadedMemory, int]] | None = (
             None
@@ -226,7 +227,7 @@ class SelectiveRecompute:
     def __call__(self, *inputs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.function(*inputs)
-        self._found, (self._pack, self._unpack) = {}, saving_hooks()
+        self._found, (self._pack, self._unpack) = {}, saved_tensor_hooks()
         try:
             if self.leaving is not None:
                 self._found |= self.leaving.of(inputs)

@@ -18,12 +18,12 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from autopar._torch import raised_while_waiting, world_timeout
-from autopar._torch_groups import abort_groups
+from autopar._torch.communication import is_raised_by_collective, world_timeout
+from autopar._torch.process_groups import abort_groups
 from autopar.errors import AutoparError, ExecutionError, InvalidInput, said
-from autopar.lines import caller
 from autopar.runtime.backends.world import World, joined, require_living
 from autopar.runtime.launching.rank_liveness import WAITS
+from autopar.text.source_lines import caller
 
 _PATIENCE = 5.0  # seconds to wait for the others' answers once a collective has broken
 
@@ -176,7 +176,7 @@ def is_collective_error(error: Exception) -> bool:
     """
     if isinstance(error, AutoparError) or not isinstance(error, RuntimeError):
         return False
-    return isinstance(error, dist.DistError) or raised_while_waiting(error)
+    return isinstance(error, dist.DistError) or is_raised_by_collective(error)
 
 
 def _text(world: World, error: BaseException) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar._torch import LOADED_BY_EXPORT
+from autopar._torch.export_graph import LOADED_BY_EXPORT
 from autopar.errors import ExecutionError
 from autopar.runtime.launching.failures import report_failure
 

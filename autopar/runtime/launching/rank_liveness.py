@@ -24,8 +24,8 @@ from typing import TypeVar
 
 from torch.distributed import Store
 
-from autopar._torch import another_connection
-from autopar.lines import caller
+from autopar._torch.communication import another_connection
+from autopar.text.source_lines import caller
 
 WAITS = "waits for others"
 _FIRST = "first_failure"

@@ -27,7 +27,7 @@ from autopar.plan.runtime_program import Program
 from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.module.call_outputs import joined
 from autopar.strategies.kernels.keyed_draws import DrawPlace
-from autopar.units import counted
+from autopar.text.units import counted
 
 
 def batch_axes(program: Program) -> Axes:

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.layout import DTYPE_NAMES
-from autopar.lines import shorten
-from autopar.units import counted
+from autopar.text.source_lines import shorten
+from autopar.text.units import counted
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autopar._torch import backward_under_way, call_after_backward, will_reach
+from autopar._torch.autograd import backward_pass_number, call_after_backward, will_receive_gradient
 from autopar.collectives import require_one
 from autopar.errors import InvalidInput
 from autopar.plan.runtime_program import Program
@@ -92,12 +92,12 @@ class DirectCalls:
             raise changed_before_backward()
         assert self._sync is not None
         refuse_gradient_hooks({slot.name: slot.parameter for slot in slots})
-        self._leaves.passing = backward_under_way()
+        self._leaves.passing = backward_pass_number()
         window = self._leaves.window
         window.bring_lasting()
         if not self._pending:
             call_after_backward(window.forget)
-        if not will_reach(self._anchor):
+        if not will_receive_gradient(self._anchor):
             return self._to_some(output, slots, grad)
         self._reached |= names
         if not self._pending:
@@ -114,7 +114,7 @@ class DirectCalls:
         """The gradients of those parameters that a restricted pass is to reach.
 
         It goes on to inputs by itself, so this one inside of it leaves everything as it is."""
-        asked = [slot for slot in slots if will_reach(slot.parameter)]
+        asked = [slot for slot in slots if will_receive_gradient(slot.parameter)]
         if not asked:
             return [None] * len(slots)
         assert self._sync is not None

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import local_of
+from autopar._torch.tensors import local_of
 from autopar.errors import InvalidInput
 from autopar.runtime.parameters.gradient_buckets import GradientSync
 from autopar.runtime.parameters.local_parameters import LocalParameters

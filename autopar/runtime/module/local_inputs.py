@@ -18,7 +18,7 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.strategies.node_info import info
-from autopar.units import counted
+from autopar.text.units import counted
 
 Shape = tuple[int, ...]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InvalidInput
-from autopar.lines import shorten
 from autopar.runtime.module.gradient_accumulation import is_partial
+from autopar.text.source_lines import shorten
 
 FIRST = 2.0**16
 PATIENCE = 2000  # steps without an overflow after which more is tried

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from autopar import _torch
+from autopar._torch.compiler import left_uncompiled
+from autopar._torch.modules import state_names
 from autopar.capture.autocasts import require_same, switched
 from autopar.capture.effects import carry_out_all
 from autopar.capture.failure import Parallel
@@ -53,7 +54,7 @@ from autopar.runtime.parameters.initial_values import InitialValues
 from autopar.runtime.parameters.old_parameters import note_old_parameters
 from autopar.runtime.parameters.refused_optimizers import register_module
 from autopar.runtime.parameters.tensor_tree import ModuleTensors
-from autopar.units import counted
+from autopar.text.units import counted
 
 
 class ParallelModule(Unwrapped, Described, StepObservation, Parallel):
@@ -70,8 +71,7 @@ class ParallelModule(Unwrapped, Described, StepObservation, Parallel):
     names that a ParallelModule has itself. What a method of the model calls, as `generate()` does,
     is this module; submodules do not run themselves. Parameters and buffers stand under their
     original names, tied ones under all their names. Freeze and replace them on all ranks alike:
-    `check=True` compares what is frozen. On processes, where they are DTensors, torch ignores what
-    `.data` is set to: `copy_()` under `torch.no_grad()` does what it was meant to.
+    `check=True` compares what is frozen. On processes set DTensors by `copy_()`, not by `.data`.
     """
 
     program: Program
@@ -113,7 +113,7 @@ class ParallelModule(Unwrapped, Described, StepObservation, Parallel):
         for name, value in values.tensors.items():
             types.setdefault(name, TensorType.of(value, Layout.replicated(value.ndim)))
         self._layouts = {name: types[name].layout for name in values.tensors}
-        self._names = tuple(_torch.state_names(model))
+        self._names = tuple(state_names(model))
         names = {name: [name] for name in self._layouts}
         for alias, name in captured.tied.items():
             names[name].append(alias)
@@ -193,7 +193,7 @@ class ParallelModule(Unwrapped, Described, StepObservation, Parallel):
         _ = self.backend.program  # of one that is closed
         return self._programs
 
-    @_torch.left_out
+    @left_uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.backend.local_checks():
             if self.program.stages and torch.is_grad_enabled():
@@ -257,7 +257,7 @@ class ParallelModule(Unwrapped, Described, StepObservation, Parallel):
     @overload  # step(**batch), where each value of a batch is a tensor
     def step(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
-    @_torch.left_out
+    @left_uncompiled
     def step(
         self, *args: Any, scale: float | None = None, outputs: bool | None = None, **kwargs: Any
     ) -> Any:

@@ -29,11 +29,9 @@ from autopar.capture.failure import check_call, require_one_dtype
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.capture.plain_tensors import is_plain
 from autopar.errors import InvalidInput
-from autopar.lines import frames_to_caller
 from autopar.plan.companion_plan import follow_beside, plan_beside, resize, staged_beside
 from autopar.plan.plan import Plan
 from autopar.planner.verdict import require_rules, tell
-from autopar.progress import reporter
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.module.call_signature import Signature, changing_values
@@ -44,7 +42,9 @@ from autopar.runtime.module.torch_contexts import refuse_transforms
 from autopar.runtime.module.training_modes import Modes
 from autopar.runtime.parameters.initial_values import require_constants
 from autopar.runtime.parameters.tensor_tree import ModuleTensors
-from autopar.tables import table
+from autopar.text.progress import reporter
+from autopar.text.source_lines import frames_to_caller
+from autopar.text.tables import table
 
 FEW = 8  # programs, of which nothing is said
 

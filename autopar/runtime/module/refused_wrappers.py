@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from autopar._torch import ASKED_BY_COMPILE, COMPOSED, collects_wrappers
+from autopar._torch.compiler import COMPILED_MARK
+from autopar._torch.modules import COMPOSABLE_REGISTRY, is_collecting_wrappers
 from autopar.errors import InvalidInput
 
 
@@ -18,12 +19,12 @@ class Unwrapped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         vars(self)["_is_accelerate_prepared"] = True
-        vars(self)[COMPOSED] = _Refusing()  # where fully_shard and replicate look
+        vars(self)[COMPOSABLE_REGISTRY] = _Refusing()  # where fully_shard and replicate look
 
     def __getattr__(self, name: str) -> Any:
         if name == "_ddp_params_and_buffers_to_ignore":  # what DistributedDataParallel looks for
             _refuse("DistributedDataParallel")
-        if name == ASKED_BY_COMPILE:
+        if name == COMPILED_MARK:
             self.compile()
         return super().__getattr__(name)
 
@@ -44,7 +45,7 @@ class _Refusing(dict[str, Any]):
     """By name what torch has made of a module in place."""
 
     def __contains__(self, name: object) -> bool:
-        if collects_wrappers():  # there is none
+        if is_collecting_wrappers():  # there is none
             return False
         _refuse("fully_shard, replicate or FullyShardedDataParallel")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import age_of
+from autopar._torch.tensors import version_of
 from autopar.capture.captured import Captured
 from autopar.capture.containers import fill, filled
 from autopar.capture.writes import carry_out, put_between
@@ -65,9 +65,9 @@ class Running:
             if (one := parameters.get(name)) is None:  # another rank's
                 continue
             known, age = self._bounded.get(name, (None, 0))
-            if known is not one or age != age_of(one):
+            if known is not one or age != version_of(one):
                 put_between(bounds, one)
-                self._bounded[name] = one, age_of(one)
+                self._bounded[name] = one, version_of(one)
 
     def close(self) -> None:
         """Let go of where it runs, in all its forms."""

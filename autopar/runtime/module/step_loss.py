@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import plain_attributes
+from autopar._torch.tensors import plain_attributes
 from autopar.errors import InvalidInput
 
 _BACKWARD = (torch.autograd.backward, torch.autograd.grad)

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar import _torch
-from autopar._torch_gradients import gradient_hooks, have_gradient_hooks
+from autopar._torch.leaf_gradients import gradient_hooks, has_gradient_hooks
+from autopar._torch.modules import has_hooks, has_load_hooks, has_state_hooks
 from autopar.capture.effects import Effect
 from autopar.capture.failure import Parallel
 from autopar.capture.holders import HOOKS, MODEL_STATE, attribute_at
 from autopar.errors import InvalidInput
 from autopar.layout import TensorType
-from autopar.lines import frames_to_caller
 from autopar.runtime.parameters.tensor_tree import HOLDERS, PARALLELIZE_AGAIN, validate_replacement
+from autopar.text.source_lines import frames_to_caller
 
 _OF_TORCH = vars(nn.Module()).keys() | {"forward"}
 _REMEDY = "change the model itself and parallelize it again"
@@ -340,7 +340,7 @@ def _made(model: Any) -> Part:
 def refuse_late_hooks(root: nn.Module, kept: Mapping[str, Tensor], step: bool) -> None:
     """Refuse hooks on the gradients of what a parallel module has, and on itself in a step."""
     refuse_gradient_hooks(kept)
-    if step and _torch.has_hooks(root):
+    if step and has_hooks(root):
         raise _late("a hook on the parallel module, in step()")
     if step and "forward" in vars(root):
         raise refused_attribute("forward", "the model, in step(),")
@@ -348,7 +348,7 @@ def refuse_late_hooks(root: nn.Module, kept: Mapping[str, Tensor], step: bool) -
 
 def refuse_gradient_hooks(kept: Mapping[str, Tensor]) -> None:
     """Refuse hooks that run when parameters get their gradients."""
-    if have_gradient_hooks(kept.values()):
+    if has_gradient_hooks(kept.values()):
         named = (name for name, value in kept.items() if gradient_hooks(value))
         raise _late(f"a hook on the gradient of {next(named)}")
 
@@ -366,8 +366,8 @@ def tell_of_state_hooks(model: nn.Module) -> None:
     named = list(model.named_modules())
     of_tensors = "the names of parameters and buffers"
     for has_some, what, so in (
-        (_torch.state_hooks, "hooks of {} on state_dict", f"full_state_dict() has {of_tensors}"),
-        (_torch.load_hooks, "hooks of {} on load_state_dict", f"it takes {of_tensors}"),
+        (has_state_hooks, "hooks of {} on state_dict", f"full_state_dict() has {of_tensors}"),
+        (has_load_hooks, "hooks of {} on load_state_dict", f"it takes {of_tensors}"),
         (_has_extra_state, "get_extra_state() of {}", "give ap.save what it gives as extra="),
     ):
         paths = [path or "the model" for path, module in named if has_some(module)]

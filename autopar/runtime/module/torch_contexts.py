@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from autopar import _torch
+from autopar._torch.autograd import is_transformed
 from autopar.errors import InvalidInput
 
 
 def refuse_transforms() -> None:
     """Refuse a call whose inputs stand for several values, or for a value and its tangent."""
-    if _torch.is_transformed():
+    if is_transformed():
         raise InvalidInput(
             "a parallel module is called on plain tensors, and differentiated backward",
             got="a call inside of torch.vmap, torch.func (grad, jvp, jacrev, ...) or forward "

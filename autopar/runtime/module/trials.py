@@ -24,17 +24,17 @@ from typing import Any
 
 import torch
 
-from autopar._torch_groups import count_groups_from, groups_counted
+from autopar._torch.process_groups import created_group_count, set_created_group_count
 from autopar.errors import AutoparError, ExecutionError, said
 from autopar.plan.plan import Plan
 from autopar.planner.trial import Trial
-from autopar.progress import Report
 from autopar.runtime.backends.world import World, world_beside
 from autopar.runtime.launching.failures import RankStopped, stop_all_on_failure
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.plan_broadcast import everyones
 from autopar.runtime.observation.timing import step_seconds
 from autopar.runtime.parameters.placing import dtensor_wrapper
+from autopar.text.progress import Report
 
 ROUNDS, STEPS = 3, 3  # of each round: steps that count
 MOST_WARM = 6  # of those before them, which go on as long as they get faster
@@ -159,8 +159,10 @@ class _Place:
         """What all ranks say, which from then on name groups alike."""
         if self.whole is None:
             return [kind], [text]
-        kinds, texts, counts = zip(*everyones((kind, text, groups_counted()), self.whole.group))
-        count_groups_from(max(counts))
+        kinds, texts, counts = zip(
+            *everyones((kind, text, created_group_count()), self.whole.group)
+        )
+        set_created_group_count(max(counts))
         return list(kinds), list(texts)
 
     def _inside(self, work: Callable[[], list[float]]) -> list[float]:

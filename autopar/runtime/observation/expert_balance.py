@@ -29,7 +29,7 @@ from autopar.plan.plan import Plan
 from autopar.strategies import tensor_inputs
 from autopar.strategies.kernels.experts.expert_kernels import EXPERTS
 from autopar.strategies.node_info import info
-from autopar.tables import table
+from autopar.text.tables import table
 
 CHOICES, DOWN = 1, 3  # positions among the tensor inputs of the operator
 

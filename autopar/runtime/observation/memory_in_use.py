@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar._torch import local_of, memory_of
-from autopar._torch_memory import AllocatorProfile
+from autopar._torch.allocator_profile import AllocatorProfile
+from autopar._torch.tensors import local_of, memory_of
 from autopar.cost.footprint import HOST, Memory
 from autopar.errors import InvalidInput, require_one_of
 from autopar.plan.plan import Plan
@@ -33,8 +33,8 @@ from autopar.plan.runtime_program import Program
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.backends.stage_ranks import StageRanks, Users
-from autopar.tables import table
-from autopar.units import bytes_text
+from autopar.text.tables import table
+from autopar.text.units import bytes_text
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activations", "inputs")
 _PLANNED_NOTE = "planned of each kind is its own most; plan.memory.at_peak adds up to the peak"

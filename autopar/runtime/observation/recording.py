@@ -31,7 +31,7 @@ from autopar.report.trace import SUMS, UNHIDDEN, Event, Trace, action_event, wri
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.observation.step_figures import StepFigures
-from autopar.units import counted
+from autopar.text.units import counted
 
 _ROUNDS = 8  # barriers by which clocks are compared
 

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.base.files import append_line
+from autopar.base.schema import json_text
 from autopar.errors import InvalidInput
-from autopar.files import append_line
 from autopar.plan.plan import Plan
-from autopar.schema import json_text
 from autopar.strategies.node_info import info
-from autopar.units import bytes_text, scaled, seconds_text
+from autopar.text.units import bytes_text, scaled, seconds_text
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from autopar._torch import copy_each
+from autopar._torch.tensors import copy_each
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import age_of, copy_each, wait_for
+from autopar._torch.communication import wait_for
+from autopar._torch.tensors import copy_each, version_of
 from autopar.cost.gather_groups import LIVE_GROUPS
 from autopar.errors import InvalidInput
 from autopar.passes.gathers import NO_GROUP, have_copies, leave_copies, watch_readers
@@ -116,7 +117,7 @@ class GatheredGroup:
             storage.resize_(nbytes)
 
     def _require_unchanged(self) -> None:
-        age = sum(map(age_of, self.parameters))
+        age = sum(map(version_of, self.parameters))
         if self._age not in (None, age):
             raise changed_before_backward()
         self._age = age

@@ -30,15 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import (
-    Pending,
-    add_each,
-    copy_each,
-    joined_flat,
-    placed_like,
-    split_like,
-    wait_for,
-)
+from autopar._torch.communication import PendingWork, wait_for
+from autopar._torch.tensors import add_each, copy_each, dtensors_like, joined_flat, split_like
 from autopar.collectives.eager_movements import LateSum
 from autopar.cost.bucket_prices import ALONE_BYTES, buckets_of
 from autopar.runtime.backends.host_copies import Copied, HostLink
@@ -51,7 +44,7 @@ NEVER = -2  # no place in an order of actions
 NO_CUTS: Mapping[Hashable, int] = MappingProxyType({})
 
 Collectives = Generator[
-    Pending, None, None
+    PendingWork, None, None
 ]  # the collectives of a bucket, each when the last is done
 
 
@@ -116,7 +109,7 @@ class GradientBucket:
     is_complete: bool = False  # its last sum has begun
     sums: Collectives | None = None  # that are under way
     is_cutting: bool = False  # of them, that of one backward
-    work: Pending | None = None  # of them, the one to wait for
+    work: PendingWork | None = None  # of them, the one to wait for
     copied: Copied | None = None  # to the host
     _each: PieceExchange | None = None
     _last: PieceExchange | None = None
@@ -172,7 +165,7 @@ class GradientBucket:
             assert self.buffer is not None
             self.buffer, self.copied = summed.link.down(self.buffer)
 
-    def _cut(self, work: Pending) -> Collectives:
+    def _cut(self, work: PendingWork) -> Collectives:
         self.is_cutting = True
         yield work
         self.is_cutting = False
@@ -268,7 +261,7 @@ def place_gradients(
     """By name, this rank's pieces of gradients as DTensors, in the dtype of their parameters."""
     parameters = [slot.parameter for slot in slots]
     kept = [grad.to(parameter.dtype) for parameter, grad in zip(parameters, gradients)]
-    return {s.name: grad for s, grad in zip(slots, placed_like(parameters, kept))}
+    return {s.name: grad for s, grad in zip(slots, dtensors_like(parameters, kept))}
 
 
 class GradientSync:

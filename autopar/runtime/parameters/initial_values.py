@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar import _torch
+from autopar._torch.modules import state_names
 from autopar.capture.captured import Captured
 from autopar.capture.fake import has_no_data
 from autopar.errors import InvalidInput
@@ -145,7 +145,7 @@ def _match_names(model: nn.Module, weights: WeightSource) -> dict[str, list[str]
         found.setdefault(first[id(tensor)], []).append(name)
         if held.shape != tuple(tensor.shape) or not is_convertible(held.dtype, tensor.dtype):
             wrong.append(f"misshapen: {name} {_format_type(held)}, not {_format_type(tensor)}")
-    needed = dict.fromkeys(first[id(names[name])] for name in _torch.state_names(model))
+    needed = dict.fromkeys(first[id(names[name])] for name in state_names(model))
     wrong += [f"missing: {name}" for name in needed if name not in found]
     wrong += [f"unexpected: {name}" for name in weights.held if name not in names]
     if wrong:

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar._torch import memory_of, written_arguments
+from autopar._torch.operators import written_arguments
+from autopar._torch.tensors import memory_of
 from autopar.capture.fake import new_mode
 from autopar.capture.graph_builder import fake_like
 from autopar.errors import InvalidInput, said

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar._torch import age_of, backward_under_way, local_of
-from autopar._torch_gradients import own_gradients
+from autopar._torch.autograd import backward_pass_number
+from autopar._torch.leaf_gradients import keep_gradients_unshared
+from autopar._torch.tensors import local_of, version_of
 from autopar.cost.bucket_prices import cut_bytes
 from autopar.cost.copy_groups import CopyGroup, largest_group
 from autopar.mesh import Mesh
@@ -63,7 +64,7 @@ class LocalParameters:
     @property
     def are_passed(self) -> bool:
         """Whether a backward pass that comes to them is under way here."""
-        now = backward_under_way()
+        now = backward_pass_number()
         return now >= 0 and (self.is_asked or now == self.passing)
 
     def cut_bytes(self, stages: tuple[int, ...]) -> int:
@@ -75,7 +76,7 @@ class LocalParameters:
     def age(self) -> int:
         """Grows when a parameter changes. Of copies their groups know too, but not once another
         pass has begun."""
-        return sum(map(age_of, self.parameters.values()))
+        return sum(map(version_of, self.parameters.values()))
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Take what the module holds now."""
@@ -98,7 +99,7 @@ class LocalParameters:
             self._make_groups(replaced)
         for name, leaf in self.by_name.items():
             leaf.requires_grad_(self.parameters[name].requires_grad)
-        own_gradients(self.by_name.values())
+        keep_gradients_unshared(self.by_name.values())
 
     def learns(self, name: str) -> bool:
         """Whether a parameter lies here and takes a gradient now."""

@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import InvalidInput
-from autopar.lines import frames_to_caller
+from autopar.text.source_lines import frames_to_caller
 
 _old_parameters: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 _Parameters = WeakValueDictionary[int, Tensor]  # by number, which another may get after this one

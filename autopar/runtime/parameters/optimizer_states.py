@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
-from autopar._torch import local_of
+from autopar._torch.tensors import local_of
 from autopar.errors import InvalidInput, said
 from autopar.runtime.checkpoints.checkpoint_files import Checkpoint, Group, Key, SavedOptimizer
 from autopar.runtime.checkpoints.plain_data import plain
 from autopar.runtime.parameters.placing import local_boxes
-from autopar.units import counted
+from autopar.text.units import counted
 
 Parameters = Mapping[str, Tensor]
 NOT_OPTIONS = ("params", "param_names")

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar._torch import (
+from autopar._torch.communication import (
     all_gather_single,
-    copy_each,
-    moves_on_host,
+    moves_through_host,
     reduce_scatter_single,
     wait_for,
 )
+from autopar._torch.tensors import copy_each
 from autopar.collectives.point_to_point import Scattered, go_by_messages, send_and_receive
 from autopar.collectives.torch_operators import movable
 from autopar.cost.bucket_prices import goes_straight
@@ -70,7 +70,7 @@ class PieceExchange:
         self._members = len(tensors[0].bounds)
         self._sends_itself = go_by_messages(device, group)
         # What lies on a GPU and is moved by gloo travels through the host.
-        on_host = device.type == "cuda" and moves_on_host(group)
+        on_host = device.type == "cuda" and moves_through_host(group)
         self._carrier = torch.device("cpu") if on_host else device
         is_better = self._sends_itself and has_straight
         is_large = [

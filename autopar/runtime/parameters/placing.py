@@ -12,7 +12,7 @@ from torch.distributed import P2POp, irecv, isend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import wait_for
+from autopar._torch.communication import wait_for
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.placements import from_placements, to_placements

@@ -15,7 +15,7 @@ from operator import attrgetter
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import local_of, memory_of, piece_of, plain_attributes
+from autopar._torch.tensors import local_of, memory_of, piece_of, plain_attributes
 from autopar.errors import InvalidInput
 
 PARALLELIZE_AGAIN = "change the model, then parallelize it"

@@ -28,8 +28,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from autopar.base.files import open_regular
 from autopar.errors import InvalidInput
-from autopar.files import open_regular
 from autopar.runtime.parameters.placing import Bounds, narrow_to
 
 DTYPES = {

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import below_autograd
+from autopar._torch.operators import below_autograd
 from autopar.layout import chunk
 from autopar.strategies.kernels.expressions import evaluate
 

@@ -1,4 +1,4 @@
-"""The private corners of torch by which its allocator on CPUs is followed (torch 2.11 to 2.13)."""
+"""Private events of torch's profiler by which its allocator on CPUs is followed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _counts_all_threads = c_bool.in_dll(CDLL(torch._C.__file__), "FLAGS_caffe2_repor
 
 
 class AllocatorProfile:
-    """Follows torch's allocator on the CPU in a `with`, for the most bytes that it gives.
+    """Follows torch's allocator on the CPU in a `with`, for the peak of its bytes.
 
     Threads of process groups count: they are often the last to hold what was sent.
     """
@@ -33,7 +33,7 @@ class AllocatorProfile:
 
     @property
     def peak(self) -> int:
-        """The most bytes that were there at a time, beyond those from before the `with`."""
+        """Return the most bytes that were allocated at a time, beyond those before the `with`."""
         assert self._profile.profiler is not None
         events = self._profile.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
         changes = [event for event in _all_events(events) if event.name == "[memory]"]

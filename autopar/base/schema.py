@@ -30,7 +30,7 @@ from numbers import Integral
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from autopar.errors import AutoparError
-from autopar.suggestions import nearest
+from autopar.text.suggestions import nearest
 
 At = tuple[str | int, ...]  # the keys that lead to a value
 LARGEST = 1 << 62  # whole numbers, in either direction

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from html import escape as escaped
 from importlib.resources import files
 
-from autopar.units import visible
+from autopar.text.units import visible
 
 Point = tuple[float, float]
 

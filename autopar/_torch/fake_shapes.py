@@ -1,4 +1,4 @@
-"""What is private in torch of the forms of fake tensors, in one place."""
+"""Private corners of torch that compute the shapes of fake tensors."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import _meta_registrations as forms
+from torch import _meta_registrations as shape_functions
 
 
 @contextmanager
 def grouped_products_of_floats() -> Iterator[None]:
-    """Within, `torch._grouped_mm` of fake tensors takes the dtypes that its kernels take, too."""
-    plain = forms._meta_grouped_mm_common
+    """Let `torch._grouped_mm` of fake tensors take all dtypes that its kernels take."""
+    plain = shape_functions._meta_grouped_mm_common
 
-    def form(left: Tensor, right: Tensor, *others: Any, **named: Any) -> Any:
+    def product(left: Tensor, right: Tensor, *others: Any, **named: Any) -> Any:
         if {left.dtype, right.dtype} not in ({torch.float32}, {torch.float16}):
             return plain(left, right, *others, **named)
         offs, dtype = named.get("offs"), named.get("out_dtype") or left.dtype
@@ -24,8 +24,8 @@ def grouped_products_of_floats() -> Iterator[None]:
         rows = [len(left)] if left.ndim == right.ndim == 3 else rows
         return left.new_empty([*rows, left.shape[-2], right.shape[-1]], dtype=dtype)
 
-    forms._meta_grouped_mm_common = form  # type: ignore[assignment]
+    shape_functions._meta_grouped_mm_common = product  # type: ignore[assignment]
     try:
         yield
     finally:
-        forms._meta_grouped_mm_common = plain
+        shape_functions._meta_grouped_mm_common = plain

@@ -1,4 +1,4 @@
-"""The private corners of torch by which leaves get their gradients (torch 2.11 to 2.13)."""
+"""Private hooks and reference counts by which leaves get their gradients."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from autopar._torch import is_batched, plain_attributes
+from autopar._torch.autograd import is_batched
+from autopar._torch.tensors import plain_attributes
 
 _BEFORE, _AFTER = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
 def gradient_hooks(tensor: Tensor) -> list[Callable]:
-    """The hooks of a user that run when a leaf gets its gradient."""
+    """Return a user's hooks that run when a leaf gets its gradient."""
     hooks = (*(_BEFORE(tensor) or {}).values(), *(_AFTER(tensor) or {}).values())
-    return [hook for hook in hooks if hook is not own_memory]
+    return [hook for hook in hooks if hook is not unshared_gradient]
 
 
-def have_gradient_hooks(tensors: Collection[Tensor]) -> bool:
-    """Whether one of many leaves has such hooks, in 0.3 µs for each."""
+def has_gradient_hooks(tensors: Collection[Tensor]) -> bool:
+    """Return whether a user has hooks on the gradient of any leaf, in 0.3 µs for each leaf."""
     with plain_attributes():
         registered = filter(None, chain(map(_BEFORE, tensors), map(_AFTER, tensors)))
-        return any(hook is not own_memory for hooks in registered for hook in hooks.values())
+        return any(hook is not unshared_gradient for hooks in registered for hook in hooks.values())
 
 
-def own_gradients(leaves: Iterable[Tensor]) -> None:
-    """Have leaves keep gradients in memory of their own: a hook on each that learns."""
+def keep_gradients_unshared(leaves: Iterable[Tensor]) -> None:
+    """Register a hook on leaves that learn, by which their gradients share no memory."""
     for leaf in leaves:
-        if leaf.requires_grad and own_memory not in (_BEFORE(leaf) or {}).values():
-            leaf.register_hook(own_memory)
+        if leaf.requires_grad and unshared_gradient not in (_BEFORE(leaf) or {}).values():
+            leaf.register_hook(unshared_gradient)
 
 
-def own_memory(gradient: Tensor) -> Tensor | None:
-    """Copies a gradient that is about to reach a leaf, if anything else holds memory of it.
+def unshared_gradient(gradient: Tensor) -> Tensor | None:
+    """Return a copy of a gradient that shares memory with anything else; None if it shares none.
 
-    torch lets a leaf keep the tensor that backward made, and adds to it in place later, if nobody
-    else holds that tensor: its memory others may hold. Of `stack([a, b]).sum(0)` both leaves get
+    torch lets a leaf keep the tensor that backward made, and later adds to it in place, if nobody
+    else holds that tensor. Others may hold its memory: in `stack([a, b]).sum(0)` both leaves get
     views of the same elements.
     """
     is_plain = type(gradient) is Tensor and gradient.layout is torch.strided

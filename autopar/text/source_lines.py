@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-from autopar.user_code import is_users_frame
+from autopar.base.user_code import is_users_frame
 
 LONGEST = 100  # characters of a line that are shown
 
