@@ -25,7 +25,7 @@ from autopar.pipeline.schedule import Schedule
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Request
 from autopar.planner.verdict import named_statistics, refuse_random, require_rules, warn
-from autopar.runtime.module.call_outputs import FORMS, OutputsLike
+from autopar.runtime.module.call_outputs import OUTPUT_FORMS, OutputsLike
 from autopar.strategies.node_info import info
 from autopar.text.units import counted
 
@@ -153,7 +153,7 @@ def require_loss(captured: Captured, profile: int) -> None:
 
 def validate_outputs(place: str, outputs: object) -> None:
     """Refuse pieces of outputs where one process has all of them."""
-    require_one_of("outputs", outputs, FORMS)
+    require_one_of("outputs", outputs, OUTPUT_FORMS)
     if place == "virtual" and outputs != "whole":
         raise InvalidInput(
             "pieces of outputs are those of one process of several",

@@ -46,13 +46,18 @@ from autopar.runtime.backends.world import has_failed, world
 from autopar.runtime.execution.block_groups import Together
 from autopar.runtime.execution.compiled_regions import RegionCompiler
 from autopar.runtime.launching.failures import stop_all_on_failure
-from autopar.runtime.module.batch_slices import require_even
+from autopar.runtime.module.batch_slices import require_even_slices
 from autopar.runtime.module.call_outputs import OutputsLike
-from autopar.runtime.module.local_inputs import require_whole_questions
-from autopar.runtime.module.parallel_module import OWN_NAMES, ParallelModule
-from autopar.runtime.module.plan_broadcast import agree, of_first, require_equal, require_same_call
-from autopar.runtime.module.submodule_view import require_names
-from autopar.runtime.module.trials import chosen_by, run_trials
+from autopar.runtime.module.local_inputs import refuse_questions_about_slices
+from autopar.runtime.module.parallel_module import RESERVED_NAMES, ParallelModule
+from autopar.runtime.module.plan_broadcast import (
+    agree_on_plan,
+    broadcast_from_rank0,
+    require_equal_plan,
+    require_same_call,
+)
+from autopar.runtime.module.submodule_view import require_free_names
+from autopar.runtime.module.trials import fastest_trial, run_trials
 from autopar.runtime.parameters.initial_values import InitialValues, require_constants, require_data
 from autopar.text.progress import Report, reporter
 
@@ -196,7 +201,7 @@ class _Call:
         with stop_all_on_failure(agreed=True):
             said = replace(asked, backend=place).said
             require_same_call(lambda: self.validate(place), **said)
-            self.values.told = of_first(self.values.told)
+            self.values.told = broadcast_from_rank0(self.values.told)
             decided = self.choose(self.decide_together(), place, device)
         with stop_all_on_failure():
             about = asked.local_inputs, device, asked.outputs, self.compiler(decided, device)
@@ -233,16 +238,16 @@ class _Call:
         def follow(first: SavedPlan) -> Plan:
             if self.plan is None:
                 return self.decide(first)[0]
-            return require_equal(self.decide(self.plan)[0], first)
+            return require_equal_plan(self.decide(self.plan)[0], first)
 
-        best = agree(first, follow)
-        others = of_first(len(made)) - 1 if self.running.profile is not None else 0
+        best = agree_on_plan(first, follow)
+        others = broadcast_from_rank0(len(made)) - 1 if self.running.profile is not None else 0
 
         def next_one(saved: SavedPlan) -> Plan:
             return saved.attach_captured(best.original)
 
         numbers = range(1, 1 + others)
-        return [best, *(agree(partial(made.__getitem__, at), next_one) for at in numbers)]
+        return [best, *(agree_on_plan(partial(made.__getitem__, at), next_one) for at in numbers)]
 
     def choose(self, plans: list[Plan], place: str, device: torch.device) -> Plan:
         """The best that can run as it is asked for: as predicted, or as measured."""
@@ -270,7 +275,7 @@ class _Call:
             about = self.args, self.kwargs, report, here, device
             with state_put_back(self.model):
                 trials = run_trials(runnable, build, *about)
-        number, ordered = chosen_by(trials), sorted(trials, key=lambda one: one.order)
+        number, ordered = fastest_trial(trials), sorted(trials, key=lambda one: one.order)
         for one in ordered:
             if one.why and speaks:
                 warn(f"of the plans that were run, one is left out: {one}")
@@ -286,9 +291,9 @@ class _Call:
         stages = () if decided.pipelining is None else decided.pipelining.stages
         validate_pieces(asked.outputs, len(stages))
         if asked.local_inputs:
-            require_whole_questions(decided)
+            refuse_questions_about_slices(decided)
         if asked.local_inputs and decided.batches is not None:
-            require_even(decided.program)
+            require_even_slices(decided.program)
 
     def module(self, decided: Plan, backend: Backend) -> ParallelModule:
         on_processes = not isinstance(backend, VirtualBackend)
@@ -314,7 +319,7 @@ class _Call:
         is_empty = all(isinstance(value, tuple | Mapping) and not value for value in given)
         if self.plan is None or not is_empty:  # a plan knows its own inputs
             check_call(self.model, self.args, self.kwargs)
-        require_names(self.model, OWN_NAMES)
+        require_free_names(self.model, RESERVED_NAMES)
         self.values.validate()
         if self.running.check:
             require_data(

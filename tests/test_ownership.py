@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar.runtime.module.submodule_view import kind_of
+from autopar.runtime.module.submodule_view import class_like
 from tests import models
 from tests.captures import shared_captures
 from tests.held import Allocated, held_by
@@ -122,6 +122,6 @@ def test_modules_that_come_and_go_leave_nothing(captured_once: None) -> None:
 
 
 def test_classes_of_modules_go_with_their_modules() -> None:
-    kind = weakref.ref(kind_of(ap.ParallelModule, type("Passing", (Local,), {})))
+    kind = weakref.ref(class_like(ap.ParallelModule, type("Passing", (Local,), {})))
     gc.collect()
     assert kind() is None

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar as ap
 from autopar import Mesh, shard
-from autopar.runtime.module.parallel_module import OWN_NAMES
+from autopar.runtime.module.parallel_module import RESERVED_NAMES
 from tests import models
 from tests.annotations import megatron, sequence, vocabulary
 from tests.models import Case
@@ -705,7 +705,7 @@ def test_what_has_a_name_of_the_parallel_module_is_refused() -> None:
         assert module.full_state_dict().keys() == outer.state_dict().keys()
     added = vars(module).keys() - vars(outer).keys()
     told = {name for name in added if name.startswith("__") or name == "_is_accelerate_prepared"}
-    assert added - told <= OWN_NAMES
+    assert added - told <= RESERVED_NAMES
 
 
 class OneUnread(nn.Module):

@@ -27,7 +27,7 @@ from autopar.plan.plan import SavedPlan
 from autopar.plan.plan_diff import compare
 from autopar.plan.saved_value import deciding
 from autopar.planner.layouts import Layouts
-from autopar.runtime.module.plan_broadcast import require_equal
+from autopar.runtime.module.plan_broadcast import require_equal_plan
 from autopar.search.decisions import TypedDecisions
 from autopar.search.layout_search import SearchCache
 from autopar.search.smallest_footprint import SmallestFootprint
@@ -328,11 +328,11 @@ def test_every_field_that_decides_stands_in_files_diffs_and_what_ranks_compare(m
         assert "decide the same" not in str(diff)
         assert one.metadata.get("key", one.name) in stored
         if one.name in ("cluster", "limit"):  # each rank may know its own
-            assert require_equal(made, other) is made
+            assert require_equal_plan(made, other) is made
             continue
         with pytest.raises(ap.InvalidInput, match="the plan of every rank is that of rank 0"):
-            require_equal(made, other)
-    assert require_equal(made, SavedPlan.from_json(stored)) is made
+            require_equal_plan(made, other)
+    assert require_equal_plan(made, SavedPlan.from_json(stored)) is made
     scaled = (replace(saved, precision=one) for one in (ap.Precision(), others["precision"]))
     assert list(compare(*scaled).settings) == ["precision"]
 

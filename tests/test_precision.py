@@ -253,10 +253,10 @@ def test_gradients_of_several_scaled_steps_add_up():
 
 
 def test_every_so_many_good_steps_more_is_tried():
-    from autopar.runtime.module.loss_scale import PATIENCE, LossScale
+    from autopar.runtime.module.loss_scale import GROWTH_INTERVAL, LossScale
 
     scale = LossScale()
-    for _ in range(PATIENCE):
+    for _ in range(GROWTH_INTERVAL):
         scale.update(True)
     assert scale == LossScale(value=2.0**17)
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import autopar as ap
 from autopar.capture import capture
 from autopar.errors import InvalidInput
-from autopar.runtime.module.local_inputs import require_whole_questions
+from autopar.runtime.module.local_inputs import refuse_questions_about_slices
 
 MESHES: list[dict[str, Any]] = [
     {"mesh": ap.Mesh(dp=2, tp=2)},
@@ -172,5 +172,5 @@ def test_what_takes_a_gradient_is_refused() -> None:
 def test_with_local_inputs_none_is_made_of_slices() -> None:
     plan = ap.plan(OfBatch(4, 4), (Batch(X, X[0]),), mesh=ap.Mesh(dp=2), mode="data")
     with pytest.raises(InvalidInput, match="with local inputs") as error:
-        require_whole_questions(plan)
+        refuse_questions_about_slices(plan)
     assert "batch.x, batch.scale" in str(error.value.source)

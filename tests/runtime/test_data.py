@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import autopar as ap
 from autopar import Mesh
-from autopar.runtime.module.data_loader import ShardedLoader, Share
+from autopar.runtime.module.data_loader import BatchShare, ShardedLoader
 
 
 @pytest.mark.parametrize("size", [4, 5, 7, 8, 12])
@@ -19,7 +19,7 @@ def test_slices_of_all_ranks_are_the_batch(size: int) -> None:
     mesh, batch = Mesh(a=2, b=2), {"x": torch.arange(size), "name": "one"}
     taken = []
     for rank in range(mesh.size):
-        loader = ShardedLoader([batch], Share(("b", "a"), mesh, rank))
+        loader = ShardedLoader([batch], BatchShare(("b", "a"), mesh, rank))
         for found in (*loader, *loader):
             assert found["name"] == "one"
         taken.append((mesh.position(rank, ("b", "a")), found["x"]))
@@ -32,7 +32,7 @@ def test_a_batch_that_leaves_a_rank_without_a_sample_is_refused_by_all() -> None
     mesh = Mesh(a=4)
     for rank in range(4):
         with pytest.raises(ap.InvalidInput, match="every rank has a sample"):
-            Share(("a",), mesh, rank).of(3)
+            BatchShare(("a",), mesh, rank).of(3)
 
 
 class Epochs(RandomSampler):

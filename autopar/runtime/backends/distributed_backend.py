@@ -40,11 +40,11 @@ from autopar.runtime.execution.activation_offload import ActivationOffload, loca
 from autopar.runtime.execution.compiled_regions import RegionCompiler
 from autopar.runtime.execution.eager_program import compile_graph
 from autopar.runtime.launching.failures import exchange_call, local_checks, stop_all_on_failure
-from autopar.runtime.module.batch_slices import Slices
-from autopar.runtime.module.call_outputs import Outputs, OutputsLike
+from autopar.runtime.module.batch_slices import BatchSlices
+from autopar.runtime.module.call_outputs import CallOutputs, OutputsLike
 from autopar.runtime.module.direct_calls import DirectCalls
-from autopar.runtime.module.gradient_accumulation import Passes
-from autopar.runtime.module.torch_contexts import refused_in_backward
+from autopar.runtime.module.gradient_accumulation import GradientAccumulation
+from autopar.runtime.module.torch_contexts import nested_call_refusal
 from autopar.runtime.parameters.gradient_buckets import GradientSync
 from autopar.runtime.parameters.gradient_norm import norm_over_world
 from autopar.runtime.parameters.local_parameters import LocalParameters
@@ -78,8 +78,8 @@ class TorchBackend(Backend):
         wanted = axes_used(program.graph) | of_states | of_outputs
         self.groups = Groups(self.mesh, wanted, ranks.meshes)
         is_sliced = local_inputs and program.batches is not None
-        self.slices = Slices(program, self.groups, ranks.inner) if is_sliced else None
-        self._leave = Outputs(outputs, self.device_mesh, self.groups, ranks.inner)
+        self.slices = BatchSlices(program, self.groups, ranks.inner) if is_sliced else None
+        self._leave = CallOutputs(outputs, self.device_mesh, self.groups, ranks.inner)
         self.placing = TensorPlacer(self.mesh, ranks.inner, device, self.device_mesh)
         self._kept = ParameterStorage(program, device)
         self.constants: dict[str, Tensor] = {}  # those that have been read, this rank's pieces
@@ -100,7 +100,7 @@ class TorchBackend(Backend):
         self._syncs: dict[frozenset[str], GradientSync] = {}  # by the parameters that learn
         self._sync: GradientSync | None = None  # that of a step under way
         self._version = 0  # of the leaves that they are made for
-        self.passes = Passes(self.leaves, self.routes, self.device_mesh)
+        self.passes = GradientAccumulation(self.leaves, self.routes, self.device_mesh)
         self._calls = DirectCalls(program, self.leaves, self.world, self.passes)
         self.messages = Messages(ranks, self._shapes, device)
         self._prepare(self.messages, self._after)
@@ -188,7 +188,7 @@ class TorchBackend(Backend):
 
     def require_callable(self) -> None:
         if self.leaves.are_passed:
-            raise refused_in_backward()
+            raise nested_call_refusal()
 
     def local_checks(self) -> AbstractContextManager[None]:
         return local_checks(self.world)

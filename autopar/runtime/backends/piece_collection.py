@@ -16,7 +16,7 @@ from autopar.mesh import Mesh
 from autopar.placements import from_placements
 from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.backends.stage_ranks import StageRanks
-from autopar.runtime.module.call_outputs import joined
+from autopar.runtime.module.call_outputs import join_pieces
 
 
 def collect(
@@ -56,4 +56,4 @@ def _whole(value: Tensor, rank: int, groups: Groups, device: torch.device) -> Te
     mesh = Mesh.from_device_mesh(value.device_mesh)
     layout = from_placements(value.placements, mesh, value.ndim)
     type_ = TensorType(tuple(value.shape), value.dtype, layout)
-    return joined(local, type_, mesh, groups, rank)
+    return join_pieces(local, type_, mesh, groups, rank)

@@ -47,7 +47,7 @@ class Checks:
         self._captured, self._on_processes = captured, on_processes
         self._model: nn.Module | None = own_copy(model)  # until the first step
 
-    def alone(self, call: programs.Call, first: programs.Running) -> None:
+    def alone(self, call: programs.ModuleCall, first: programs.RunningProgram) -> None:
         """What this process finds out by itself, once what runs is found or captured; `first`: the
         program that was planned."""
         learns = call.is_step or (torch.is_grad_enabled() and any(call.training))

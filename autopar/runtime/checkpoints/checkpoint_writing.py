@@ -34,7 +34,7 @@ from autopar.runtime.checkpoints.checkpoint_folders import (
     file_name,
     put,
 )
-from autopar.runtime.module.call_agreement import on_all
+from autopar.runtime.module.call_agreement import run_on_all_ranks
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.parameters.placing import Bounds
 from autopar.runtime.parameters.weight_files import StoredTensor, write_safetensors
@@ -205,7 +205,9 @@ class Saving:
             return
         self._thread.join()
         try:
-            on_all(self._backend, self._raise, "wait() of what ap.save(asynchronous=True) gave")
+            run_on_all_ranks(
+                self._backend, self._raise, "wait() of what ap.save(asynchronous=True) gave"
+            )
         except Exception as error:
             self._told = error
             self._job.discard()

@@ -51,7 +51,13 @@ from autopar.runtime.checkpoints.checkpoint_writing import (
     require_makes_whole,
 )
 from autopar.runtime.checkpoints.plain_data import plain
-from autopar.runtime.module.call_agreement import gathered, handed_out, on_all, rank_of, share_of
+from autopar.runtime.module.call_agreement import (
+    gather_values,
+    rank_of,
+    run_on_all_ranks,
+    scatter_values,
+    work_share,
+)
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.parameters.optimizer_states import (
     OptimizerStates,
@@ -118,11 +124,11 @@ def save(
     job = _prepared(path, module, optimizer, extra, call)
     try:
         if asynchronous:
-            on_all(module.backend, job.copy)
+            run_on_all_ranks(module.backend, job.copy)
             _under_way[module] = saving = Saving(module, job)
             return saving
-        on_all(module.backend, job.write)
-        on_all(module.backend, job.commit)
+        run_on_all_ranks(module.backend, job.write)
+        run_on_all_ranks(module.backend, job.commit)
     except Exception:
         job.discard()
         raise
@@ -150,7 +156,7 @@ def load(
 
     def prepare() -> tuple[Checkpoint, dict[str, Tensor], Parameters]:
         saved, held = Checkpoint(where), _held(module)
-        saved.require_unchanged(*share_of(backend))
+        saved.require_unchanged(*work_share(backend))
         parameters = dict(module.named_parameters())
         _require_fitting(saved, module, held)
         if optimizer is not None:
@@ -167,19 +173,19 @@ def load(
         torch.set_rng_state(saved.beside.random)
 
     with torch.inference_mode(False), torch.no_grad():
-        where = on_all(backend, ready, "ap.load()")
-        saved, held, parameters = on_all(backend, prepare)
-        opened = gathered(backend, (saved.contents.id, optimizer is not None))
-        on_all(backend, lambda: _require_same(opened))
+        where = run_on_all_ranks(backend, ready, "ap.load()")
+        saved, held, parameters = run_on_all_ranks(backend, prepare)
+        opened = gather_values(backend, (saved.contents.id, optimizer is not None))
+        run_on_all_ranks(backend, lambda: _require_same(opened))
         if optimizer is not None:
             before = dict(vars(optimizer))
             try:
-                on_all(backend, lambda: load_states(saved, optimizer, parameters))
+                run_on_all_ranks(backend, lambda: load_states(saved, optimizer, parameters))
             except Exception:
                 vars(optimizer).clear()
                 vars(optimizer).update(before)
                 raise
-        on_all(backend, take)
+        run_on_all_ranks(backend, take)
     return saved.beside.extra
 
 
@@ -198,8 +204,8 @@ def save_safetensors(
     def look() -> tuple[Path, dict[str, Tensor]]:
         return accepted(path), _held(module)
 
-    place, held = on_all(backend, look, "ap.save_safetensors()")
-    everyones = gathered(
+    place, held = run_on_all_ranks(backend, look, "ap.save_safetensors()")
+    everyones = gather_values(
         backend, {n: StoredTensor(tuple(v.shape), v.dtype) for n, v in held.items()}
     )
     every = {name: kind for one in everyones for name, kind in one.items()}
@@ -224,7 +230,7 @@ def save_safetensors(
         for name in names:
             yield backend.collect({name: held[name]} if name in held else {})[name]
 
-    shards = on_all(backend, accept)
+    shards = run_on_all_ranks(backend, accept)
     files = _Files(folder)
 
     def take_places() -> None:
@@ -238,7 +244,7 @@ def save_safetensors(
                 if is_first:
                     files.write(name, those, values)
                 deque(values, maxlen=0)  # ranks make all of them together, also on a full disk
-        on_all(backend, take_places)
+        run_on_all_ranks(backend, take_places)
     finally:
         files.discard()
 
@@ -316,14 +322,14 @@ def _prepared(
             require_storable(key, value.dtype)
         return where, tensors, states
 
-    where, tensors, states = on_all(backend, alone, call)
+    where, tensors, states = run_on_all_ranks(backend, alone, call)
     parts = {
         Part(key, tuple(value.shape), value.dtype, bounds): piece
         for key, value in tensors.items()
         for bounds, piece in _pieces(value)
     }
     own = Listing(tuple(parts), None if states is None else states.saved)
-    listings = gathered(backend, own, everywhere=False)
+    listings = gather_values(backend, own, everywhere=False)
 
     def arrange() -> tuple[Place, Whole, list[list[tuple[str, Part]]]] | None:
         if rank != 0:
@@ -340,15 +346,15 @@ def _prepared(
         place.begin()
         return place, whole, shares
 
-    arranged = on_all(backend, arrange)
+    arranged = run_on_all_ranks(backend, arrange)
     whole = None if arranged is None else arranged[1]
     given = [] if arranged is None else [(arranged[0].id, share) for share in arranged[2]]
-    save, share = handed_out(backend, given)
+    save, share = scatter_values(backend, given)
     place = Place(where, save) if arranged is None else arranged[0]
     mine = {key: (part, local_of(parts[part]).detach()) for key, part in share}
     job = Job(place, rank, mine, whole)
     try:
-        on_all(backend, place.require_seen)
+        run_on_all_ranks(backend, place.require_seen)
     except Exception:
         job.discard()
         raise

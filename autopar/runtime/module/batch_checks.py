@@ -19,32 +19,32 @@ from torch.utils import _pytree as pytree
 from autopar.errors import InvalidInput
 from autopar.plan.plan import Plan
 from autopar.runtime.backends.world import World
-from autopar.runtime.module.local_inputs import flat_call, planned_inputs
+from autopar.runtime.module.local_inputs import flatten_call, planned_inputs
 from autopar.runtime.module.plan_broadcast import require_same_call
 
-FIRST = 3  # calls that are compared
-EVERY = 10  # of later calls one in so many is
-_ALIKE = (
+COMPARED_FIRST = 3  # calls that are compared
+COMPARED_EVERY = 10  # of later calls one in so many is
+_SAME_BATCH = (
     "load the same batch on every rank, or parallelize with local_inputs=True, where each brings "
     "its own slice"
 )
-SAMPLED = 1 << 20  # elements of a tensor that are looked at, about
+SAMPLED_ELEMENTS = 1 << 20  # elements of a tensor that are looked at, about
 
 
 class BatchCheck:
     """Compares global batches, which are the same on every rank."""
 
-    def __init__(self, world: World, remedy: str = _ALIKE) -> None:
+    def __init__(self, world: World, remedy: str = _SAME_BATCH) -> None:
         self._world, self._remedy = world, remedy
         self._first, self._later = 0, 0  # calls that all ranks have made
         self._digest = 0  # of batches since the last comparison
 
     def is_due(self, *given: Any) -> bool:
         """Return whether a call is compared, which all ranks make after the first ones."""
-        if self._first < FIRST:
+        if self._first < COMPARED_FIRST:
             return True
         self._later += 1
-        is_due = self._later % EVERY == 0
+        is_due = self._later % COMPARED_EVERY == 0
         if not is_due:
             self._digest = _digest(given, self._digest, on_host=True)
         return is_due
@@ -52,11 +52,11 @@ class BatchCheck:
     def compare(self, call: str, *given: Any) -> None:
         """Refuse, on all ranks, global batches that are not the same on all of them, and at first
         a `call` that others do not make."""
-        if self._first < FIRST:
+        if self._first < COMPARED_FIRST:
             require_same_call(lambda: None, call=call)
             self._first += 1
         digest, self._digest = _digest(given, self._digest), 0
-        since = f", now or in the {EVERY - 1} calls before" if self._later else ""
+        since = f", now or in the {COMPARED_EVERY - 1} calls before" if self._later else ""
         require_same_batch(self._world.numbers(digest), self._remedy, since)
 
 
@@ -65,7 +65,7 @@ def _digest(given: Any, digest: int = 0, *, on_host: bool = False) -> int:
     for leaf in pytree.tree_leaves(given):
         if isinstance(leaf, Tensor) and leaf.numel() and not (on_host and leaf.is_cuda):
             data = leaf.detach().reshape(-1)
-            data = data[:: -(-data.numel() // SAMPLED)].cpu().contiguous()
+            data = data[:: -(-data.numel() // SAMPLED_ELEMENTS)].cpu().contiguous()
             digest = zlib.crc32(data.view(torch.uint8).numpy().tobytes(), digest)
     return digest
 
@@ -85,9 +85,9 @@ class SliceCheck(BatchCheck):
         return super().is_due()  # what is compared is told by name, so not added up
 
     def compare(self, call: str, *given: Any) -> None:
-        self._first += self._first < FIRST
+        self._first += self._first < COMPARED_FIRST
         mesh = self._plan.whole_mesh
-        leaves = {self._planned.get(path): leaf for path, leaf in flat_call(*given)[0]}
+        leaves = {self._planned.get(path): leaf for path, leaf in flatten_call(*given)[0]}
         for axes, names in self._cuts.items():
             digests = self._world.numbers(_digest([leaves.get(name) for name in names]))
             first: dict[int, int] = {}
@@ -104,7 +104,9 @@ class SliceCheck(BatchCheck):
                     )
 
 
-def require_same_batch(digests: Sequence[object], remedy: str = _ALIKE, since: str = "") -> None:
+def require_same_batch(
+    digests: Sequence[object], remedy: str = _SAME_BATCH, since: str = ""
+) -> None:
     """Refuse a step for which ranks were given different global batches; `since` says when."""
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:

@@ -25,7 +25,7 @@ from autopar.errors import InvalidInput
 from autopar.passes.localize import Axes
 from autopar.plan.runtime_program import Program
 from autopar.runtime.backends.process_groups import Groups
-from autopar.runtime.module.call_outputs import joined
+from autopar.runtime.module.call_outputs import join_pieces
 from autopar.strategies.kernels.keyed_draws import DrawPlace
 from autopar.text.units import counted
 
@@ -33,7 +33,7 @@ from autopar.text.units import counted
 def batch_axes(program: Program) -> Axes:
     """The axes that cut the batch, the same for all inputs that they cut; or refuse it."""
     found: dict[Axes, str] = {}
-    for name in _batched(program):
+    for name in _batched_inputs(program):
         if axes := program.type_of(name).layout.dims[0]:
             found.setdefault(axes, name)
     if len(found) > 1:
@@ -46,11 +46,11 @@ def batch_axes(program: Program) -> Axes:
     return next(iter(found), ())
 
 
-def require_even(program: Program) -> None:
+def require_even_slices(program: Program) -> None:
     """Refuse micro-batches that would take more of some slices than of others."""
     parts, batches = math.prod(program.mesh[axis] for axis in batch_axes(program)), program.batches
     count = 1 if batches is None else batches.count
-    for name in _batched(program) if count > 1 else ():
+    for name in _batched_inputs(program) if count > 1 else ():
         size = program.whole_shapes[name][0]
         if size % (parts * count):
             raise InvalidInput(
@@ -62,7 +62,7 @@ def require_even(program: Program) -> None:
             )
 
 
-def _batched(program: Program) -> list[str]:
+def _batched_inputs(program: Program) -> list[str]:
     """The inputs whose first dim is the batch."""
     if program.batches is not None:
         return sorted(program.batches.cut)
@@ -71,7 +71,7 @@ def _batched(program: Program) -> list[str]:
     return [name for name, shape in shapes.items() if shape and shape[0] == size]
 
 
-class Slices:
+class BatchSlices:
     """Those of one rank, of a program in micro-batches."""
 
     def __init__(self, program: Program, groups: Groups, rank: int) -> None:
@@ -104,4 +104,4 @@ class Slices:
         program = self._program
         type_ = replace(program.type_of(name), shape=program.whole_shapes[name])
         with torch.no_grad():
-            return joined(piece, type_, program.mesh, self._groups, self._rank)
+            return join_pieces(piece, type_, program.mesh, self._groups, self._rank)

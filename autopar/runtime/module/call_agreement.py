@@ -18,12 +18,12 @@ def rank_of(backend: Backend) -> int:
     return backend.world.rank if isinstance(backend, TorchBackend) else 0
 
 
-def share_of(backend: Backend) -> tuple[int, int]:
+def work_share(backend: Backend) -> tuple[int, int]:
     """Return which of how many equal shares of some work is this process's."""
     return (rank_of(backend), backend.world.size if isinstance(backend, TorchBackend) else 1)
 
 
-def on_all(backend: Backend, work: Callable[[], T], call: str = "") -> T:
+def run_on_all_ranks(backend: Backend, work: Callable[[], T], call: str = "") -> T:
     """What `work` makes here; what it refuses on one rank, all ranks refuse. So they do if they
     have come here by other calls than `call`."""
     if not isinstance(backend, TorchBackend):
@@ -35,7 +35,7 @@ def on_all(backend: Backend, work: Callable[[], T], call: str = "") -> T:
     return made[0]
 
 
-def gathered(backend: Backend, mine: T, everywhere: bool = True) -> list[T]:
+def gather_values(backend: Backend, mine: T, everywhere: bool = True) -> list[T]:
     """What all ranks have, by rank: on rank 0, or on all."""
     if not isinstance(backend, TorchBackend):
         return [mine]
@@ -48,7 +48,7 @@ def gathered(backend: Backend, mine: T, everywhere: bool = True) -> list[T]:
     return found
 
 
-def handed_out(backend: Backend, shares: Sequence[T]) -> T:
+def scatter_values(backend: Backend, shares: Sequence[T]) -> T:
     """That of this rank, of what rank 0 has for all."""
     if not isinstance(backend, TorchBackend):
         return shares[0]

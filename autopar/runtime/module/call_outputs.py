@@ -27,10 +27,10 @@ from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.parameters.placing import dtensor_wrapper
 
 OutputsLike = Literal["whole", "dtensor", "local"]
-FORMS: tuple[OutputsLike, ...] = get_args(OutputsLike)
+OUTPUT_FORMS: tuple[OutputsLike, ...] = get_args(OutputsLike)
 
 
-class Outputs:
+class CallOutputs:
     """Gives the outputs of one program in the form that was asked for."""
 
     def __init__(self, form: OutputsLike, mesh: DeviceMesh, groups: Groups, rank: int) -> None:
@@ -47,16 +47,18 @@ class Outputs:
 
     def whole(self, value: Tensor, type_: TensorType) -> Tensor:
         """The same, made whole in any case."""
-        return joined(value, type_, Mesh.from_device_mesh(self._mesh), self._groups, self._rank)
+        return join_pieces(
+            value, type_, Mesh.from_device_mesh(self._mesh), self._groups, self._rank
+        )
 
 
-def joined(piece: Tensor, type_: TensorType, mesh: Mesh, groups: Groups, rank: int) -> Tensor:
+def join_pieces(piece: Tensor, type_: TensorType, mesh: Mesh, groups: Groups, rank: int) -> Tensor:
     """The whole of which `rank` has a piece, dim by dim, the innermost cut first."""
     layout: Layout = type_.layout
     if parts := layout.parts:
         inside, shape = layout.seen(type_.shape)
         seen = TensorType(shape, type_.dtype, inside)
-        return together(joined(apart(piece, parts), seen, mesh, groups, rank), parts)
+        return together(join_pieces(apart(piece, parts), seen, mesh, groups, rank), parts)
     for dim, axes in enumerate(layout.dims):
         for count in reversed(range(len(axes))):
             axis, layout = axes[count], layout.with_dim(dim, axes[:count])
@@ -66,7 +68,7 @@ def joined(piece: Tensor, type_: TensorType, mesh: Mesh, groups: Groups, rank: i
     return piece
 
 
-def is_wanted(outputs: object) -> bool:
+def wants_outputs(outputs: object) -> bool:
     """Whether a step is to give its outputs, as a caller says, if at all."""
     if outputs is None:
         return False

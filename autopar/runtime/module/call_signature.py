@@ -23,7 +23,7 @@ from autopar.text.units import counted
 
 
 @dataclass(frozen=True)
-class Signature:
+class CallSignature:
     """Of one call."""
 
     structure: str  # of its arguments
@@ -41,7 +41,7 @@ class Signature:
         training: tuple[bool, ...],
         unfrozen: frozenset[str],
         is_step: bool,
-    ) -> Signature:
+    ) -> CallSignature:
         named = {name: kwargs[name] for name in sorted(kwargs)}
         paths, spec = pytree.tree_flatten_with_path((args, named))
         names = tuple(_name(path) for path, _ in paths)
@@ -52,10 +52,10 @@ class Signature:
     def said(self) -> str:
         """What a rank says of it to others: in words, all but the shapes and parameters in short,
         and these."""
-        values = [replace(v, shape=()) if isinstance(v, _Tensor) else v for v in self.values]
+        values = [replace(v, shape=()) if isinstance(v, _TensorKey) else v for v in self.values]
         rest = (self.structure, self.names, values, self.training, self.is_step)
         short = hashlib.sha256(repr(rest).encode()).hexdigest()[:16]
-        shapes = [v.shape if isinstance(v, _Tensor) else () for v in self.values]
+        shapes = [v.shape if isinstance(v, _TensorKey) else () for v in self.values]
         return json.dumps([str(self), short, shapes, sorted(self.unfrozen)])
 
     @cached_property
@@ -80,7 +80,7 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _TensorKey:
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_gradient: bool
@@ -92,7 +92,7 @@ class _Tensor:
 
 
 @dataclass(frozen=True)
-class _Plain:
+class _ValueKey:
     """What is no tensor: True is another value than 1, and nan is what it is."""
 
     kind: type
@@ -103,7 +103,7 @@ class _Plain:
 
 
 def changing_values(
-    signatures: Sequence[Signature], forward: Callable[..., Any]
+    signatures: Sequence[CallSignature], forward: Callable[..., Any]
 ) -> tuple[str, ...]:
     """Return the arguments of `forward`, by name, whose values that are no tensors differ."""
     first, parameters = signatures[0], [*inspect.signature(forward).parameters]
@@ -112,15 +112,15 @@ def changing_values(
     return tuple(
         name or (parameters[place] if place < len(parameters) else f"argument {place + 1}")
         for place, (name, column) in enumerate(zip(first.names, columns))
-        if isinstance(column[0], _Plain) and len({*column}) > 1
+        if isinstance(column[0], _ValueKey) and len({*column}) > 1
     )
 
 
 def _value(leaf: Any) -> Hashable:
     if not isinstance(leaf, Tensor):
-        return _Plain(type(leaf), repr(leaf))
+        return _ValueKey(type(leaf), repr(leaf))
     needs = leaf.requires_grad and torch.is_grad_enabled()
-    return _Tensor(tuple(leaf.shape), leaf.dtype, needs)
+    return _TensorKey(tuple(leaf.shape), leaf.dtype, needs)
 
 
 def _name(path: Any) -> str:

@@ -62,7 +62,7 @@ def shard_loader(loader: Iterable[Any], module: ParallelModule) -> ShardedLoader
             got="a module that takes the global batch on every rank",
             remedy="parallelize(..., local_inputs=True), or hand it the plain loader's batches",
         )
-    share = Share(batch_axes(module.program), module.program.mesh, backend.ranks.inner)
+    share = BatchShare(batch_axes(module.program), module.program.mesh, backend.ranks.inner)
     return ShardedLoader(loader, share, backend.world)
 
 
@@ -78,7 +78,7 @@ def _require_global(loader: Any) -> None:
                 )
 
 
-class Share:
+class BatchShare:
     """Which samples of a batch a rank of a mesh has."""
 
     def __init__(self, axes: Axes, mesh: Mesh, rank: int) -> None:
@@ -105,7 +105,7 @@ class ShardedLoader:
     """Gives a rank's slices of the batches of a loader, again with every `iter()`."""
 
     def __init__(
-        self, loader: Iterable[Any], share: Share | None = None, world: World | None = None
+        self, loader: Iterable[Any], share: BatchShare | None = None, world: World | None = None
     ) -> None:
         self.loader, self._world = loader, world
         self._share = None if share is None or share.is_whole else share

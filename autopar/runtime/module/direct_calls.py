@@ -21,7 +21,7 @@ from autopar.errors import InvalidInput
 from autopar.plan.runtime_program import Program
 from autopar.runtime.backends.world import World, require_living
 from autopar.runtime.launching.failures import stop_all_on_failure
-from autopar.runtime.module.gradient_accumulation import Passes
+from autopar.runtime.module.gradient_accumulation import GradientAccumulation
 from autopar.runtime.module.submodule_view import refuse_gradient_hooks
 from autopar.runtime.parameters.gathered_copies import changed_before_backward
 from autopar.runtime.parameters.gradient_buckets import BucketEntry, GradientSync
@@ -36,7 +36,7 @@ class DirectCalls:
         program: Program,
         leaves: LocalParameters,
         world: World,
-        passes: Passes,
+        passes: GradientAccumulation,
     ) -> None:
         self._program, self._leaves, self._world, self._passes = program, leaves, world, passes
         self._sync: GradientSync | None = None
@@ -65,7 +65,7 @@ class DirectCalls:
     def _watched(self, output: Tensor, slots: list[BucketEntry], names: frozenset[str]) -> Tensor:
         come = partial(self._comes, get_gradient_edge(output), slots, names, self._leaves.age)
         parameters = [slot.parameter for slot in slots]
-        return _Watched.apply(come, output, self._anchor, *parameters)
+        return _BackwardNotice.apply(come, output, self._anchor, *parameters)
 
     def _comes(
         self,
@@ -144,7 +144,7 @@ class DirectCalls:
         self._reached = frozenset()
 
 
-class _Watched(torch.autograd.Function):
+class _BackwardNotice(torch.autograd.Function):
     """The same value, of which a backward pass is told; it leads to an anchor and to parameters
     too, which have their gradients from `come`."""
 

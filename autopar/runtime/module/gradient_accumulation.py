@@ -29,7 +29,7 @@ from autopar.runtime.parameters.parameter_movement import ParameterMovement
 from autopar.runtime.parameters.placing import dtensor_wrapper
 
 
-class Passes:
+class GradientAccumulation:
     """Backward passes, which give parameters their gradients, summed over ranks or to be summed."""
 
     def __init__(

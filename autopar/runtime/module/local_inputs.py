@@ -23,18 +23,18 @@ from autopar.text.units import counted
 Shape = tuple[int, ...]
 
 
-def layouts_of(plan: Plan, captured: Captured) -> dict[str, Layout]:
+def input_layouts(plan: Plan, captured: Captured) -> dict[str, Layout]:
     """Where the inputs of another program lie: as those of the plan, since ranks bring slices."""
     nodes = {node.name: node for node in captured.graph.find_nodes(op="placeholder")}
     placed = plan.decisions.placeholders
     found = {name: placed.get(name) for name in captured.inputs if name is not None}
     for name, layout in found.items():
         if layout is None or layout.ndim != info(nodes[name]).val.ndim:
-            raise _other(f"{name}, which the planned call does not have")
+            raise _unplanned_call(f"{name}, which the planned call does not have")
     return {name: layout for name, layout in found.items() if layout is not None}
 
 
-def require_whole_questions(plan: Plan) -> None:
+def refuse_questions_about_slices(plan: Plan) -> None:
     """Refuse what values of inputs decide of which each rank has a slice: none can answer."""
     placed, original = plan.decisions.placeholders, plan.original
     made = [one for content in original.contents for one in content.made]
@@ -53,12 +53,12 @@ def require_whole_questions(plan: Plan) -> None:
             )
 
 
-def whole_call(
+def join_call(
     plan: Plan, args: tuple, kwargs: Mapping[str, Any], shapes: Sequence[Sequence[Shape]]
 ) -> tuple[tuple, Mapping[str, Any]]:
     """The call with tensors of the whole shapes, without values, from those that each rank has; by
     rank, and by place among the flat arguments, those by name in the order of names."""
-    leaves, spec = flat_call(args, kwargs)
+    leaves, spec = flatten_call(args, kwargs)
     planned = planned_inputs(plan)
     whole = []
     for at, (path, leaf) in enumerate(leaves):
@@ -67,9 +67,11 @@ def whole_call(
             continue
         placeholder = planned.get(path)
         if placeholder is None:
-            raise _other(f"a tensor as {_said(path)}, where the planned call has none")
+            raise _unplanned_call(
+                f"a tensor as {_path_text(path)}, where the planned call has none"
+            )
         layout = plan.decisions.placeholders[placeholder]
-        size = _joined(layout, [found[at] for found in shapes], plan.whole_mesh, placeholder)
+        size = _joined_shape(layout, [found[at] for found in shapes], plan.whole_mesh, placeholder)
         made = torch.empty(size, dtype=leaf.dtype, device="meta")
         whole.append(made.requires_grad_(leaf.requires_grad))
     args, kwargs = pytree.tree_unflatten(whole, spec)
@@ -80,24 +82,24 @@ def planned_inputs(plan: Plan) -> dict[Any, str | None]:
     """The placeholders of the planned call, by the paths of its arguments; None: no tensor."""
     inputs, spec = plan.original.inputs, plan.original.input_spec
     args, kwargs = pytree.tree_unflatten(range(len(inputs)), spec)
-    return {path: inputs[place] for path, place in flat_call(args, kwargs)[0]}
+    return {path: inputs[place] for path, place in flatten_call(args, kwargs)[0]}
 
 
-def flat_call(args: tuple, kwargs: Mapping[str, Any]) -> tuple[list[tuple[Any, Any]], Any]:
+def flatten_call(args: tuple, kwargs: Mapping[str, Any]) -> tuple[list[tuple[Any, Any]], Any]:
     """What a call is given, each with its path; by name in the order of names."""
     return pytree.tree_flatten_with_path((args, {name: kwargs[name] for name in sorted(kwargs)}))
 
 
-def _said(path: Any) -> str:
+def _path_text(path: Any) -> str:
     """args[0], kwargs['mask']."""
     which, *inside = path
     return ("args", "kwargs")[which.idx] + pytree.keystr(tuple(inside))
 
 
-def _joined(layout: Layout, shapes: Sequence[Shape], mesh: Mesh, name: str) -> Shape:
+def _joined_shape(layout: Layout, shapes: Sequence[Shape], mesh: Mesh, name: str) -> Shape:
     """The shape of which ranks of a mesh have these pieces."""
     if layout.ndim != len(shapes[0]):
-        raise _other(f"{name} of {counted(len(shapes[0]), 'dim')}")
+        raise _unplanned_call(f"{name} of {counted(len(shapes[0]), 'dim')}")
     whole = tuple(
         sum(shapes[rank][dim] for rank in (mesh.groups(axes)[0] if axes else (0,)))
         for dim, axes in enumerate(layout.dims)
@@ -114,7 +116,7 @@ def _joined(layout: Layout, shapes: Sequence[Shape], mesh: Mesh, name: str) -> S
     return whole
 
 
-def _other(got: str) -> InvalidInput:
+def _unplanned_call(got: str) -> InvalidInput:
     return InvalidInput(
         "with local inputs a call has the arguments of the one that was planned: their layouts say "
         "which slice a rank brings",

@@ -14,15 +14,15 @@ from autopar.errors import InvalidInput
 from autopar.runtime.module.gradient_accumulation import is_partial
 from autopar.text.source_lines import shorten
 
-FIRST = 2.0**16
-PATIENCE = 2000  # steps without an overflow after which more is tried
+INITIAL_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000  # steps without an overflow after which more is tried
 
 
 @dataclass
 class LossScale:
     """Doubles after many good steps, halves when a gradient overflows. The same on every rank."""
 
-    value: float = FIRST
+    value: float = INITIAL_SCALE
     good: int = 0  # steps since it changed
     skipped: int = 0  # steps that gave no gradients
 
@@ -32,7 +32,7 @@ class LossScale:
         self.skipped += not is_good
         if not is_good:
             self.value /= 2
-        elif self.good == PATIENCE:
+        elif self.good == GROWTH_INTERVAL:
             self.value, self.good = self.value * 2, 0
 
 
@@ -54,7 +54,7 @@ def require_scale(scale: object, dtype: torch.dtype) -> float:
     return float(number)
 
 
-def taken(kept: Iterable[Tensor]) -> list[tuple[nn.Parameter, Tensor | None]]:
+def take_gradients(kept: Iterable[Tensor]) -> list[tuple[nn.Parameter, Tensor | None]]:
     """Those that are parameters, with the gradients that they had; now they have none, but for
     those that are still to be summed (no_sync.py)."""
     parameters = (one for one in kept if isinstance(one, nn.Parameter))
@@ -65,7 +65,7 @@ def taken(kept: Iterable[Tensor]) -> list[tuple[nn.Parameter, Tensor | None]]:
 
 
 @torch.no_grad()
-def give_back(
+def restore_gradients(
     before: Iterable[tuple[nn.Parameter, Tensor | None]], scale: float, is_good: bool
 ) -> None:
     """Scale gradients down and add them to those from before, or drop them."""

@@ -27,25 +27,30 @@ from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.backends.program_checks import Checks
 from autopar.runtime.module.batch_checks import BatchCheck, SliceCheck
-from autopar.runtime.module.call_outputs import is_wanted
-from autopar.runtime.module.loss_scale import LossScale, give_back, require_scale, taken
+from autopar.runtime.module.call_outputs import wants_outputs
+from autopar.runtime.module.loss_scale import (
+    LossScale,
+    require_scale,
+    restore_gradients,
+    take_gradients,
+)
 from autopar.runtime.module.programs import Programs
-from autopar.runtime.module.refused_wrappers import Unwrapped
-from autopar.runtime.module.running_program import Call, Running
-from autopar.runtime.module.step_arguments import told_apart
+from autopar.runtime.module.refused_wrappers import RefusesWrappers
+from autopar.runtime.module.running_program import ModuleCall, RunningProgram
+from autopar.runtime.module.step_arguments import split_step_arguments
 from autopar.runtime.module.step_loss import StepLoss
 from autopar.runtime.module.submodule_view import (
-    Closed,
-    Described,
-    add_parts,
-    keep_state,
-    kind_of,
-    part_at,
+    ClosedModule,
+    ModelAttributes,
+    add_submodule_views,
+    attach_model_state,
+    class_like,
     refuse_late_hooks,
-    require_own_attributes,
-    tell_of_state_hooks,
+    require_free_attributes,
+    submodule_at,
+    warn_about_state_hooks,
 )
-from autopar.runtime.module.training_modes import Modes
+from autopar.runtime.module.training_modes import TrainingModes
 from autopar.runtime.observation.expert_balance import expert_balance
 from autopar.runtime.observation.step_figures import StepListeners
 from autopar.runtime.observation.step_observation import StepObservation
@@ -57,7 +62,7 @@ from autopar.runtime.parameters.tensor_tree import ModuleTensors
 from autopar.text.units import counted
 
 
-class ParallelModule(Unwrapped, Described, StepObservation, Parallel):
+class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel):
     """Called and differentiated like the original; `step` takes a whole global batch.
 
     A call runs the batch in one go, a step in the micro-batches of the plan: what the plan says of
@@ -87,7 +92,7 @@ class ParallelModule(Unwrapped, Described, StepObservation, Parallel):
 
     def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> ParallelModule:
         kinds: tuple[Any, Any] = cls, type(model)
-        return object.__new__(kind_of(*kinds))
+        return object.__new__(class_like(*kinds))
 
     def __init__(
         self,
@@ -117,7 +122,7 @@ class ParallelModule(Unwrapped, Described, StepObservation, Parallel):
         names = {name: [name] for name in self._layouts}
         for alias, name in captured.tied.items():
             names[name].append(alias)
-        add_parts(self, model)
+        add_submodule_views(self, model)
         found = values.place(backend, types)
         for name, value in values.tensors.items():
             placed = found.pop(name)
@@ -127,7 +132,7 @@ class ParallelModule(Unwrapped, Described, StepObservation, Parallel):
                 placed = nn.Parameter(placed, requires_grad=value.requires_grad)
             for own in names[name]:
                 path, _, key = own.rpartition(".")
-                owner = part_at(self, path)
+                owner = submodule_at(self, path)
                 if isinstance(placed, nn.Parameter):
                     owner.register_parameter(key, placed)
                 else:
@@ -138,15 +143,15 @@ class ParallelModule(Unwrapped, Described, StepObservation, Parallel):
         self._peak = None
         rank = backend.world.rank if isinstance(backend, TorchBackend) else 0
         self._listeners = StepListeners(rank, backend.device)
-        modes = Modes(self, plan.original)
+        modes = TrainingModes(self, plan.original)
         self._tensors = ModuleTensors(self, captured.tied, program.learns)
         backend.bind(self._tensors.values)
         self._programs = Programs(plan, backend, modes, self._tensors)
-        self.describe(model, {*OWN_NAMES, *vars(self)})
+        self.describe(model, {*RESERVED_NAMES, *vars(self)})
         if captured.effects:
-            require_own_attributes(captured.effects, OWN_NAMES)
-            keep_state(self, model, captured.effects)
-        tell_of_state_hooks(model)
+            require_free_attributes(captured.effects, RESERVED_NAMES)
+            attach_model_state(self, model, captured.effects)
+        warn_about_state_hooks(model)
         note_old_parameters(model, self)
         if isinstance(backend, TorchBackend):
             register_module(self, has_stages=bool(program.stages))
@@ -159,11 +164,14 @@ class ParallelModule(Unwrapped, Described, StepObservation, Parallel):
         for module in self.modules():
             module._parameters.clear()
             module._buffers.clear()
-        if not isinstance(self.backend, Closed):
+        if not isinstance(self.backend, ClosedModule):
             self._programs.close()
-            self._programs, self._tensors = cast(Programs, Closed()), cast(ModuleTensors, Closed())
+            self._programs, self._tensors = (
+                cast(Programs, ClosedModule()),
+                cast(ModuleTensors, ClosedModule()),
+            )
         self._check = None
-        self.backend = cast(Backend, Closed())
+        self.backend = cast(Backend, ClosedModule())
 
     def __enter__(self) -> ParallelModule:
         return self
@@ -218,25 +226,25 @@ class ParallelModule(Unwrapped, Described, StepObservation, Parallel):
             carry_out_all(program.captured.effects, self, outputs)
             return program.structure(outputs)
 
-    def _accept(self, args: tuple, kwargs: Mapping[str, Any], step: bool) -> Call:
+    def _accept(self, args: tuple, kwargs: Mapping[str, Any], step: bool) -> ModuleCall:
         """A call as it comes to this rank; or refuse it."""
         require_same(self.plan.original.example.autocasts)
         refuse_late_hooks(self, self._kept(), step)
         return self._programs.call(args, kwargs, step)
 
-    def _find(self, call: Call) -> None:
+    def _find(self, call: ModuleCall) -> None:
         """What is known of its program; or refuse it."""
         self._programs.find(call)
         if self._check is not None:
             self._check.alone(call, self._programs[0])
 
-    def _make(self, call: Call) -> Running:
+    def _make(self, call: ModuleCall) -> RunningProgram:
         """Its program, made if it is a new one."""
         running = self._programs.make(call)
-        require_own_attributes(running.plan.original.effects, OWN_NAMES)
+        require_free_attributes(running.plan.original.effects, RESERVED_NAMES)
         return running
 
-    def _check_together(self, call: Call) -> None:
+    def _check_together(self, call: ModuleCall) -> None:
         if self._check is not None:
             with self.backend.guard(agreed=True):
                 self._check.together(call.args, call.kwargs, dict(self.named_parameters()))
@@ -275,8 +283,8 @@ class ParallelModule(Unwrapped, Described, StepObservation, Parallel):
             begun = self._listeners.begin()
             with self.backend.local_checks():
                 example, said = self.program.captured.example, {"scale": scale, "outputs": outputs}
-                kwargs, said = told_apart(example, args, kwargs, said)
-                tells = is_wanted(said["outputs"])
+                kwargs, said = split_step_arguments(example, args, kwargs, said)
+                tells = wants_outputs(said["outputs"])
                 call = self._accept(args, kwargs, step=True)
                 self._require_learning(tree_leaves((args, kwargs)))
             self._programs.meet(call)
@@ -317,16 +325,20 @@ class ParallelModule(Unwrapped, Described, StepObservation, Parallel):
         """A step whose gradients are multiplied `by`, and whose loss is scaled beside that, if it
         was asked for. One that breaks off leaves gradients as they were."""
         scaled = self.loss_scale
-        before, scale, is_good = taken(kept.values()), 1.0 if scaled is None else scaled.value, True
+        before, scale, is_good = (
+            take_gradients(kept.values()),
+            1.0 if scaled is None else scaled.value,
+            True,
+        )
         is_first = all(earlier is None for _, earlier in before)
         try:
             found = backend.step(kept, batches, tells, by * scale, is_first)
             if scaled is not None:
                 is_good = bool(self.backend.norm(self._gradients(), 1.0).isfinite())
         except BaseException:
-            give_back(before, scale, is_good=False)
+            restore_gradients(before, scale, is_good=False)
             raise
-        give_back(before, scale, is_good)
+        restore_gradients(before, scale, is_good)
         if scaled is not None:
             scaled.update(is_good)
         return found
@@ -439,7 +451,7 @@ class ParallelModule(Unwrapped, Described, StepObservation, Parallel):
         return ", ".join(filter(None, [super().extra_repr(), f"mesh={self.program.mesh}"]))
 
 
-OWN_NAMES = frozenset(dir(ParallelModule)).union(
+RESERVED_NAMES = frozenset(dir(ParallelModule)).union(
     *(get_annotations(kind) for kind in ParallelModule.__mro__)
 )
 

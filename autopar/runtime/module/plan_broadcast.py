@@ -30,10 +30,10 @@ def require_same_call(check_alone: Callable[[], None], **alike: Hashable) -> Non
 
     `alike`: options that are equal on all ranks, since they say when ranks wait for one another.
     """
-    _, error = _alone(check_alone)
+    _, error = _attempt(check_alone)
     here = joined()
     calls = 0 if here is None else here.liveness.call_count
-    told = everyones((None if error is None else _text(error), alike, calls))
+    told = gather_from_ranks((None if error is None else _failure_text(error), alike, calls))
     if here is not None:  # whatever calls they came from, the next one has one number
         here.liveness.call_count = max(calls for _, _, calls in told)
     if error is not None:
@@ -58,7 +58,7 @@ def require_same_call(check_alone: Callable[[], None], **alike: Hashable) -> Non
             )
 
 
-def agree(make: Callable[[], Plan], attach: Callable[[SavedPlan], Plan]) -> Plan:
+def agree_on_plan(make: Callable[[], Plan], attach: Callable[[SavedPlan], Plan]) -> Plan:
     """The plan of this rank. Rank 0 calls `make`, the others `attach` what it made."""
     plan: Plan | None
     if dist.get_rank() == 0:
@@ -67,11 +67,11 @@ def agree(make: Callable[[], Plan], attach: Callable[[SavedPlan], Plan]) -> Plan
             plan = make()
             return plan, SavedPlan.of(plan).to_json()
 
-        made, error = _alone(first)
-        plan, data = made or (None, {"error": "" if error is None else _text(error)})
-        of_first(data)
+        made, error = _attempt(first)
+        plan, data = made or (None, {"error": "" if error is None else _failure_text(error)})
+        broadcast_from_rank0(data)
     else:
-        received = of_first(None)
+        received = broadcast_from_rank0(None)
 
         def other() -> Plan:
             if "error" not in received:
@@ -82,8 +82,8 @@ def agree(make: Callable[[], Plan], attach: Callable[[SavedPlan], Plan]) -> Plan
                 remedy="mend what failed there",
             )
 
-        plan, error = _alone(other)
-    texts = everyones(None if error is None else _text(error))
+        plan, error = _attempt(other)
+    texts = gather_from_ranks(None if error is None else _failure_text(error))
     if error is not None and (dist.get_rank() == 0 or texts[0] is not None):
         raise error
     if wrong := _by_rank(texts):
@@ -96,14 +96,14 @@ def agree(make: Callable[[], Plan], attach: Callable[[SavedPlan], Plan]) -> Plan
     return plan
 
 
-def require_equal(own: Plan, first: SavedPlan) -> Plan:
+def require_equal_plan(own: Plan, first: SavedPlan) -> Plan:
     """`own`, if it does what the plan of rank 0 does: what machines were taken to be, and the times
     that follow from that, are for each to know."""
     differences = own.fingerprint.differences(first.fingerprint)
     if not differences:
         diff = compare(own, first)
         own_of_ranks = {said_as(one) for one in deciding() if one.metadata.get("is_of_rank")}
-        if _order(own) == _order(first):
+        if _stage_order(own) == _stage_order(first):
             own_of_ranks.add("pipeline")
         settings = {name: pair for name, pair in diff.settings.items() if name not in own_of_ranks}
         pairs = {**settings, **diff.regions, **diff.parameters, **diff.values}
@@ -117,13 +117,13 @@ def require_equal(own: Plan, first: SavedPlan) -> Plan:
     return own
 
 
-def _order(plan: Plan | SavedPlan) -> object:
+def _stage_order(plan: Plan | SavedPlan) -> object:
     """Its pipeline but for what its stages take."""
     one = plan.pipelining
     return one and (replace(one, stages=()), [stage.starts for stage in one.stages])
 
 
-def _alone(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """What this rank makes, or why not: the others are to hear of that before it is raised."""
     try:
         return work(), None
@@ -131,14 +131,14 @@ def _alone(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def of_first(data: Any) -> Any:
+def broadcast_from_rank0(data: Any) -> Any:
     """What rank 0 gives, on every rank."""
     box = [data]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
-def everyones(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_from_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """What all ranks give, by rank, in the world of now or another group of all of them."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine, group=group)
@@ -149,7 +149,7 @@ def _by_rank(texts: Sequence[str | None]) -> str:
     return "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
-def _text(error: Exception) -> str:
+def _failure_text(error: Exception) -> str:
     if isinstance(error, AutoparError):
         given = f": {error.got}" if error.got is not None else ""
         return f"{error.rule}{given}"

@@ -34,35 +34,37 @@ from autopar.plan.plan import Plan
 from autopar.planner.verdict import require_rules, tell
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
-from autopar.runtime.module.call_signature import Signature, changing_values
-from autopar.runtime.module.local_inputs import layouts_of, whole_call
-from autopar.runtime.module.plan_broadcast import agree
-from autopar.runtime.module.running_program import Call, Running, Sizes
+from autopar.runtime.module.call_signature import CallSignature, changing_values
+from autopar.runtime.module.local_inputs import input_layouts, join_call
+from autopar.runtime.module.plan_broadcast import agree_on_plan
+from autopar.runtime.module.running_program import ModuleCall, RunningProgram, SizeFamily
 from autopar.runtime.module.torch_contexts import refuse_transforms
-from autopar.runtime.module.training_modes import Modes
+from autopar.runtime.module.training_modes import TrainingModes
 from autopar.runtime.parameters.initial_values import require_constants
 from autopar.runtime.parameters.tensor_tree import ModuleTensors
 from autopar.text.progress import reporter
 from autopar.text.source_lines import frames_to_caller
 from autopar.text.tables import table
 
-FEW = 8  # programs, of which nothing is said
+WARN_ABOVE = 8  # programs, of which nothing is said
 
 
-class Programs(Sequence[Running]):
+class Programs(Sequence[RunningProgram]):
     """Those of a parallel module, the first one first. Prints as a table."""
 
-    def __init__(self, plan: Plan, backend: Backend, modes: Modes, tensors: ModuleTensors) -> None:
+    def __init__(
+        self, plan: Plan, backend: Backend, modes: TrainingModes, tensors: ModuleTensors
+    ) -> None:
         self._modes, self._tensors = modes, tensors
         example = plan.original.example
         about = modes.now, frozenset[str]()
-        signature = Signature.of(example.args, example.kwargs, *about, is_step=True)
-        self._last = Running(plan, backend, signature, both=True)
+        signature = CallSignature.of(example.args, example.kwargs, *about, is_step=True)
+        self._last = RunningProgram(plan, backend, signature, both=True)
         self._all = [self._last]
         self._every = [self._last]  # of all sizes
-        self._known: dict[Signature, Running] = {}
-        self._numbers: dict[Signature, int] = {}  # of this rank's calls, as they came
-        self._met: dict[tuple[int, ...], Running] = {}  # by the numbers of all ranks
+        self._known: dict[CallSignature, RunningProgram] = {}
+        self._numbers: dict[CallSignature, int] = {}  # of this rank's calls, as they came
+        self._met: dict[tuple[int, ...], RunningProgram] = {}  # by the numbers of all ranks
         if plan.dynamic is not None:
             inputs = example.model, example.args, example.kwargs
             self._start_sizes(self._last, plan.dynamic.across(*inputs))
@@ -71,12 +73,12 @@ class Programs(Sequence[Running]):
         return len(self._all)
 
     @overload
-    def __getitem__(self, at: int) -> Running: ...
+    def __getitem__(self, at: int) -> RunningProgram: ...
 
     @overload
-    def __getitem__(self, at: slice) -> list[Running]: ...
+    def __getitem__(self, at: slice) -> list[RunningProgram]: ...
 
-    def __getitem__(self, at: int | slice) -> Running | list[Running]:
+    def __getitem__(self, at: int | slice) -> RunningProgram | list[RunningProgram]:
         return self._all[at]
 
     def __str__(self) -> str:
@@ -99,14 +101,14 @@ class Programs(Sequence[Running]):
         for running in self._every:
             running.close()
 
-    def of(self, args: tuple, kwargs: Mapping[str, Any], is_step: bool) -> Running:
+    def of(self, args: tuple, kwargs: Mapping[str, Any], is_step: bool) -> RunningProgram:
         """The program of a call, made if it is not known."""
         call = self.call(args, kwargs, is_step)
         self.meet(call)
         self.find(call)
         return self.make(call)
 
-    def call(self, args: tuple, kwargs: Mapping[str, Any], is_step: bool) -> Call:
+    def call(self, args: tuple, kwargs: Mapping[str, Any], is_step: bool) -> ModuleCall:
         """A call as it comes to this rank."""
         refuse_transforms()
         for one in self._every:
@@ -114,9 +116,9 @@ class Programs(Sequence[Running]):
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         if not all(is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
             check_call(self._all[0].plan.original.example.model, args, kwargs, THIS)
-        return Call(args, kwargs, self._modes.now, self._tensors.unfrozen, is_step)
+        return ModuleCall(args, kwargs, self._modes.now, self._tensors.unfrozen, is_step)
 
-    def meet(self, call: Call) -> None:
+    def meet(self, call: ModuleCall) -> None:
         """Where a rank cannot know the program by itself, each says in a number which call of its
         own has come: with local inputs and in pipelines, of which a rank sees a part, and where
         several programs are known."""
@@ -127,13 +129,13 @@ class Programs(Sequence[Running]):
             with backend.guard(agreed=True):
                 call.numbers = backend.world.numbers(number)
 
-    def find(self, call: Call) -> None:
+    def find(self, call: ModuleCall) -> None:
         """What is known of a call; its program is captured if it is none of these."""
         numbers = call.numbers
         if not (self._look(call) if numbers is None else self._look_together(call, numbers)):
             self._capture(call)
 
-    def _look_together(self, call: Call, numbers: tuple[int, ...]) -> bool:
+    def _look_together(self, call: ModuleCall, numbers: tuple[int, ...]) -> bool:
         """What all ranks have found for these calls of theirs; or find it."""
         known = self._met.get(numbers)
         if known is not None and self._take(call, known):
@@ -141,20 +143,20 @@ class Programs(Sequence[Running]):
         self._hear(call)
         return any(self._take(call, one) for one in self._every if one.has(call))
 
-    def _hear(self, call: Call) -> None:
+    def _hear(self, call: ModuleCall) -> None:
         """Take together what ranks say of a call: slices make the whole inputs, and a parameter
         learns that does on the ranks which hold it."""
         first, backend = self._all[0], self._all[0].backend
         is_staged = first.plan.pipelining is not None
         said = backend.everyones(call.signature.said, str(call.signature))
-        shapes, call.unfrozen = _alike(said, backend.local_inputs, is_staged)
+        shapes, call.unfrozen = _require_alike(said, backend.local_inputs, is_staged)
         if backend.local_inputs:
-            call.whole = whole_call(first.plan, call.args, call.kwargs, shapes)
+            call.whole = join_call(first.plan, call.args, call.kwargs, shapes)
         args, kwargs = call.whole or (call.args, call.kwargs)
         about = call.training, call.unfrozen, call.is_step
-        call.signature = Signature.of(args, kwargs, *about)
+        call.signature = CallSignature.of(args, kwargs, *about)
 
-    def _look(self, call: Call) -> bool:
+    def _look(self, call: ModuleCall) -> bool:
         """That of the last call costs no more than to look at the inputs."""
         call.inputs, call.running = self._last.bind(call), self._last
         if call.inputs is not None:
@@ -163,7 +165,7 @@ class Programs(Sequence[Running]):
         among = self._every if known is None else [known]
         return any(self._take(call, one) for one in among)
 
-    def _take(self, call: Call, one: Running) -> bool:
+    def _take(self, call: ModuleCall, one: RunningProgram) -> bool:
         """Let a call be of a program, if it is."""
         call.inputs, call.running = one.bind(call), one
         if call.inputs is None:
@@ -175,7 +177,7 @@ class Programs(Sequence[Running]):
             self._met[call.numbers] = one
         return True
 
-    def _capture(self, call: Call) -> None:
+    def _capture(self, call: ModuleCall) -> None:
         first = self._all[0]
         original, backend = first.plan.original, first.backend
         check_call(original.example.model, call.args, call.kwargs, THIS)
@@ -200,7 +202,7 @@ class Programs(Sequence[Running]):
         if call.numbers is None and call.whole is None:
             self._hear(call)
 
-    def _is_other(self, call: Call, captured: Captured) -> bool:
+    def _is_other(self, call: ModuleCall, captured: Captured) -> bool:
         """Whether it is another program. Modes that change no operator make none."""
         found = fingerprint_of(captured)
         for one in self._every:
@@ -213,7 +215,7 @@ class Programs(Sequence[Running]):
         call.sizes = next(theirs, None)
         return True
 
-    def make(self, call: Call) -> Running:
+    def make(self, call: ModuleCall) -> RunningProgram:
         """The program of a call; on processes all ranks make it together."""
         if call.running is not None:
             return call.running
@@ -223,7 +225,7 @@ class Programs(Sequence[Running]):
         sizes = call.sizes
         if sizes is not None:
             is_step = sizes.first.steps
-        inputs = layouts_of(plan, captured) if backend.local_inputs else None
+        inputs = input_layouts(plan, captured) if backend.local_inputs else None
         with backend.guard(agreed=True):
             if plan.strict:
                 require_rules(captured)
@@ -234,14 +236,14 @@ class Programs(Sequence[Running]):
                 return plan_beside(plan, captured, is_step, inputs)
 
             follow = partial(follow_beside, plan, captured, is_step)
-            made = agree(decide, follow) if _is_among_others(backend) else decide()
+            made = agree_on_plan(decide, follow) if _is_among_others(backend) else decide()
             made = staged_beside(plan, made, is_step)
             tell(captured, made, sizes.first.plan if sizes is not None else plan)
         with backend.guard():
             both = plan.batches is None and plan.pipelining is None
             if sizes is not None:
                 both = sizes.first.steps and sizes.first.calls
-            running = Running(made, backend.beside(made.program), call.signature, both)
+            running = RunningProgram(made, backend.beside(made.program), call.signature, both)
         self._every.append(running)
         if sizes is not None:
             running.sizes = sizes
@@ -255,7 +257,7 @@ class Programs(Sequence[Running]):
         return running
 
     def inside(
-        self, running: Running, asked: Callable[[Captured], Captured]
+        self, running: RunningProgram, asked: Callable[[Captured], Captured]
     ) -> tuple[Plan, Backend]:
         """A program that is `asked` for of one: values inside of it, in the layouts that they have
         there. Its results are whole; on processes all ranks make it together."""
@@ -264,7 +266,7 @@ class Programs(Sequence[Running]):
             with first.backend.local_checks():
                 captured = asked(running.plan.original)
             is_local = first.backend.local_inputs
-            inputs = layouts_of(first.plan, captured) if is_local else None
+            inputs = input_layouts(first.plan, captured) if is_local else None
             with first.backend.guard(agreed=True):
                 made = resize(first.plan, running.plan, captured, False, inputs)
                 made = staged_beside(first.plan, made, is_step=False)
@@ -272,13 +274,13 @@ class Programs(Sequence[Running]):
                 running.inside = made, first.backend.beside(made.program, plainly=True)
         return running.inside
 
-    def _start_sizes(self, running: Running, across: Hashable) -> None:
+    def _start_sizes(self, running: RunningProgram, across: Hashable) -> None:
         if running.plan.dynamic is not None:
             forms = {running.plan.fingerprint.form}
-            running.sizes = Sizes(running, across, forms, {*running.modes})
+            running.sizes = SizeFamily(running, across, forms, {*running.modes})
 
     def _tell_of_many(self) -> None:
-        if len(self._all) == FEW + 1:
+        if len(self._all) == WARN_ABOVE + 1:
             sizes = sum(one.sizes.count - 1 for one in self._all if one.sizes is not None)
             also = f", and {sizes} more of other sizes" if sizes else ""
             forward = self._all[0].plan.original.example.model.forward
@@ -294,7 +296,7 @@ class Programs(Sequence[Running]):
             )
 
 
-def _require_data(call: Call) -> None:
+def _require_data(call: ModuleCall) -> None:
     for value in pytree.tree_leaves((call.args, dict(call.kwargs))):
         if isinstance(value, Tensor) and value.is_meta:
             raise InvalidInput(
@@ -308,7 +310,7 @@ def _is_among_others(backend: Backend) -> TypeGuard[TorchBackend]:
     return isinstance(backend, TorchBackend) and backend.world.size > 1
 
 
-def _alike(
+def _require_alike(
     said: Sequence[str], of_pieces: bool, of_stages: bool
 ) -> tuple[list[list[tuple[int, ...]]], frozenset[str]]:
     """The shapes of the inputs of each rank, and what learns now and did not. The calls of all are

@@ -13,13 +13,15 @@ from autopar._torch.modules import COMPOSABLE_REGISTRY, is_collecting_wrappers
 from autopar.errors import InvalidInput
 
 
-class Unwrapped(nn.Module):
+class RefusesWrappers(nn.Module):
     """A module that nothing is to be put around."""
 
     def __init__(self) -> None:
         super().__init__()
         vars(self)["_is_accelerate_prepared"] = True
-        vars(self)[COMPOSABLE_REGISTRY] = _Refusing()  # where fully_shard and replicate look
+        vars(self)[COMPOSABLE_REGISTRY] = (
+            _RefusingRegistry()
+        )  # where fully_shard and replicate look
 
     def __getattr__(self, name: str) -> Any:
         if name == "_ddp_params_and_buffers_to_ignore":  # what DistributedDataParallel looks for
@@ -41,7 +43,7 @@ class Unwrapped(nn.Module):
         _refuse("DataParallel")
 
 
-class _Refusing(dict[str, Any]):
+class _RefusingRegistry(dict[str, Any]):
     """By name what torch has made of a module in place."""
 
     def __contains__(self, name: object) -> bool:

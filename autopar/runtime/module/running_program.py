@@ -17,23 +17,23 @@ from autopar.capture.writes import carry_out, put_between
 from autopar.plan.plan import Plan
 from autopar.plan.runtime_program import Program
 from autopar.runtime.backends.backend import Backend
-from autopar.runtime.module.call_signature import Signature
+from autopar.runtime.module.call_signature import CallSignature
 from autopar.strategies.node_info import info
 
 Inputs = dict[str, Tensor]
 
 
-class Running:
+class RunningProgram:
     """One program, in the forms in which it is called, and where they run."""
 
-    def __init__(self, plan: Plan, backend: Backend, signature: Signature, both: bool) -> None:
+    def __init__(self, plan: Plan, backend: Backend, signature: CallSignature, both: bool) -> None:
         """`both`: it serves calls and steps, not only what its signature says."""
         self.plan, self.backend, self.signature = plan, backend, signature
         self.calls, self.steps = both or not signature.is_step, both or signature.is_step
         self.modes = {signature.training}  # in which this is the model's program
         self.unfrozen = signature.unfrozen
         self.shapes = backend.input_shapes()
-        self.sizes: Sizes | None = None  # all those of its plan, if its inputs vary
+        self.sizes: SizeFamily | None = None  # all those of its plan, if its inputs vary
         self.inside: tuple[Plan, Backend] | None = None  # that of values inside of it
         self._bounded: dict[str, tuple[Tensor, int]] = {}  # parameters, and their ages then
 
@@ -76,16 +76,16 @@ class Running:
             backend.close()
         self._bounded.clear()
 
-    def takes(self, call: Call) -> bool:
+    def takes(self, call: ModuleCall) -> bool:
         """Whether it is made for steps, or for calls, as this one is."""
         return self.steps if call.is_step else self.calls
 
-    def serves(self, call: Call) -> bool:
+    def serves(self, call: ModuleCall) -> bool:
         """Whether it may be the program of a call, but for its inputs."""
         is_in_mode = call.training in self.modes
         return self.takes(call) and is_in_mode and call.unfrozen <= self.unfrozen
 
-    def has(self, call: Call) -> bool:
+    def has(self, call: ModuleCall) -> bool:
         """Whether it is the program of a call of which each rank has said its part."""
         if not self.serves(call) or call.whole is None:
             return self.serves(call)
@@ -93,7 +93,7 @@ class Running:
         own = replace(own, training=other.training, unfrozen=other.unfrozen, is_step=call.is_step)
         return own == other
 
-    def bind(self, call: Call) -> Inputs | None:
+    def bind(self, call: ModuleCall) -> Inputs | None:
         """The inputs of a call by placeholder, if this is its program."""
         if not self.serves(call):
             return None
@@ -101,30 +101,30 @@ class Running:
 
 
 @dataclass
-class Sizes:
+class SizeFamily:
     """The programs of one plan, whose inputs have sizes of a range."""
 
-    first: Running
+    first: RunningProgram
     across: Hashable  # what their calls have in common
     forms: set[Hashable]  # their operators without sizes
     modes: set[tuple[bool, ...]]
     count: int = 1
 
-    def have(self, call: Call, across: Hashable, form: Hashable) -> bool:
+    def have(self, call: ModuleCall, across: Hashable, form: Hashable) -> bool:
         """Whether a call is one of theirs. Modes that change no operator are theirs too."""
         is_theirs = self.first.takes(call) and across == self.across
         if not is_theirs or not call.unfrozen <= self.first.unfrozen:
             return False
         return call.training in self.modes or form in self.forms
 
-    def add(self, running: Running, form: Hashable) -> None:
+    def add(self, running: RunningProgram, form: Hashable) -> None:
         self.forms.add(form)
         self.modes |= running.modes
         self.count += 1
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """One call of a module, and what is known of it."""
 
     args: tuple
@@ -133,11 +133,11 @@ class Call:
     unfrozen: frozenset[str]
     is_step: bool
     # The program, or what it is to be made of.
-    running: Running | None = None
+    running: RunningProgram | None = None
     inputs: Inputs | None = None
     captured: Captured | None = None
     across: Hashable = None  # what it has in common with calls of other sizes
-    sizes: Sizes | None = None  # those of a plan that it is one of
+    sizes: SizeFamily | None = None  # those of a plan that it is one of
     numbers: tuple[int, ...] | None = None  # what ranks call theirs, where they say so
     whole: tuple[tuple, Mapping[str, Any]] | None = None  # the inputs of which this rank has slices
 
@@ -147,7 +147,7 @@ class Call:
         assert self.inputs is not None
         return self.inputs
 
-    def taken(self, by: Running, parameters: Mapping[str, Tensor]) -> Inputs:
+    def taken(self, by: RunningProgram, parameters: Mapping[str, Tensor]) -> Inputs:
         """These, for a program that runs now: what its forward writes to them, to parameters, and
         to containers, is written."""
         original = by.plan.original
@@ -169,7 +169,7 @@ class Call:
         return plan.program.loss_dtype
 
     @cached_property
-    def signature(self) -> Signature:
+    def signature(self) -> CallSignature:
         """As it comes to this rank, until all have said theirs."""
         about = self.training, self.unfrozen, self.is_step
-        return Signature.of(self.args, self.kwargs, *about)
+        return CallSignature.of(self.args, self.kwargs, *about)

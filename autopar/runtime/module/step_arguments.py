@@ -21,7 +21,7 @@ _REMEDIES = {
 }
 
 
-def told_apart(
+def split_step_arguments(
     example: Example, args: tuple, kwargs: Mapping[str, Any], words: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the model is given by name, and what the step is told: of `words`, None is not said."""

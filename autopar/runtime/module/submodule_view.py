@@ -36,7 +36,7 @@ _OF_TORCH = vars(nn.Module()).keys() | {"forward"}
 _REMEDY = "change the model itself and parallelize it again"
 
 
-class Plain(nn.Module):
+class PlainModule(nn.Module):
     """Does as a module what any does, whatever the class of a model does otherwise there."""
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -69,11 +69,11 @@ class Plain(nn.Module):
 
 
 for _name, _method in vars(nn.Module).items():
-    if isinstance(_method, FunctionType) and _name not in (*vars(Plain), "extra_repr"):
-        setattr(Plain, _name, _method)
+    if isinstance(_method, FunctionType) and _name not in (*vars(PlainModule), "extra_repr"):
+        setattr(PlainModule, _name, _method)
 
 
-class Closed:
+class ClosedModule:
     """Where a closed module runs: nowhere."""
 
     def __getattr__(self, name: str) -> Any:
@@ -84,7 +84,7 @@ class Closed:
         )
 
 
-def require_names(model: nn.Module, own: Container[str]) -> None:
+def require_free_names(model: nn.Module, own: Container[str]) -> None:
     """Refuse a model whose tensors or submodules are named as what a ParallelModule has itself."""
     held = [vars(model)[kind] for kind in HOLDERS] if isinstance(model, nn.Module) else []
     names = [name for one in held for name in one if name in own]
@@ -97,7 +97,7 @@ def require_names(model: nn.Module, own: Container[str]) -> None:
         )
 
 
-def require_own_attributes(effects: Iterable[Effect], own: Container[str]) -> None:
+def require_free_attributes(effects: Iterable[Effect], own: Container[str]) -> None:
     """Refuse effects that set an attribute of the model that a ParallelModule has itself."""
     for effect in effects:
         if effect.attribute is not None and effect.attribute in own:
@@ -110,14 +110,14 @@ def require_own_attributes(effects: Iterable[Effect], own: Container[str]) -> No
             )
 
 
-class Part(Plain, Parallel):
+class SubmoduleView(PlainModule, Parallel):
     """Takes no attributes or hooks, which the captured program would not see."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         kept = (self._parameters, self._buffers, self._modules)
         is_kept = isinstance(value, nn.Parameter | nn.Module) or any(name in held for held in kept)
         if not (is_kept or name == "training" or name.startswith("_")):
-            raise refused_attribute(name, "a submodule")
+            raise attribute_refusal(name, "a submodule")
         validate_replacement(self, name, value)
         nn.Module.__setattr__(self, name, value)
 
@@ -150,7 +150,7 @@ class Part(Plain, Parallel):
         return ", ".join(filter(None, [said, *cut]))
 
 
-def refused_attribute(name: str, where: str) -> InvalidInput:
+def attribute_refusal(name: str, where: str) -> InvalidInput:
     """What comes of another value for something that forward may have read."""
     return InvalidInput(
         "what modules do is part of the program that was captured",
@@ -159,7 +159,7 @@ def refused_attribute(name: str, where: str) -> InvalidInput:
     )
 
 
-class Described(Plain):
+class ModelAttributes(PlainModule):
     """Has the attributes of a model that are no tensors, such as its configuration, to look at.
 
     They are the model's own objects: what is changed inside of one (`module.config.x = 1`) changes
@@ -177,12 +177,12 @@ class Described(Plain):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self).get("_attributes", ()):
-            raise refused_attribute(name, "the model")
+            raise attribute_refusal(name, "the model")
         validate_replacement(self, name, value)
         super().__setattr__(name, value)
 
 
-class Listed:
+class ListChildren:
     """In the place of a Sequential or a ModuleList: its children by place."""
 
     _modules: dict[str, nn.Module | None]
@@ -197,7 +197,7 @@ class Listed:
         return iter(self._modules.values())
 
 
-class Keyed:
+class DictChildren:
     """In the place of a ModuleDict: its children by name."""
 
     _modules: dict[str, nn.Module | None]
@@ -212,7 +212,7 @@ class Keyed:
         return iter(self._modules)
 
 
-def add_parts(root: nn.Module, model: nn.Module) -> None:
+def add_submodule_views(root: nn.Module, model: nn.Module) -> None:
     """A part for every submodule of a model, in its order, and one for one that has several names;
     containers are indexed as there."""
     made = {id(model): root}
@@ -220,16 +220,16 @@ def add_parts(root: nn.Module, model: nn.Module) -> None:
         owner, _, name = path.rpartition(".")
         if id(module) in made:
             if path:
-                part_at(root, owner)._modules[name] = made[id(module)]
+                submodule_at(root, owner)._modules[name] = made[id(module)]
             continue
-        part = made[id(module)] = part_at(root, owner)._modules[name] = _made(type(module))
+        part = made[id(module)] = submodule_at(root, owner)._modules[name] = _new_view(type(module))
         vars(part).update(attributes_of(module))
         for name, tensor in module._parameters.items():
             if tensor is None:
                 part.register_parameter(name, None)
 
 
-def keep_state(root: nn.Module, model: nn.Module, effects: Sequence[Effect]) -> None:
+def attach_model_state(root: nn.Module, model: nn.Module, effects: Sequence[Effect]) -> None:
     """Let a parallel module and its parts know what else of the model forward changes: what its
     hooks are bound to, and the attributes in which effects put something, or find it."""
     holders = [holder for effect in effects for holder in effect.holders()]
@@ -241,7 +241,7 @@ def keep_state(root: nn.Module, model: nn.Module, effects: Sequence[Effect]) -> 
             for name, value in vars(module).items()
             if (path, name) in attributes and name not in _OF_TORCH
         }
-        vars(part_at(root, path))[MODEL_STATE] = held
+        vars(submodule_at(root, path))[MODEL_STATE] = held
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def _is_of_model(value: object) -> bool:
     return isinstance(owner, nn.Module | Tensor)
 
 
-def part_at(root: nn.Module, path: str) -> nn.Module:
+def submodule_at(root: nn.Module, path: str) -> nn.Module:
     """The submodule at `path`."""
     for name in path.split(".") if path else ():
         found = root._modules[name]
@@ -268,27 +268,27 @@ def part_at(root: nn.Module, path: str) -> nn.Module:
     return root
 
 
-_kinds = WeakValueDictionary[tuple[Any, Any], Any]()  # each lives as long as it has objects
+_classes = WeakValueDictionary[tuple[Any, Any], Any]()  # each lives as long as it has objects
 
 
-def kind_of(base: Any, model: Any) -> Any:
+def class_like(base: Any, model: Any) -> Any:
     """The class of what is a `base`, in the place of modules of a class, which it belongs to."""
-    kind = _kinds.get((base, model))
+    kind = _classes.get((base, model))
     if kind is None:
-        kind = _kinds[base, model] = _make_kind(base, model)
+        kind = _classes[base, model] = _make_class(base, model)
     return kind
 
 
-def _make_kind(base: Any, model: Any) -> Any:
+def _make_class(base: Any, model: Any) -> Any:
     is_list = issubclass(model, nn.Sequential | nn.ModuleList)
     is_dict = issubclass(model, nn.ModuleDict)
-    bases = (*[Listed] * is_list, *[Keyed] * is_dict, base)
+    bases = (*[ListChildren] * is_list, *[DictChildren] * is_dict, base)
     names: dict[str, Any] = {"__module__": model.__module__, "__qualname__": model.__qualname__}
     if hasattr(model, "__del__"):
         names["__del__"] = lambda self: None  # the model lives on
-    if issubclass(base, Described):
+    if issubclass(base, ModelAttributes):
         names["forward"] = _forward_of(base, model)
-        names |= _of_transformers(base, model)
+        names |= _transformers_methods(base, model)
     if not (model is nn.Module or issubclass(model, torch.jit.ScriptModule)):
         with suppress(TypeError):  # a class that does not let others be made of it
             return type(model)(model.__name__, (*bases, model), names)
@@ -305,7 +305,7 @@ def _forward_of(base: Any, model: Any) -> Any:
     return forward
 
 
-def _of_transformers(base: Any, model: Any) -> dict[str, Any]:
+def _transformers_methods(base: Any, model: Any) -> dict[str, Any]:
     """Methods of transformers' models, and of others in their manner, that see whole tensors."""
     names: dict[str, Any] = {}
     if (save := getattr(model, "save_pretrained", None)) is not None:
@@ -331,8 +331,8 @@ def _of_transformers(base: Any, model: Any) -> dict[str, Any]:
     return names
 
 
-def _made(model: Any) -> Part:
-    part = object.__new__(kind_of(Part, model))
+def _new_view(model: Any) -> SubmoduleView:
+    part = object.__new__(class_like(SubmoduleView, model))
     nn.Module.__init__(part)
     return part
 
@@ -341,19 +341,19 @@ def refuse_late_hooks(root: nn.Module, kept: Mapping[str, Tensor], step: bool) -
     """Refuse hooks on the gradients of what a parallel module has, and on itself in a step."""
     refuse_gradient_hooks(kept)
     if step and has_hooks(root):
-        raise _late("a hook on the parallel module, in step()")
+        raise _late_hook("a hook on the parallel module, in step()")
     if step and "forward" in vars(root):
-        raise refused_attribute("forward", "the model, in step(),")
+        raise attribute_refusal("forward", "the model, in step(),")
 
 
 def refuse_gradient_hooks(kept: Mapping[str, Tensor]) -> None:
     """Refuse hooks that run when parameters get their gradients."""
     if has_gradient_hooks(kept.values()):
         named = (name for name, value in kept.items() if gradient_hooks(value))
-        raise _late(f"a hook on the gradient of {next(named)}")
+        raise _late_hook(f"a hook on the gradient of {next(named)}")
 
 
-def _late(got: str) -> InvalidInput:
+def _late_hook(got: str) -> InvalidInput:
     return InvalidInput(
         "gradients are summed over ranks and micro-batches when a step ends, without hooks",
         got=got,
@@ -361,7 +361,7 @@ def _late(got: str) -> InvalidInput:
     )
 
 
-def tell_of_state_hooks(model: nn.Module) -> None:
+def warn_about_state_hooks(model: nn.Module) -> None:
     """And of states that are no tensors."""
     named = list(model.named_modules())
     of_tensors = "the names of parameters and buffers"

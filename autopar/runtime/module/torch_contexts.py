@@ -18,7 +18,7 @@ def refuse_transforms() -> None:
         )
 
 
-def refused_in_backward() -> InvalidInput:
+def nested_call_refusal() -> InvalidInput:
     """Of a call on processes."""
     return InvalidInput(
         "on processes no call comes in the middle of the backward pass of another: gradients of "

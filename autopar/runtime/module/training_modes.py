@@ -7,19 +7,19 @@ from operator import attrgetter
 from torch import nn
 
 from autopar.capture.captured import Captured
-from autopar.runtime.module.submodule_view import part_at
+from autopar.runtime.module.submodule_view import submodule_at
 
 _TRAINING = attrgetter("training")
 
 
-class Modes:
+class TrainingModes:
     """Those of a parallel module, which gets a submodule for each of the model's, in the mode that
     it was captured in."""
 
     def __init__(self, root: nn.Module, captured: Captured) -> None:
         self._modules: dict[str, nn.Module] = {}
         for path, is_training in captured.example.modes.items():
-            module = self._modules[path] = part_at(root, path)
+            module = self._modules[path] = submodule_at(root, path)
             module.training = is_training
 
     @property

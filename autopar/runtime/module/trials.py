@@ -31,7 +31,7 @@ from autopar.planner.trial import Trial
 from autopar.runtime.backends.world import World, world_beside
 from autopar.runtime.launching.failures import RankStopped, stop_all_on_failure
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.runtime.module.plan_broadcast import everyones
+from autopar.runtime.module.plan_broadcast import gather_from_ranks
 from autopar.runtime.observation.timing import step_seconds
 from autopar.runtime.parameters.placing import dtensor_wrapper
 from autopar.text.progress import Report
@@ -70,7 +70,7 @@ def run_trials(
                     break
             return [step() for _ in range(STEPS)]
 
-    with _nothing_stays(device), _Place(whole, device) as place:
+    with _isolated(device), _TrialWorld(whole, device) as place:
         for turn in range(ROUNDS):
             first = [median(taken) for taken in seconds if taken]
             for number in range(len(plans)):
@@ -86,7 +86,7 @@ def run_trials(
     ]
 
 
-def chosen_by(trials: Sequence[Trial]) -> int:
+def fastest_trial(trials: Sequence[Trial]) -> int:
     """The number of the fastest; or refuse them all."""
     ran = [number for number, one in enumerate(trials) if one.measured is not None]
     if not ran:
@@ -99,7 +99,7 @@ def chosen_by(trials: Sequence[Trial]) -> int:
 
 
 @contextmanager
-def _nothing_stays(device: torch.device) -> Iterator[None]:
+def _isolated(device: torch.device) -> Iterator[None]:
     """Random numbers go on as if nothing had been drawn; what was told of modules is told again of
     the one that stays."""
     own = [device] if device.type == "cuda" else []
@@ -115,7 +115,7 @@ def _collect(device: torch.device) -> None:
 
 
 @dataclass
-class _Place:
+class _TrialWorld:
     """Where plans are tried: in this process, or in a world beside the whole one."""
 
     whole: World | None
@@ -123,7 +123,7 @@ class _Place:
     _beside: ExitStack = field(default_factory=ExitStack)
     _is_open: bool = False
 
-    def __enter__(self) -> _Place:
+    def __enter__(self) -> _TrialWorld:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,8 +136,8 @@ class _Place:
         try:
             found = self._inside(work)
         except Exception as raised:
-            error, kind, text = raised, _kind(raised), said(raised)
-            _let_go(raised)
+            error, kind, text = raised, _failure_kind(raised), said(raised)
+            _clear_frames(raised)
             self._close()
         _collect(self.device)  # others may wait in a group until nothing here holds it
         kinds, texts = self._everyones(kind, text)
@@ -160,7 +160,7 @@ class _Place:
         if self.whole is None:
             return [kind], [text]
         kinds, texts, counts = zip(
-            *everyones((kind, text, created_group_count()), self.whole.group)
+            *gather_from_ranks((kind, text, created_group_count()), self.whole.group)
         )
         set_created_group_count(max(counts))
         return list(kinds), list(texts)
@@ -180,7 +180,7 @@ class _Place:
         dtensor_wrapper.cache_clear()  # a mesh is equal to one whose groups have gone
 
 
-def _kind(error: Exception) -> str:
+def _failure_kind(error: Exception) -> str:
     """How a rank failed: without memory, because another one failed, or else."""
     seen: BaseException | None = error
     while seen is not None:
@@ -192,7 +192,7 @@ def _kind(error: Exception) -> str:
     return "stopped" if isinstance(error, RankStopped) else "error"
 
 
-def _let_go(error: BaseException | None) -> None:
+def _clear_frames(error: BaseException | None) -> None:
     """Of all that the frames hold that an error went through."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:

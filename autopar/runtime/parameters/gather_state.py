@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.runtime.module.call_agreement import on_all, rank_of
+from autopar.runtime.module.call_agreement import rank_of, run_on_all_ranks
 from autopar.runtime.parameters.placing import is_sharded
 
 
@@ -20,7 +20,7 @@ def gather_state(module: Any, held: Mapping[str, Tensor], call: str) -> dict[str
     """Whole tensors from those that ranks hold, by name; ranks that make another `call` are told
     of this one."""
     if module.program.stages or any(map(is_sharded, held.values())):
-        on_all(module.backend, lambda: None, call)
+        run_on_all_ranks(module.backend, lambda: None, call)
     with module.backend.guard():
         found = module.backend.collect(held)
     return {name: found[name] for name in module._names if name in found}
@@ -44,4 +44,4 @@ def save_with_full_state(module: Any, save: Callable[..., Any], *args: Any, **kw
         finally:
             del vars(module)["state_dict"]
 
-    return on_all(module.backend, write, "save_pretrained()")
+    return run_on_all_ranks(module.backend, write, "save_pretrained()")

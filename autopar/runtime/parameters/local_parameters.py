@@ -22,7 +22,7 @@ from autopar.mesh import Mesh
 from autopar.passes import ParameterCopies
 from autopar.passes.localize import Axes
 from autopar.runtime.backends.host_copies import HOST, HostLink
-from autopar.runtime.module.submodule_view import Closed
+from autopar.runtime.module.submodule_view import ClosedModule
 from autopar.runtime.parameters.flat_buffers import TensorPieces
 from autopar.runtime.parameters.gathered_copies import GatheredGroup, GatherWindow
 from autopar.runtime.parameters.parameter_movement import ParameterMovement
@@ -108,7 +108,7 @@ class LocalParameters:
 
     def close(self) -> None:
         """Let go of all parameters and copies; a backward that comes later is refused."""
-        self.parameters = cast(dict, Closed())
+        self.parameters = cast(dict, ClosedModule())
         self.by_name.clear()
         self._between.clear()
         self.window.take(())
