@@ -39,21 +39,21 @@ from autopar.strategies.node_info import info
 from autopar.text.progress import Report
 from autopar.text.units import counted
 from autopar.verification.references import (
-    Call,
+    CallArguments,
     CapturedModule,
     Difference,
     Tensors,
-    Trained,
-    compare,
-    difference_of,
-    first_module,
-    in_double,
+    TrainingResult,
+    compare_training,
+    first_different_module,
     run_step,
-    same_numbers,
+    seeded,
+    to_double,
     train,
     train_module,
+    value_difference,
 )
-from autopar.verification.rounding import measure
+from autopar.verification.rounding import measure_tolerances
 from autopar.verification.tolerance import Tolerances
 from autopar.verification.verification import Verification
 
@@ -133,7 +133,7 @@ def verify(
         "them",
     )
     asked = {"plan": plan, "backend": backend, "check": check, **vars(options)}
-    original, call, dtype = in_double(model, (args, kwargs or {}), plan is not None)
+    original, call, dtype = to_double(model, (args, kwargs or {}), plan is not None)
     with state_put_back(original):
         found, made = _side_by_side(original, call, call, dtype, steps, asked)
     if made.dynamic is None:
@@ -167,8 +167,8 @@ class PlainFails(InvalidInput):
 
 def _side_by_side(
     original: nn.Module,
-    example: Call,
-    call: Call,
+    example: CallArguments,
+    call: CallArguments,
     dtype: torch.dtype,
     steps: int,
     asked: Mapping[str, Any],
@@ -180,17 +180,19 @@ def _side_by_side(
     second = own_copy(original)
     run = CapturedModule(second, captured)
     exported, _ = train_module(run, second, _again(call), steps, rate)
-    tolerances = measure(captured, original, _again(call), dtype, exported, rate)
-    from_captured = compare(exported, plain, tolerances)
+    tolerances = measure_tolerances(captured, original, _again(call), dtype, exported, rate)
+    from_captured = compare_training(exported, plain, tolerances)
     differences: list[Difference | None] = []
     if any(row.differs for row in from_captured):
-        differences.append(first_module(own_copy(original), captured, _again(call), tolerances))
+        differences.append(
+            first_different_module(own_copy(original), captured, _again(call), tolerances)
+        )
     with parallelize(own_copy(original), *example, **asked) as module:
         programs = module.programs
         plan = programs.of(*call, is_step=module.program.has_loss).plan
         outputs, difference = _forward(plan, original, _again(call), tolerances)
         trained = replace(_train_parallel(module, _again(call), steps, rate), outputs=outputs)
-    if any(row.differs for row in compare(trained, exported, tolerances)):
+    if any(row.differs for row in compare_training(trained, exported, tolerances)):
         differences.append(difference or _of_statistics(plan) or _AFTER_FORWARD)
     found = Verification(
         module.plan.whole_mesh,
@@ -199,7 +201,7 @@ def _side_by_side(
         tolerances.strict.relative,
         steps,
         tuple(from_captured),
-        tuple(compare(trained, plain, tolerances)),
+        tuple(compare_training(trained, plain, tolerances)),
         tuple(one for one in differences if one is not None),
         has_loss=module.program.has_loss,
         draws=captured.key is not None,
@@ -207,7 +209,7 @@ def _side_by_side(
     return found, module.plan
 
 
-def _again(call: Call) -> Call:
+def _again(call: CallArguments) -> CallArguments:
     """The same call with tensors of its own, to which forward may write."""
     made: dict[int, Tensor] = {}
 
@@ -218,7 +220,7 @@ def _again(call: Call) -> Call:
     return pytree.tree_map_only(Tensor, own, call)
 
 
-def _train_plain(model: nn.Module, call: Call, steps: int) -> tuple[Trained, float]:
+def _train_plain(model: nn.Module, call: CallArguments, steps: int) -> tuple[TrainingResult, float]:
     try:
         trained, rate = train_module(model, model, call, steps)
     except Exception as error:
@@ -237,7 +239,9 @@ def _train_plain(model: nn.Module, call: Call, steps: int) -> tuple[Trained, flo
     return trained, rate
 
 
-def _train_parallel(module: ParallelModule, call: Call, steps: int, rate: float) -> Trained:
+def _train_parallel(
+    module: ParallelModule, call: CallArguments, steps: int, rate: float
+) -> TrainingResult:
     def step() -> tuple[Tensor, Tensors]:
         if module.program.has_loss:
             args, kwargs = in_own_containers(call)
@@ -251,7 +255,7 @@ def _train_parallel(module: ParallelModule, call: Call, steps: int, rate: float)
 
 
 def _forward(
-    plan: Plan, model: nn.Module, call: Call, tolerances: Tolerances
+    plan: Plan, model: nn.Module, call: CallArguments, tolerances: Tolerances
 ) -> tuple[Tensors, Difference | None]:
     """The outputs of the whole program, and its first value that is not the captured one's.
 
@@ -263,7 +267,7 @@ def _forward(
         named[name] = named[name].detach().clone()
         put_between(bounds, named[name])
     device = next((value.device for value in named.values()), torch.device("cpu"))
-    with same_numbers(0):
+    with seeded(0):
         inputs = program.bind(*call, program.whole_shapes)
         assert inputs is not None
         inputs |= captured.draw(device)
@@ -287,12 +291,12 @@ def _forward(
             whole = from_ranks(values, type_.layout, plan.mesh, type_.shape).detach()
             made[node.name] = whole
             if compares:
-                difference = difference_of(node, expected[node.name], whole, of_value[node.name])
+                difference = value_difference(node, expected[node.name], whole, of_value[node.name])
                 found.extend([difference] if difference else [])
 
-    with same_numbers(0):
+    with seeded(0):
         evaluate(captured.graph, {**captured.constants, **given}, note)
-    with same_numbers(0):
+    with seeded(0):
         VirtualGraph(program.graph, plan.mesh, device, captured.constants, look)(named, given)
     leaves = enumerate(captured.output_leaves)
     places = [str(index) for index, leaf in leaves if isinstance(leaf, fx.Node)]

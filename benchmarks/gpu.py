@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar.cluster.gpus import gpu, measured, timed
+from autopar.cluster.gpus import local_gpu, measure_gpu, median_seconds
 from autopar.runtime.launching.launch import launch
 from benchmarks.gpt import GPT, Sizes, batch, gpt
 
@@ -159,7 +159,9 @@ def speed(device: torch.device, rounds: int) -> Iterator[Figures]:
     names = list(steps)
     for number in range(rounds):
         for name in names[number % 3 :] + names[: number % 3]:
-            seconds[name].append(timed(steps[name], device, runs=1, warm=3 if number == 0 else 0))
+            seconds[name].append(
+                median_seconds(steps[name], device, runs=1, warm=3 if number == 0 else 0)
+            )
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     yield {
         "model": sizes.name,
@@ -193,8 +195,8 @@ def memory(device: torch.device, rounds: int) -> Iterator[Figures]:
 
 
 def calibration(device: torch.device, rounds: int) -> Iterator[Figures]:
-    found = measured(device, name_of(device))
-    taken = gpu(device.index or 0)[0] if device.type == "cuda" else None
+    found = measure_gpu(device, name_of(device))
+    taken = local_gpu(device.index or 0)[0] if device.type == "cuda" else None
     for dtype in found.flops:
         reached = found.peak(dtype)
         line: Figures = {"dtype": dtype, "measured_tflops": reached / 1e12}

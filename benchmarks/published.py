@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 import autopar as ap
-from autopar.cost.copy_groups import groups_in, used_bytes
+from autopar.cost.copy_groups import copy_groups_of_nodes, live_copy_bytes
 from autopar.plan.step_reasons import QUESTIONS, explain_way
 from autopar.planner.candidate import Alternative
 from autopar.text.units import seconds_text
@@ -220,8 +220,8 @@ def report(run: Run) -> dict[str, Any]:
     cost, memory = plan.cost, plan.memory
     kinds: dict[str, Any] = memory.to_json()
     states = sum(kinds[kind] for kind in ("parameters", "gradients", "optimizer", "gathered"))
-    groups = groups_in(plan.rewritten.nodes, plan.mesh, plan.states.buffer_bytes)
-    states -= used_bytes(groups, plan.mesh)  # copies come for a use, and are no states
+    groups = copy_groups_of_nodes(plan.rewritten.nodes, plan.mesh, plan.states.buffer_bytes)
+    states -= live_copy_bytes(groups, plan.mesh)  # copies come for a use, and are no states
     kinds |= kinds.pop("at_peak")
     seconds = plan.seconds + optimizer_seconds(plan)
     line: dict[str, Any] = {"paper": run.paper, "model": run.name}

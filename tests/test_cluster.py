@@ -11,7 +11,7 @@ import torch
 import autopar as ap
 from autopar.base.schema import read, write
 from autopar.cluster import Cluster, Device, Host, Link, Node
-from autopar.cluster.cluster_part import Line
+from autopar.cluster.cluster_part import PipelineLine
 from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
@@ -80,7 +80,7 @@ def test_an_axis_that_fills_two_nodes_has_the_whole_way_out_for_its_one_ring() -
 def test_a_device_of_a_known_machine_sends_over_its_own_adapter() -> None:
     """Four stages of four devices on two nodes: between the second and the third, four send."""
     for name, share in (("dgx-v100", 4), ("dgx-a100", 8), ("dgx-h100", 8)):
-        cluster, line = Cluster.preset(name, nodes=2), Line("pp", 4, 4)
+        cluster, line = Cluster.preset(name, nodes=2), PipelineLine("pp", 4, 4)
         ways = cluster.message_ways(line.ranks, [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)])
         assert ways[1, 2].bandwidth == cluster.network.bandwidth / share
 
@@ -143,7 +143,7 @@ def test_local_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     }
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(
-        calibration, "_measure", lambda n, times: runs.append((n, times)) or figures
+        calibration, "_run_measurement", lambda n, times: runs.append((n, times)) or figures
     )
     first, second = Cluster.local(2), Cluster.local(2)
     assert runs == [(2, 1)]

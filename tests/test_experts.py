@@ -32,15 +32,15 @@ def routed(case: Case, *axes: str) -> Case:
 def trades() -> Iterator[list[tuple[int, ...]]]:
     """The shapes of what one member sends to another, of every trade of the first member."""
     seen: list[tuple[int, ...]] = []
-    deliver = joint_kernels._delivered
+    deliver = joint_kernels._deliver
 
     def watched(asked: Any) -> Any:
-        if isinstance(asked[0], joint_kernels.Trade):
+        if isinstance(asked[0], joint_kernels.AllToAll):
             seen.append(tuple(asked[0].tensors[0].shape))
         return deliver(asked)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joint_kernels, "_delivered", watched)
+        patch.setattr(joint_kernels, "_deliver", watched)
         yield seen
 
 

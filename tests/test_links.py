@@ -12,7 +12,7 @@ import pytest
 
 from autopar.base.schema import read, write
 from autopar.cluster import AxisLink, Cluster, Device, Level, Link, Node
-from autopar.cluster.cluster_part import Line, Part
+from autopar.cluster.cluster_part import ClusterPart, PipelineLine
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 
@@ -85,12 +85,12 @@ def figures(link: AxisLink) -> tuple[float, ...]:
 def test_places_of_a_pipeline_that_lie_in_a_node_have_its_links_and_others_not() -> None:
     """Two nodes of three devices, three places of two: the second has a device of each node."""
     cluster = Cluster((replace(NODE, devices=3),) * 2, Link(2e-6, 40.0))
-    line = Line("pp", 3, 2)
+    line = PipelineLine("pp", 3, 2)
     first, second, third = cluster.place_links(Mesh(pp=3, dp=2), ("dp",), "pp")
     assert (first.level, second.level) == ("inside", "between")
     assert first == third
     assert (first.bandwidth, second.bandwidth) == (100.0, 40.0)
-    best = Part.of(cluster, line)
+    best = ClusterPart.of(cluster, line)
     parts, kinds = best.kinds(Mesh(dp=2))
     assert kinds == [0, 1, 0]
     assert [part.group_link(Mesh(dp=2), ("dp",)) for part in parts] == [first, second]
@@ -101,12 +101,12 @@ def test_places_of_a_pipeline_that_lie_in_a_node_have_its_links_and_others_not()
 def test_an_axis_before_that_of_the_pipeline_has_its_own_ranks() -> None:
     """dp=2 of a place is in two nodes, though the place has only two ranks more."""
     cluster, mesh = racks(2), Mesh(dp=2, pp=2, tp=2)
-    line = Line.of(mesh, "pp")
+    line = PipelineLine.of(mesh, "pp")
     assert [ranks.tolist() for ranks in line.ranks] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert line.mesh(Mesh(dp=2, tp=2)) == mesh
     split = Mesh(**{"dp.0": 1, "dp.1": 2, "tp": 2})
     assert line.mesh(split).names == ("dp.0", "dp.1", "pp", "tp")
-    part = Part.of(cluster, line)
+    part = ClusterPart.of(cluster, line)
     inside = part.group_link(Mesh(dp=2, tp=2), ("tp",))
     across = part.group_link(Mesh(dp=2, tp=2), ("dp",))
     assert (inside.level, inside.bandwidth) == ("inside", 100.0)
@@ -115,7 +115,7 @@ def test_an_axis_before_that_of_the_pipeline_has_its_own_ranks() -> None:
 
 def test_messages_share_a_way_out_with_those_who_leave_beside_them() -> None:
     """Four places of two ranks in two nodes: one pair of neighbours is apart."""
-    cluster, line = racks(2), Line("pp", 4, 2)
+    cluster, line = racks(2), PipelineLine("pp", 4, 2)
     pairs = [pair for one in range(3) for pair in ((one, one + 1), (one + 1, one))]
     ways = cluster.message_ways(line.ranks, pairs)
     assert (ways[0, 1].bandwidth, ways[0, 1].is_inside) == (100.0, True)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import autopar as ap
 from autopar import Mesh
 from autopar.collectives import joint_kernels
-from autopar.cost.joint_kernels import traffic_of
+from autopar.cost.joint_kernels import joint_call
 from autopar.layout import TensorType
 from autopar.strategies.node_info import info
 from tests import models
@@ -69,16 +69,16 @@ def test_a_ring_of_queries_that_another_axis_cuts_moves_all_keys(
             y = x * self.scale
             return attend(y, y, x, is_causal=True).square().sum()
 
-    x, moved, deliver = torch.randn(2, 2, 16, 4, dtype=torch.float64), [0], joint_kernels._delivered
+    x, moved, deliver = torch.randn(2, 2, 16, 4, dtype=torch.float64), [0], joint_kernels._deliver
     model, mesh = Attention(), Mesh(a=2, b=4)
     module = ap.parallelize(model, (x,), mesh=mesh, mode="propagate", backend="virtual")
     assert how(module.plan) == "q@a ring@b"
 
-    def count(asked: list[joint_kernels.Shift]) -> list[tuple[torch.Tensor, ...]]:
+    def count(asked: list[joint_kernels.RingShift]) -> list[tuple[torch.Tensor, ...]]:
         moved[0] += sum(one.nbytes for one in asked[0].tensors)
         return deliver(asked)
 
-    monkeypatch.setattr(joint_kernels, "_delivered", count)
+    monkeypatch.setattr(joint_kernels, "_deliver", count)
     torch.testing.assert_close(module(x), model(x))
     (node,) = (node for node in module.plan.rewritten.nodes if info(node).joint is not None)
     assert moved[0] == 2 * info(node).bytes  # of the first of each of two groups
@@ -101,17 +101,17 @@ def test_a_ring_moves_what_is_predicted(
 
     shapes = (2, heads, 24, 4), (2, 2, 24, 4), (2, 2, 24, 6)
     inputs = [torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in shapes]
-    moved, deliver = list[int](), joint_kernels._delivered
+    moved, deliver = list[int](), joint_kernels._deliver
     mesh, options = Mesh(cp=count), {"mode": "propagate", "backend": "virtual"}
     module = ap.parallelize(Attention(), tuple(inputs), mesh=mesh, **options)
     (node,) = (node for node in module.plan.rewritten.nodes if info(node).joint is not None)
-    (inside,) = filter(None, (traffic_of(*call, mesh) for call in info(node).calls))
+    (inside,) = filter(None, (joint_call(*call, mesh) for call in info(node).calls))
 
-    def count_most(asked: list[joint_kernels.Shift]) -> list[tuple[torch.Tensor, ...]]:
+    def count_most(asked: list[joint_kernels.RingShift]) -> list[tuple[torch.Tensor, ...]]:
         moved.append(max(sum(one.nbytes for one in each.tensors) for each in asked))
         return deliver(asked)
 
-    monkeypatch.setattr(joint_kernels, "_delivered", count_most)
+    monkeypatch.setattr(joint_kernels, "_deliver", count_most)
     loss = module(*inputs)
     torch.testing.assert_close(loss, Attention()(*inputs))
     assert sum(moved) == info(node).bytes == sum(size for _, size in inside.traffic.forward)

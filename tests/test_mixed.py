@@ -22,7 +22,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks
 from autopar.capture.rows import Row
 from autopar.capture.shortened import shortened
-from autopar.cost.repeats import NONE
+from autopar.cost.repeats import NO_EQUAL_BLOCKS
 from autopar.planner.candidate import Candidate
 from autopar.planner.mixed_problem import (
     MixedProblem,
@@ -164,7 +164,7 @@ def problem_of(program: Captured, is_alone: bool = False) -> tuple[MixedProblem,
     members = members_of(program, regions.free)
     assert members is not None
     graphs = {kind: way.rewritten for kind, way in ways.items()}
-    repeats = NONE if is_alone else ways[PLAIN].repeats
+    repeats = NO_EQUAL_BLOCKS if is_alone else ways[PLAIN].repeats
     return mixed_problem(graphs, members, laid.prices, repeats), regions
 
 

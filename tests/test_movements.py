@@ -176,14 +176,14 @@ def test_of_rows_in_pieces_a_number_of_each_travels(
             cut = ap.shard(function, ((None, "tp"),))
             return cut(x * self.scale, -1).square().sum()
 
-    moved, deliver = [0], joint_kernels._delivered
+    moved, deliver = [0], joint_kernels._deliver
 
     def count(asked: Any) -> Any:
-        times = len(asked) if isinstance(asked[0], joint_kernels.Gather) else 1
+        times = len(asked) if isinstance(asked[0], joint_kernels.AllGather) else 1
         moved[0] += times * asked[0].tensor.nbytes
         return deliver(asked)
 
-    monkeypatch.setattr(joint_kernels, "_delivered", count)
+    monkeypatch.setattr(joint_kernels, "_deliver", count)
     x, model = torch.randn(4, 9, dtype=torch.float64), Rows()
     module = ap.parallelize(model, (x,), mesh=TP2, mode="propagate", backend="virtual")
     (node,) = (node for node in module.plan.rewritten.nodes if info(node).joint is not None)

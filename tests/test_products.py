@@ -33,13 +33,13 @@ def test_it_moves_the_bytes_that_the_plan_says(monkeypatch: pytest.MonkeyPatch) 
     }
     decisions = dataclasses.replace(plan.decisions, strategies=strategies)
     plan = dataclasses.replace(plan, decisions=decisions)
-    delivered = joint_kernels._delivered
+    delivered = joint_kernels._deliver
 
-    def count(asked: list[joint_kernels.Shift]) -> list[tuple[torch.Tensor, ...]]:
+    def count(asked: list[joint_kernels.RingShift]) -> list[tuple[torch.Tensor, ...]]:
         moved[0] += sum(x.nbytes for x in asked[0].tensors)
         return delivered(asked)
 
-    monkeypatch.setattr(joint_kernels, "_delivered", count)
+    monkeypatch.setattr(joint_kernels, "_deliver", count)
     module = ap.parallelize(case.model, plan=plan, backend="virtual")
     loss = module(*case.args)
     nodes = [node for node in plan.rewritten.nodes if info(node).joint is not None]

@@ -15,7 +15,7 @@ from autopar.capture import capture
 from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks
 from autopar.capture.shortened import LEAST_BESIDE, Shortened, shortened
-from autopar.cluster.cluster_part import Line
+from autopar.cluster.cluster_part import PipelineLine
 from autopar.cost.footprint import Memory
 from autopar.errors import Interrupted
 from autopar.options import PlanOptions, read_request
@@ -42,7 +42,7 @@ from tests.models import Case
 pytestmark = pytest.mark.sampled(3)
 
 LAYERS, STAGES, PARTS, MESH = 16, 4, 8, Mesh(x=2)
-LINE = Line("pp", STAGES, 2)
+LINE = PipelineLine("pp", STAGES, 2)
 
 
 def roomy(cluster: Cluster) -> Cluster:

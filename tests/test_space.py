@@ -12,8 +12,8 @@ from torch import nn
 import autopar as ap
 from autopar import Mesh
 from autopar.collectives import joint_kernels
-from autopar.collectives.joint_kernels import Steps, Trade
-from autopar.cost.joint_kernels import traffic_of
+from autopar.collectives.joint_kernels import AllToAll, Steps
+from autopar.cost.joint_kernels import joint_call
 from autopar.errors import InvalidInput
 from autopar.strategies import Strategy
 from autopar.strategies.node_info import info
@@ -89,7 +89,7 @@ def test_what_travels_is_what_is_predicted(name: str, args: tuple[Any, ...], cou
                 asked = steps.send(answer)
             except StopIteration as end:
                 return end.value
-            if isinstance(asked, Trade):
+            if isinstance(asked, AllToAll):
                 row, own = asked.tensors[0].element_size(), math.prod(asked.shapes[rank])
                 sent[rank].append(sum(x.nbytes for x in asked.tensors) - asked.tensors[rank].nbytes)
                 got[rank].append((sum(map(math.prod, asked.shapes)) - own) * row)
@@ -106,7 +106,7 @@ def test_what_travels_is_what_is_predicted(name: str, args: tuple[Any, ...], cou
     learns = tuple(value.is_floating_point() for value in reference.values)
     sizes = tuple(value.element_size() for value in reference.values)
     facts = Facts(reference.rule, sizes, learns, (torch.float64,), is_view=False)
-    inside = traffic_of(facts, strategy, mesh)
+    inside = joint_call(facts, strategy, mesh)
     assert inside is not None
     ways = inside.traffic.forward + inside.traffic.backward
     assert [size for _, size in ways] == [max(each) for each in zip(*sent, *got, strict=True)]

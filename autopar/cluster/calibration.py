@@ -43,8 +43,8 @@ _GUESS: dict[str, Any] = {
     "overlap": 0.0,  # messages are carried by the cores that compute
     "collectives": [],
 }
-_AGAIN = 5  # times that a machine is measured when that is asked for
-_LONGEST = 120.0  # seconds that one time may take
+_REPEATS = 5  # times that a machine is measured when that is asked for
+_TIME_LIMIT = 120.0  # seconds that one time may take
 _GUESSED_LINK = (200e-6, 2e9)
 
 
@@ -53,10 +53,10 @@ def local_node(devices: int, measure: bool = True, again: bool = False) -> Node:
     if not measure:
         return measured_node(devices, devices, _GUESS)
     processes = min(devices, MOST_PROCESSES)
-    return kept(
-        f"local-{processes}-{machine()}.json",
+    return read_cached(
+        f"local-{processes}-{machine_id()}.json",
         partial(measured_node, devices, processes),
-        lambda: _measure(processes, _AGAIN if again else 1),
+        lambda: _run_measurement(processes, _REPEATS if again else 1),
         again,
     )
 
@@ -67,7 +67,7 @@ def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node
     memory, flops = host_memory() / devices, figures["flops"]["f32"] / crowd
     alpha, copying = figures["copy"]
     bandwidth, overhead = figures["bandwidth"] / crowd, figures["overhead"] * crowd
-    near, far = far_of(figures.get("far_points", []))
+    near, far = far_memory_cost(figures.get("far_points", []))
     host = Host(memory, alpha, copying / crowd, bandwidth, flops, overhead, is_device=True)
     device = Device(
         "CPU process",
@@ -83,13 +83,13 @@ def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node
         host=host,
     )
     fitted = fit_links(figures["collectives"])
-    alpha, rate = message_of(fitted)
+    alpha, rate = message_link(fitted)
     measured = {key: (a, b / crowd) for key, (a, b) in fitted.items()}
     node = Node(device, devices, Link(alpha, rate / crowd, measured))
     return schema.read(Node, schema.write(node))
 
 
-def message_of(fitted: Fitted) -> tuple[float, float]:
+def message_link(fitted: Fitted) -> tuple[float, float]:
     """Alpha and bandwidth of a message: of a shift in the smallest group that was measured."""
     for kind in ("shift", "all_reduce"):
         if sizes := [ranks for name, ranks in fitted if name == kind]:
@@ -97,7 +97,7 @@ def message_of(fitted: Fitted) -> tuple[float, float]:
     return _GUESSED_LINK
 
 
-def far_of(points: list[tuple[float, float]]) -> tuple[float, float]:
+def far_memory_cost(points: list[tuple[float, float]]) -> tuple[float, float]:
     """The bytes of a product's matrices that cost no time of their own, and the seconds of each of
     the others, by what two sizes cost."""
     if not points or not 0 < points[0][1] < points[1][1]:
@@ -123,14 +123,14 @@ def fit_links(timings: list[tuple[str, int, int, float]]) -> Fitted:
     return found
 
 
-def _measure(processes: int, times: int = 1) -> dict[str, Any]:
+def _run_measurement(processes: int, times: int = 1) -> dict[str, Any]:
     """What single operators and collectives take; of several times the medians."""
     script = Path(__file__).with_name("measure.py")
     command = [sys.executable, "-P", str(script), str(processes), str(times)]
-    return json.loads(printed(command, _LONGEST * times))
+    return json.loads(output_of(command, _TIME_LIMIT * times))
 
 
-def printed(command: Sequence[str], seconds: float) -> str:
+def output_of(command: Sequence[str], seconds: float) -> str:
     """What a program prints, in so many seconds; later it ends, with all that it has started."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes, start_new_session=True) as program:
@@ -152,7 +152,9 @@ def printed(command: Sequence[str], seconds: float) -> str:
     )
 
 
-def kept(name: str, read: Callable[[Any], T], make: Callable[[], Any], again: bool = False) -> T:
+def read_cached(
+    name: str, read: Callable[[Any], T], make: Callable[[], Any], again: bool = False
+) -> T:
     """What `read` makes of the file called `name` in the cache folder. Where none is there, or it
     cannot be read, and where it is made `again`, it is what `make` gives."""
     with _locked(name) as path:
@@ -181,7 +183,7 @@ def _locked(name: str) -> Iterator[Path]:
         yield folder / name
 
 
-def machine() -> str:
+def machine_id() -> str:
     """This machine, with its torch, as a short word."""
     parts = (platform.node(), platform.machine(), os.cpu_count(), torch.__version__, VERSION)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]

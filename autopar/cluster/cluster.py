@@ -33,9 +33,9 @@ from autopar.base.schema import MOST, Count, Index, is_count
 from autopar.cluster.calibration import local_node
 from autopar.cluster.cluster_file import cluster_text, read_cluster
 from autopar.cluster.gpus import local_gpus
-from autopar.cluster.links import Links, Ranks, Way
+from autopar.cluster.links import ClusterLinks, MessageLink, Ranks
 from autopar.cluster.machines import AxisLink, Device, Host, HostLoad, Level, Link, Node
-from autopar.cluster.pace import Pace, kept_pace, paced
+from autopar.cluster.pace import Pace, cached_pace, node_at_pace
 from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
@@ -145,7 +145,7 @@ class Cluster:
         else:
             node = local_node(devices, measure)
             made = cls((node,), node.link, "local")
-        return made.at(kept_pace(made.device.name, devices)) if measure else made
+        return made.at(cached_pace(made.device.name, devices)) if measure else made
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
@@ -159,7 +159,7 @@ class Cluster:
 
     def at(self, pace: Pace) -> Cluster:
         """The same machines, all of whose work takes so many times as long."""
-        nodes = tuple(paced(node, pace) for node in self.nodes)
+        nodes = tuple(node_at_pace(node, pace) for node in self.nodes)
         levels = tuple(pace.level(level) for level in self.levels)
         return replace(self, nodes=nodes, network=pace.link(self.network), levels=levels)
 
@@ -240,7 +240,7 @@ class Cluster:
 
     def message_ways(
         self, places: Sequence[Ranks], pairs: Iterable[tuple[int, int]]
-    ) -> Mapping[tuple[int, int], Way]:
+    ) -> Mapping[tuple[int, int], MessageLink]:
         """What messages take between pairs of places, of which each says its ranks."""
         return self._links.of_messages(places, pairs)
 
@@ -254,8 +254,8 @@ class Cluster:
         return self._links.of_groups("replicas", np.concatenate(groups), place_of)
 
     @cached_property
-    def _links(self) -> Links:
-        return Links(self.nodes, self.used_of_nodes, self.network, self.levels)
+    def _links(self) -> ClusterLinks:
+        return ClusterLinks(self.nodes, self.used_of_nodes, self.network, self.levels)
 
     def first(self, ranks: int) -> Cluster:
         """The same with no more devices used than a mesh of so many ranks takes."""

@@ -49,7 +49,7 @@ from autopar.cluster.machines import Device, Level, Link, Node
 from autopar.cluster.presets import NAMES, preset
 from autopar.errors import AutoparError, InvalidInput
 
-Made = TypeVar("Made")
+SomeCluster = TypeVar("Made")
 _ADD_NODES = 'write [[nodes]], and below it preset = "dgx-h100", or device, devices and link'
 _NETWORK = Link(6e-6, 10e9)  # where nothing is said
 
@@ -79,10 +79,12 @@ class _File:
     used: tuple[Index, ...] = ()
 
 
-Make = Callable[[tuple[Node, ...], Link, str, tuple[Level, ...], tuple[int, ...]], Made]
+MakeCluster = Callable[
+    [tuple[Node, ...], Link, str, tuple[Level, ...], tuple[int, ...]], SomeCluster
+]
 
 
-def read_cluster(path: Path, make: Make[Made]) -> Made:
+def read_cluster(path: Path, make: MakeCluster[SomeCluster]) -> SomeCluster:
     """What `make` makes of the nodes, the network, the name and the levels in the file."""
     try:
         text = path.read_bytes().decode("utf-8")
@@ -152,7 +154,7 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _cluster(data: dict[str, Any], name: str, make: Make[Made]) -> Made:
+def _cluster(data: dict[str, Any], name: str, make: MakeCluster[SomeCluster]) -> SomeCluster:
     given = data.get("nodes")
     if not given or not isinstance(given, list):
         got = sorted(data) if given is None else given

@@ -23,7 +23,7 @@ from autopar.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Line:
+class PipelineLine:
     """The places of a pipeline, which all have `size` ranks."""
 
     axis: str
@@ -33,7 +33,7 @@ class Line:
     outer: int = 1  # ranks along these
 
     @classmethod
-    def of(cls, mesh: Mesh, axis: str) -> Line:
+    def of(cls, mesh: Mesh, axis: str) -> PipelineLine:
         """That of an axis in a mesh of all ranks."""
         before = mesh.names[: mesh.names.index(axis)]
         return cls(axis, mesh[axis], mesh.size // mesh[axis], before, mesh.degree(before))
@@ -57,16 +57,16 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Part(Cluster):
+class ClusterPart(Cluster):
     """The whole cluster, as some places along a line have it."""
 
-    line: Line = field(kw_only=True)
+    line: PipelineLine = field(kw_only=True)
     places: tuple[int, ...] = field(kw_only=True)
     # None of these places is faster; else none is slower.
     is_best: bool = field(default=False, kw_only=True)
 
     @classmethod
-    def of(cls, whole: Cluster, line: Line) -> Part:
+    def of(cls, whole: Cluster, line: PipelineLine) -> ClusterPart:
         """What no place is faster than."""
         about = whole.nodes, whole.network, whole.name, whole.levels, whole.used
         made = cls(*about, line=line, places=tuple(range(line.stages)), is_best=True)
@@ -75,13 +75,13 @@ class Part(Cluster):
 
     __hash__ = Cluster.__hash__
 
-    def among(self, *places: int) -> Part:
+    def among(self, *places: int) -> ClusterPart:
         """What none of some places is slower than."""
         made = replace(self, places=places, is_best=False)
         vars(made)["_links"] = self._links
         return made
 
-    def kinds(self, mesh: Mesh) -> tuple[list[Part], list[int]]:
+    def kinds(self, mesh: Mesh) -> tuple[list[ClusterPart], list[int]]:
         """Places that are alike, as one part; and of each place which of these it is. `mesh`: that
         inside each place."""
         subsets = [
@@ -89,7 +89,7 @@ class Part(Cluster):
         ]
         whole, axis = self.line.mesh(mesh), self.line.axis
         links = zip(*(self.place_links(whole, axes, axis) for axes in subsets))
-        found: dict[object, Part] = {}
+        found: dict[object, ClusterPart] = {}
         numbers: dict[object, int] = {}
         kinds = []
         for place, own in enumerate(links):

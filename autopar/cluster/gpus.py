@@ -48,7 +48,7 @@ NETWORK = Link(6e-6, 25e9)  # one adapter of 200 Gbit/s: a guess, where nothing 
 
 
 # The first whose words all stand in the name of the device is its kind.
-_KINDS: tuple[tuple[str, Device], ...] = (
+_KNOWN_GPUS: tuple[tuple[str, Device], ...] = (
     ("B200", data_sheet("B200 180 GB", rates(37, 75, 2250), 180, 7700, host=HOST_OF_PCIE_5)),
     ("H200", H200),
     ("GH200", replace(H100, name="GH200 96 GB", memory=96e9, bandwidth=4.0e12, host=GRACE)),
@@ -80,7 +80,8 @@ def local_gpus(devices: int) -> tuple[tuple[Node, ...], Link]:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", here))
     crowd = max(1.0, ranks / here)  # how many ranks share a GPU
     device, link = min(
-        (gpu(index) for index in range(min(here, devices))), key=lambda found: found[0].peak("f32")
+        (local_gpu(index) for index in range(min(here, devices))),
+        key=lambda found: found[0].peak("f32"),
     )
     if crowd > 1:
         device = replace(
@@ -95,19 +96,19 @@ def local_gpus(devices: int) -> tuple[tuple[Node, ...], Link]:
     device = replace(device, host=own)
     full, rest = divmod(devices, ranks)
     sizes = [ranks] * full + [rest] * (rest > 0)
-    network = links(torch.cuda.get_device_properties(0).name)[1]
+    network = gpu_links(torch.cuda.get_device_properties(0).name)[1]
     return tuple(Node(device, size, link) for size in sizes), network
 
 
-def gpu(index: int) -> tuple[Device, Link]:
+def local_gpu(index: int) -> tuple[Device, Link]:
     """A GPU of this machine and its link to the others; its memory is what it has."""
     properties = torch.cuda.get_device_properties(index)
     name = properties.name
-    device = known(name) or measured(torch.device("cuda", index), name)
-    return replace(device, memory=float(properties.total_memory)), links(name)[0]
+    device = known_gpu(name) or measure_gpu(torch.device("cuda", index), name)
+    return replace(device, memory=float(properties.total_memory)), gpu_links(name)[0]
 
 
-def links(name: str) -> tuple[Link, Link]:
+def gpu_links(name: str) -> tuple[Link, Link]:
     """The link of each GPU inside its node, and the network between nodes."""
     over_pcie = "pcie" in name.lower() or "nvl" in name.lower()
     machine = next((machine for kind, machine in MACHINES.items() if kind in name), None)
@@ -117,49 +118,51 @@ def links(name: str) -> tuple[Link, Link]:
     return node.link, network
 
 
-def known(name: str) -> Device | None:
+def known_gpu(name: str) -> Device | None:
     """The kind that `torch.cuda.get_device_name` calls `name`, if a data sheet names it."""
     parts = name.lower().replace("-", " ").split()
-    for words, device in _KINDS:
+    for words, device in _KNOWN_GPUS:
         if set(words.lower().split()) <= set(parts) and "laptop" not in parts:
             return device
     return None
 
 
 @lru_cache
-def measured(device: torch.device, name: str) -> Device:
+def measure_gpu(device: torch.device, name: str) -> Device:
     """Rates of large work on a device, and the time to start an operator."""
     size = 4096 if device.type == "cuda" else 256
     flops = {}
     for key in ("f64", "f32", "f16", "bf16"):
         half = 2 if key == "f64" else 1
         matrix = torch.randn(size // half, size // half, device=device).to(DTYPES[key])
-        flops[key] = 2 * (size // half) ** 3 / timed(lambda m=matrix: m @ m, device)  # type: ignore[misc]
+        flops[key] = 2 * (size // half) ** 3 / median_seconds(lambda m=matrix: m @ m, device)  # type: ignore[misc]
     large = torch.randn((1 << 27 if device.type == "cuda" else 1 << 22) // 4, device=device)
     copy = torch.empty_like(large)
-    bandwidth = 2 * large.nbytes / timed(lambda: copy.copy_(large), device)
+    bandwidth = 2 * large.nbytes / median_seconds(lambda: copy.copy_(large), device)
     small = torch.ones(1, device=device)
-    overhead = timed(lambda: [small + small for _ in range(100)], device) / 100
+    overhead = median_seconds(lambda: [small + small for _ in range(100)], device) / 100
     is_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else host_memory()
-    about: dict[str, Any] = {"overhead": overhead, "host": measured_host(device), **REACHED}
+    about: dict[str, Any] = {"overhead": overhead, "host": measure_host(device), **REACHED}
     return Device(name, flops, float(memory), bandwidth, **about)
 
 
-def measured_host(device: torch.device) -> Host:
+def measure_host(device: torch.device) -> Host:
     """What copies between pinned memory and a device reach."""
     is_gpu = device.type == "cuda"
     there = torch.empty(1 << 24, dtype=torch.uint8, pin_memory=is_gpu)
     here = torch.empty_like(there, device=device)
     small, large = (
-        timed(lambda n=n: here[:n].copy_(there[:n], non_blocking=True), device)  # type: ignore[misc]
+        median_seconds(lambda n=n: here[:n].copy_(there[:n], non_blocking=True), device)  # type: ignore[misc]
         for n in (1, len(there))
     )
     bandwidth = len(there) / max(large - small, large / 2)
     return Host(host_memory(), small, bandwidth, is_device=not is_gpu)
 
 
-def timed(work: Callable[[], object], device: torch.device, runs: int = 10, warm: int = 3) -> float:
+def median_seconds(
+    work: Callable[[], object], device: torch.device, runs: int = 10, warm: int = 3
+) -> float:
     """Median seconds of `work`, until the device has done it; the first ones load and tune."""
 
     def wait() -> None:

@@ -22,7 +22,7 @@ Ranks = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Way:
+class MessageLink:
     """What a message takes from a rank to another: it leaves one after another of its rank's."""
 
     alpha: float
@@ -45,7 +45,7 @@ class _Tier:
         return len(self.rail)
 
 
-class Links:
+class ClusterLinks:
     """Of the nodes of a cluster, `used` of whose devices take ranks."""
 
     def __init__(
@@ -142,7 +142,7 @@ class Links:
             ranks = len(self.node_of) // len(self._nodes) * tier.nodes
             if mesh.size <= ranks:
                 break
-            members = _members(mesh, axes, ranks)
+            members = _members_among(mesh, axes, ranks)
             if members is None:
                 return None
             if members == size:
@@ -159,7 +159,7 @@ class Links:
 
     def of_messages(
         self, ranks: Sequence[Ranks], pairs: Iterable[tuple[int, int]]
-    ) -> Mapping[tuple[int, int], Way]:
+    ) -> Mapping[tuple[int, int], MessageLink]:
         """What messages between places take, from each rank to that with the same number; `ranks`
         by place. All places send at once, each one message after another."""
         pairs = tuple(dict.fromkeys(pairs))
@@ -184,7 +184,7 @@ class Links:
                     alpha, is_inside = max(alpha, tier.link.alpha), False
                     # What comes in is as much as goes out: it is answered on the way back.
                     bandwidth = min(bandwidth, share[here[apart]].min(), share[there[apart]].min())
-            found[sender, receiver] = Way(alpha, float(bandwidth), is_inside)
+            found[sender, receiver] = MessageLink(alpha, float(bandwidth), is_inside)
         return found
 
 
@@ -197,7 +197,7 @@ def _crossings(units: Ranks) -> tuple[Ranks, Ranks, Ranks, Ranks]:
     return crossing, keys // count, keys % count, members
 
 
-def _members(mesh: Mesh, axes: Sequence[str], ranks: int) -> int | None:
+def _members_among(mesh: Mesh, axes: Sequence[str], ranks: int) -> int | None:
     """How many of a group over `axes` are among so many neighbours, from the first rank on; None:
     these are no grid of the mesh."""
     found, stride = 1, 1

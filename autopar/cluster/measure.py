@@ -26,7 +26,7 @@ FAR_COLUMNS = 8192, 24576  # of layers that are larger than caches
 BUDGET = 0.08  # seconds for one figure
 
 
-def timed(work: Callable[[], object], budget: float = BUDGET) -> float:
+def median_seconds(work: Callable[[], object], budget: float = BUDGET) -> float:
     """Median seconds of `work`, the number of runs the same on all ranks."""
     work()
     start = time.perf_counter()
@@ -49,7 +49,7 @@ def measure_far() -> list[tuple[float, float]]:
     square = torch.ones(384, 384)
     layers = [(torch.ones(32, 256), torch.ones(columns, 256).t()) for columns in FAR_COLUMNS]
     works = [partial(torch.matmul, *pair) for pair in ((square, square), *layers)]
-    rounds = [[timed(work, BUDGET / 2) for work in works] for _ in range(5)]
+    rounds = [[median_seconds(work, BUDGET / 2) for work in works] for _ in range(5)]
     rate, *taken = map(min, zip(*rounds))
     each_flop = rate / (2 * 384**3)
     return [
@@ -65,17 +65,17 @@ def measure_device() -> dict[str, object]:
     for name, dtype in DTYPES.items():
         size = 384 if name != "bf16" else 256
         left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-        flops[name] = 2 * size**3 / timed(partial(torch.matmul, left, right))
+        flops[name] = 2 * size**3 / median_seconds(partial(torch.matmul, left, right))
     flops["f16"] = flops["bf16"]
     figures["far_points"] = measure_far()
     small = torch.ones(1)
-    overhead = timed(lambda: [small + small for _ in range(100)]) / 100
+    overhead = median_seconds(lambda: [small + small for _ in range(100)]) / 100
     matrix = torch.ones(64, 64)
-    half = max(0.0, timed(lambda: matrix @ matrix) - overhead) * flops["f32"] - 2 * 64**3
+    half = max(0.0, median_seconds(lambda: matrix @ matrix) - overhead) * flops["f32"] - 2 * 64**3
     large = torch.ones(1 << 22)
     out = torch.empty_like(large)
-    bandwidth = 3 * large.nbytes / timed(lambda: torch.add(large, large, out=out))
-    copies = [timed(partial(out[:n].copy_, large[:n])) for n in (1, len(large))]
+    bandwidth = 3 * large.nbytes / median_seconds(lambda: torch.add(large, large, out=out))
+    copies = [median_seconds(partial(out[:n].copy_, large[:n])) for n in (1, len(large))]
     figures.update(copy=(copies[0], large.nbytes / max(copies[1] - copies[0], copies[1] / 2)))
     figures.update(flops=flops, overhead=overhead, half_flops=max(0.0, half), bandwidth=bandwidth)
     return figures
@@ -95,11 +95,11 @@ def collective(
         return lambda: dist.reduce_scatter_tensor(piece, whole, group=group)
     other = torch.zeros_like(whole)
     if kind == "shift":
-        return partial(shift, whole, other, size, group)
+        return partial(ring_shift, whole, other, size, group)
     return lambda: dist.all_to_all_single(other, whole, group=group)
 
 
-def shift(
+def ring_shift(
     sent: torch.Tensor, received: torch.Tensor, size: int, group: dist.ProcessGroup | None
 ) -> None:
     """Each rank sends to the next one in a group."""
@@ -123,14 +123,14 @@ def measure_links(ranks: int) -> list[tuple[str, int, int, float]]:
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift"):
             for total in BYTES:
                 try:
-                    seconds = timed(collective(kind, size, total, group), BUDGET / 2)
+                    seconds = median_seconds(collective(kind, size, total, group), BUDGET / 2)
                 except RuntimeError:  # a collective that this build of torch does not have
                     continue
                 found.append((kind, size, total, seconds))
     return found
 
 
-def overlapped(alone: float, moved: float, together: float) -> float:
+def overlap_share(alone: float, moved: float, together: float) -> float:
     """How fast computing goes beside a collective: of what this takes, the part that both together
     do not take longer than computing `alone`."""
     return max(0.0, min(1.0, (alone + moved - together) / moved))
@@ -140,7 +140,7 @@ def measure_overlap(rounds: int = 15) -> float:
     """An all-reduce beside products that take longer than it: each alone, and both together."""
     message, matrix = torch.zeros(BYTES[-1] // 4), torch.ones(256, 256)
     take_turns = [partial(dist.all_reduce, message), partial(torch.matmul, matrix, matrix)]
-    moved, product = slowest([timed(work) for work in take_turns])
+    moved, product = slowest_rank([median_seconds(work) for work in take_turns])
     count = 1 + int(2 * moved / product)
 
     def compute() -> None:
@@ -160,28 +160,28 @@ def measure_overlap(rounds: int = 15) -> float:
             start = time.perf_counter()
             each()
             seconds.append(time.perf_counter() - start)
-        table.append(slowest(seconds))
-    return overlapped(*map(min, zip(*table)))
+        table.append(slowest_rank(seconds))
+    return overlap_share(*map(min, zip(*table)))
 
 
-def slowest(seconds: list[float]) -> list[float]:
+def slowest_rank(seconds: list[float]) -> list[float]:
     """Those of the slowest rank."""
     table = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(table, dist.ReduceOp.MAX)
     return table.tolist()
 
 
-def middle(found: list[Any]) -> Any:
+def nested_medians(found: list[Any]) -> Any:
     """Of figures that were measured several times, nested alike, the medians."""
     first = found[0]
     if isinstance(first, dict):
-        return {name: middle([one[name] for one in found]) for name in first}
+        return {name: nested_medians([one[name] for one in found]) for name in first}
     if isinstance(first, list | tuple):
-        return [middle(list(parts)) for parts in zip(*found)]
+        return [nested_medians(list(parts)) for parts in zip(*found)]
     return first if isinstance(first, str) else sorted(found)[len(found) // 2]
 
 
-def work(rank: int, ranks: int, times: int, store: str) -> None:
+def measure_on_rank(rank: int, ranks: int, times: int, store: str) -> None:
     """What each process does; the first prints the figures."""
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
@@ -194,7 +194,7 @@ def work(rank: int, ranks: int, times: int, store: str) -> None:
         found.append(figures)
     dist.barrier()
     if rank == 0:
-        print(json.dumps(middle(found)), flush=True)
+        print(json.dumps(nested_medians(found)), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -204,7 +204,9 @@ def main(ranks: int, times: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         fork = multiprocessing.get_context("fork").Process
-        children = [fork(target=work, args=(rank, ranks, times, store)) for rank in range(ranks)]
+        children = [
+            fork(target=measure_on_rank, args=(rank, ranks, times, store)) for rank in range(ranks)
+        ]
         for child in children:
             child.start()
         for child in children:

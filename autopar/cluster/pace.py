@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from autopar.cluster.calibration import kept, machine
+from autopar.cluster.calibration import machine_id, read_cached
 from autopar.cluster.machines import Device, Host, Level, Link, Node
 from autopar.errors import InvalidInput
 
@@ -73,13 +73,13 @@ class Pace:
         )
 
 
-def paced(node: Node, pace: Pace) -> Node:
+def node_at_pace(node: Node, pace: Pace) -> Node:
     """A node at a pace."""
     return replace(node, device=pace.device(node.device), link=pace.link(node.link))
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """Seconds of a step: what was predicted, by parts, and what was measured."""
 
     compute: float  # and what waits for it
@@ -91,7 +91,7 @@ class Step:
         return self.compute * pace.compute + self.communication * pace.communication
 
 
-def fit_pace(steps: Sequence[Step]) -> Pace:
+def fit_pace(steps: Sequence[MeasuredStep]) -> Pace:
     """The pace at which predictions are least off, in the mean of their ratios; of a part that no
     step has, 1."""
     steps = [one for one in steps if one.predicted(Pace()) > 0]
@@ -112,20 +112,20 @@ def fit_pace(steps: Sequence[Step]) -> Pace:
     return Pace(float(factors[first]), float(factors[second]))
 
 
-def kept_pace(device: str, devices: int) -> Pace:
+def cached_pace(device: str, devices: int) -> Pace:
     """What was kept of so many of these devices of this machine."""
-    return kept(_name(device, devices), _read, lambda: asdict(Pace()))
+    return read_cached(_cache_name(device, devices), _pace_of_factors, lambda: asdict(Pace()))
 
 
-def keep_pace(pace: Pace, device: str, devices: int) -> None:
+def cache_pace(pace: Pace, device: str, devices: int) -> None:
     """Keep it, from now on."""
-    kept(_name(device, devices), _read, lambda: asdict(pace), again=True)
+    read_cached(_cache_name(device, devices), _pace_of_factors, lambda: asdict(pace), again=True)
 
 
-def _read(factors: dict[str, float]) -> Pace:
+def _pace_of_factors(factors: dict[str, float]) -> Pace:
     return Pace(**factors)
 
 
-def _name(device: str, devices: int) -> str:
+def _cache_name(device: str, devices: int) -> str:
     kind = hashlib.sha256(device.encode()).hexdigest()[:8]
-    return f"pace-{kind}-{devices}-{machine()}.json"
+    return f"pace-{kind}-{devices}-{machine_id()}.json"

@@ -30,7 +30,12 @@ from autopar.collectives.redistribution import (
     verify_path,
 )
 from autopar.collectives.torch_operators import operator_call
-from autopar.collectives.virtual_movements import from_ranks, move, require_one, to_ranks
+from autopar.collectives.virtual_movements import (
+    from_ranks,
+    move,
+    require_single_gradient,
+    to_ranks,
+)
 
 __all__ = [
     "LinkPrice",
@@ -44,7 +49,7 @@ __all__ = [
     "operator_call",
     "redistribute",
     "redistribution_cost",
-    "require_one",
+    "require_single_gradient",
     "to_ranks",
     "verify_path",
 ]

@@ -18,15 +18,15 @@ from autopar.collectives.torch_operators import EAGER
 
 __all__ = [
     "EAGER",
-    "LateSum",
+    "DeferredSum",
+    "defer_sum",
     "finish_sum",
     "identity_then_sum_in_place",
     "start_sum",
     "sum_in_place",
-    "sum_later",
 ]
 
-Started = tuple[Tensor, dist.Work]
+StartedSum = tuple[Tensor, dist.Work]
 
 
 def sum_in_place(x: Tensor, group: str, pending: bool) -> Tensor:
@@ -46,13 +46,13 @@ def identity_then_sum_in_place(x: Tensor, group: str) -> Tensor:
     return x
 
 
-def start_sum(x: Tensor, group: str, pending: bool) -> Started:
+def start_sum(x: Tensor, group: str, pending: bool) -> StartedSum:
     """An `all_reduce` without gradient that goes on while the program does."""
     total = x.detach().clone()
     return total, dist.all_reduce(total, group=process_group(group), async_op=True)
 
 
-def finish_sum(started: Started) -> Tensor:
+def finish_sum(started: StartedSum) -> Tensor:
     """What `start_sum` has started."""
     total, work = started
     wait_for(work)
@@ -60,7 +60,7 @@ def finish_sum(started: Started) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LateSum:
+class DeferredSum:
     """A tensor that is still to be summed, in place, before anybody reads it."""
 
     tensor: Tensor
@@ -71,16 +71,16 @@ class LateSum:
         return dist.all_reduce(self.tensor, group=process_group(self.group), async_op=True)
 
 
-def sum_later(x: Tensor, group: str, late: list[LateSum]) -> Tensor:
+def defer_sum(x: Tensor, group: str, late: list[DeferredSum]) -> Tensor:
     """`all_reduce` of a value that only the caller reads, once he has seen to `late`."""
-    return _SumLater.apply(x, group, late)
+    return _DeferSum.apply(x, group, late)
 
 
-class _SumLater(torch.autograd.Function):
+class _DeferSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, late: list[LateSum]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: str, late: list[DeferredSum]) -> Tensor:
         total = x.detach().clone()
-        late.append(LateSum(total.detach(), group))
+        late.append(DeferredSum(total.detach(), group))
         return total
 
     @staticmethod

@@ -6,19 +6,19 @@ handle, and gives what has arrived; between the two it computes:
 >>> def total(group, x):
 ...     sum_ = x
 ...     for _ in range(group.count - 1):
-...         coming = yield Shift((x,), 1, (x.shape,))
+...         coming = yield RingShift((x,), 1, (x.shape,))
 ...         (x,) = yield coming
 ...         sum_ = sum_ + x
 ...     return (sum_,), (), None
->>> members = [total(Group(3, index), torch.tensor(10.0**index)) for index in range(3)]
+>>> members = [total(KernelGroup(3, index), torch.tensor(10.0**index)) for index in range(3)]
 >>> [outputs for outputs, _, _ in in_lock_step(members)]
 [(tensor(111.),), (tensor(111.),), (tensor(111.),)]
 
 It returns its outputs, the tensors that its backward keeps, and anything else that this needs. The
 backward is a generator, too: of the group, of these two, and of a gradient for each output; it
 returns a gradient for each tensor among the arguments, or None. All members ask for the same in the
-same order. On processes `on_process` carries one member out, on the virtual mesh `in_lock_step`
-all; `joined` makes either a differentiable function.
+same order. On processes `drive_on_process` carries one member out, on the virtual mesh
+`in_lock_step` all; `run_joint_kernel` makes either a differentiable function.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar._torch.communication import PendingWork, moves_through_host, process_group, wait_for
-from autopar.collectives.point_to_point import go_by_messages, send_and_receive
-from autopar.collectives.single_backward import Ends, ends_of, once
+from autopar.collectives.point_to_point import send_and_receive, uses_messages
+from autopar.collectives.single_backward import GradientEnds, forbid_double_grad, gradient_ends
 from autopar.collectives.torch_operators import movable
 from autopar.errors import ExecutionError
 
@@ -45,7 +45,7 @@ Shape = Sequence[int]
 Piece = tuple[int, int]  # start and length
 
 
-class Cut(NamedTuple):
+class ShardedDim(NamedTuple):
     """How the axes of a group cut a tensor."""
 
     dim: int
@@ -62,26 +62,28 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
+class KernelGroup:
     """The ranks that carry a kernel out, as one of them sees it."""
 
     count: int
     index: int
-    inputs: tuple[Cut | None, ...] = ()  # of each tensor among the arguments; None: it is whole
-    outputs: tuple[Cut | None, ...] = ()
+    inputs: tuple[
+        ShardedDim | None, ...
+    ] = ()  # of each tensor among the arguments; None: it is whole
+    outputs: tuple[ShardedDim | None, ...] = ()
     needs: tuple[bool, ...] = ()  # in backward: which tensor arguments take a gradient
 
-    def input(self, number: int) -> Cut:
+    def input(self, number: int) -> ShardedDim:
         """Of one that is cut."""
-        return _known(self.inputs[number])
+        return _require_sharded(self.inputs[number])
 
-    def output(self, number: int = 0) -> Cut:
+    def output(self, number: int = 0) -> ShardedDim:
         """Of one that is cut."""
-        return _known(self.outputs[number])
+        return _require_sharded(self.outputs[number])
 
 
 @dataclass(frozen=True)
-class Shift:
+class RingShift:
     """Tensors to the member `by` places on, and as many from the one `by` places back."""
 
     tensors: Tensors
@@ -90,7 +92,7 @@ class Shift:
 
 
 @dataclass(frozen=True)
-class Trade:
+class AllToAll:
     """A tensor to each member, and one from each."""
 
     tensors: Tensors
@@ -98,31 +100,31 @@ class Trade:
 
 
 @dataclass(frozen=True)
-class Gather:
+class AllGather:
     """The tensors of all members, of one shape."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True)
-class Sum:
+class AllReduce:
     """The sum of the tensors of all members."""
 
     tensor: Tensor
 
 
-Request = Shift | Trade | Gather | Sum
+Request = RingShift | AllToAll | AllGather | AllReduce
 Steps = Generator[Any, Any, Any]
 
 
 @dataclass(frozen=True)
-class Travelling:
+class InFlight:
     """What has set out, until it is waited for."""
 
     arrive: Callable[[], Tensors]
 
 
-class FurtherPiece(NamedTuple):
+class ExtraPiece(NamedTuple):
     """Bytes that each piece of a product but the first reads and writes, beside its part of what is
     read and written once."""
 
@@ -131,7 +133,7 @@ class FurtherPiece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CommVolume:
     """What one member moves in a call: collectives by kind, each of so many bytes; how many more
     times it starts to compute, forward and backward, than a call on its pieces does; and of a call
     with a piece for each member, what the further ones move in memory."""
@@ -139,7 +141,7 @@ class Traffic:
     forward: tuple[tuple[str, Any], ...] = ()
     backward: tuple[tuple[str, Any], ...] = ()
     starts: tuple[int, int] = (0, 0)
-    further: tuple[FurtherPiece, FurtherPiece] | None = None
+    further: tuple[ExtraPiece, ExtraPiece] | None = None
 
 
 @dataclass(frozen=True)
@@ -154,38 +156,45 @@ class JointKernel:
 
     forward: Callable[..., Steps]
     backward: Callable[..., Steps]
-    traffic: Callable[..., Traffic]
+    traffic: Callable[..., CommVolume]
     is_hidden: bool = False  # its messages travel beside what it computes
     is_wide: bool = False  # what is moved has the dtype of the output, of 32 bits at least
     assumes: str = ""  # of what is moved
     told: tuple[str, ...] = ()  # the factors whose sizes `traffic` is told
-    crossed: Callable[..., Traffic] | None = None  # where other axes cut a factor of its joint, too
+    crossed: Callable[..., CommVolume] | None = (
+        None  # where other axes cut a factor of its joint, too
+    )
 
 
-Drive = Callable[[Sequence[Steps]], list[Any]]
+Driver = Callable[[Sequence[Steps]], list[Any]]
 
 
-def joined(
-    kernel: JointKernel, groups: Sequence[Group], drive: Drive, calls: Sequence[Mapping[str, Any]]
+def run_joint_kernel(
+    kernel: JointKernel,
+    groups: Sequence[KernelGroup],
+    drive: Driver,
+    calls: Sequence[Mapping[str, Any]],
 ) -> list[Tensors]:
     """The outputs of members that are carried out here, differentiable: each has its group, and the
     arguments of its call."""
     leaves, forms = zip(*(pytree.tree_flatten(dict(call)) for call in calls))
     tensors = [[leaf for leaf in own if isinstance(leaf, Tensor)] for own in leaves]
     read = [tensor for own in tensors for tensor in own]
-    flat = _Joined.apply(_Call(kernel, groups, drive, leaves, forms, ends_of(*read)), *read)
+    flat = _JointFunction.apply(
+        _JointCall(kernel, groups, drive, leaves, forms, gradient_ends(*read)), *read
+    )
     count = len(flat) // len(groups)
     return [tuple(flat[at * count : (at + 1) * count]) for at in range(len(groups))]
 
 
 @dataclass(frozen=True)
-class _Call:
+class _JointCall:
     kernel: JointKernel
-    groups: Sequence[Group]
-    drive: Drive
+    groups: Sequence[KernelGroup]
+    drive: Driver
     leaves: Sequence[list[Any]]
     forms: Sequence[Any]
-    ends: Ends
+    ends: GradientEnds
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Any]:
         given = iter(tensors)
@@ -196,11 +205,11 @@ class _Call:
         return self.drive(steps)
 
 
-class _Joined(torch.autograd.Function):
+class _JointFunction(torch.autograd.Function):
     """All members that are carried out here: on the virtual mesh all of them."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _JointCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         results = call.forward(tensors)
         kept = [tuple(saved) for _, saved, _ in results]
         ctx.save_for_backward(*(tensor for saved in kept for tensor in saved))
@@ -215,9 +224,11 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
-            found = _Joined._gradients(ctx, gradients)
+            found = _JointFunction._gradients(ctx, gradients)
         remedy = 'a plan without it, as mode="propagate" makes where no annotation asks for it'
-        return None, *once(found, ctx.ends, gradients, ctx.kernel.forward.__name__, remedy)
+        return None, *forbid_double_grad(
+            found, ctx.ends, gradients, ctx.kernel.forward.__name__, remedy
+        )
 
     @staticmethod
     def _gradients(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor | None]:
@@ -233,7 +244,7 @@ class _Joined(torch.autograd.Function):
         return [gradient for found in ctx.drive(steps) for gradient in found]
 
 
-def _known(cut: Cut | None) -> Cut:
+def _require_sharded(cut: ShardedDim | None) -> ShardedDim:
     assert cut is not None
     return cut
 
@@ -263,13 +274,13 @@ def in_lock_step(members: Sequence[Steps]) -> list[Any]:
                 got=f"{', '.join(type(one).__name__ for one in asked)}; {len(ended)} have ended",
                 remedy="let what a member asks depend on the group alone, not on its numbers",
             )
-        if isinstance(asked[0], Travelling):
+        if isinstance(asked[0], InFlight):
             answers = [travelling.arrive() for travelling in asked]
         else:
-            answers = [Travelling(partial(tuple, tensors)) for tensors in _delivered(asked)]
+            answers = [InFlight(partial(tuple, tensors)) for tensors in _deliver(asked)]
 
 
-def in_groups(groups: Sequence[Sequence[int]]) -> Drive:
+def drive_groups(groups: Sequence[Sequence[int]]) -> Driver:
     """All ranks of a mesh, by groups."""
 
     def drive(members: Sequence[Steps]) -> list[Any]:
@@ -283,17 +294,17 @@ def in_groups(groups: Sequence[Sequence[int]]) -> Drive:
     return drive
 
 
-def _delivered(asked: Sequence[Any]) -> list[Tensors]:
+def _deliver(asked: Sequence[Any]) -> list[Tensors]:
     """What each member gets: its own memory, as of a message."""
     count = len(asked)
     match asked[0]:
-        case Shift():
+        case RingShift():
             given = [asked[(at - one.by) % count].tensors for at, one in enumerate(asked)]
-        case Trade():
+        case AllToAll():
             given = [tuple(other.tensors[at] for other in asked) for at in range(count)]
-        case Gather():
+        case AllGather():
             return [tuple(other.tensor.clone() for other in asked) for _ in asked]
-        case Sum():
+        case AllReduce():
             total = asked[0].tensor.clone()
             for other in asked[1:]:
                 total += other.tensor
@@ -309,69 +320,69 @@ def _delivered(asked: Sequence[Any]) -> list[Tensors]:
     return [tuple(tensor.clone() for tensor in tensors) for tensors in given]
 
 
-def alone(members: Sequence[Steps]) -> list[Any]:
+def drive_without_messages(members: Sequence[Steps]) -> list[Any]:
     """One member without the others, as to see which memory it takes: what arrives is empty."""
-    return [_driven(steps, _nothing_comes) for steps in members]
+    return [_run_member(steps, _send_nothing) for steps in members]
 
 
-def _driven(steps: Steps, set_out: Callable[[Request], Travelling]) -> Any:
+def _run_member(steps: Steps, set_out: Callable[[Request], InFlight]) -> Any:
     """What one member returns, whose requests are set out so."""
     answer: Any = None
     try:
         while True:
             asked = steps.send(answer)
-            answer = asked.arrive() if isinstance(asked, Travelling) else set_out(asked)
+            answer = asked.arrive() if isinstance(asked, InFlight) else set_out(asked)
     except StopIteration as end:
         return end.value
 
 
-def _nothing_comes(asked: Request) -> Travelling:
+def _send_nothing(asked: Request) -> InFlight:
     match asked:
-        case Shift() | Trade():
+        case RingShift() | AllToAll():
             like = asked.tensors
             found = tuple(x.new_empty(tuple(shape)) for x, shape in zip(like, asked.shapes))
         case _:
             found = (asked.tensor.clone(),)
-    return Travelling(lambda: found)
+    return InFlight(lambda: found)
 
 
 # Processes.
 
 
-def on_process(name: str, group: Group) -> Drive:
+def drive_on_process(name: str, group: KernelGroup) -> Driver:
     """This process's member of the group of that name."""
 
     def drive(members: Sequence[Steps]) -> list[Any]:
         (steps,), among = members, process_group(name)
-        return [_driven(steps, lambda asked: _set_out(asked, group, among))]
+        return [_run_member(steps, lambda asked: _send_request(asked, group, among))]
 
     return drive
 
 
-def _set_out(asked: Request, own: Group, group: dist.ProcessGroup) -> Travelling:
+def _send_request(asked: Request, own: KernelGroup, group: dist.ProcessGroup) -> InFlight:
     count, index = own.count, own.index
     empty: Tensors = ()
     match asked:
-        case Shift():
+        case RingShift():
             sent: list[Tensors] = [empty] * count
             comes: list[Sequence[Shape]] = [()] * count
             target, source = (index + asked.by) % count, (index - asked.by) % count
             if target == index:
                 kept = tuple(x.clone() for x in asked.tensors)
-                return Travelling(lambda: kept)
+                return InFlight(lambda: kept)
             sent[target], comes[source] = asked.tensors, asked.shapes
-            travelling = _travel(sent, comes, asked.tensors, index, group)
-            return Travelling(lambda: travelling()[source])
-        case Trade():
+            travelling = _exchange_pieces(sent, comes, asked.tensors, index, group)
+            return InFlight(lambda: travelling()[source])
+        case AllToAll():
             sent = [(tensor,) for tensor in asked.tensors]
             comes = [(shape,) for shape in asked.shapes]
-            travelling = _travel(sent, comes, asked.tensors[:1], index, group)
-            return Travelling(lambda: tuple(one for (one,) in travelling()))
-        case Gather():
+            travelling = _exchange_pieces(sent, comes, asked.tensors[:1], index, group)
+            return InFlight(lambda: tuple(one for (one,) in travelling()))
+        case AllGather():
             x = asked.tensor
-            travelling = _travel([(x,)] * count, [(x.shape,)] * count, (x,), index, group)
-            return Travelling(lambda: tuple(one for (one,) in travelling()))
-        case Sum():
+            travelling = _exchange_pieces([(x,)] * count, [(x.shape,)] * count, (x,), index, group)
+            return InFlight(lambda: tuple(one for (one,) in travelling()))
+        case AllReduce():
             x = asked.tensor
             total = x.cpu() if x.is_cuda and moves_through_host(group) else x.clone()
             work = dist.all_reduce(total, group=group, async_op=True)
@@ -381,10 +392,10 @@ def _set_out(asked: Request, own: Group, group: dist.ProcessGroup) -> Travelling
                     wait_for(work)
                 return (total.to(x.device),)
 
-            return Travelling(arrive)
+            return InFlight(arrive)
 
 
-def _travel(
+def _exchange_pieces(
     sent: Sequence[Tensors],
     shapes: Sequence[Sequence[Shape]],
     like: Tensors,
@@ -393,7 +404,7 @@ def _travel(
 ) -> Callable[[], list[Tensors]]:
     """Tensors to each member, and those of the given shapes from each, otherwise `like` these."""
     is_on_host = like[0].is_cuda and moves_through_host(group)
-    out = [[_carried(x, is_on_host) for x in tensors] for tensors in sent]
+    out = [[_contiguous_at(x, is_on_host) for x in tensors] for tensors in sent]
     device = torch.device("cpu") if is_on_host else like[0].device
     received = [
         [torch.empty(tuple(s), dtype=x.dtype, device=device) for s, x in zip(own, like)]
@@ -404,10 +415,10 @@ def _travel(
     moved_out = [[movable(x) for x in tensors] for tensors in out]
     moved_in = [[movable(x) for x in tensors] for tensors in received]
     moved_out[index], moved_in[index] = [], []
-    if go_by_messages(device, group) or is_on_host:
+    if uses_messages(device, group) or is_on_host:
         works: list[PendingWork] = send_and_receive(moved_out, moved_in, index, group)
     else:
-        works = _batched(moved_out, moved_in, group)
+        works = _send_batched(moved_out, moved_in, group)
 
     def arrive() -> list[Tensors]:
         for work in works:
@@ -418,11 +429,11 @@ def _travel(
     return arrive
 
 
-def _carried(x: Tensor, is_on_host: bool) -> Tensor:
+def _contiguous_at(x: Tensor, is_on_host: bool) -> Tensor:
     return (x.cpu() if is_on_host else x).contiguous()
 
 
-def _batched(
+def _send_batched(
     sent: Sequence[Sequence[Tensor]],
     received: Sequence[Sequence[Tensor]],
     group: dist.ProcessGroup,

@@ -38,15 +38,15 @@ _BACKWARD = {
 }
 
 
-def apart(value: Tensor, parts: Parts) -> Tensor:
+def split_parts(value: Tensor, parts: Parts) -> Tensor:
     """Return a value, or a piece of it, with a dim before each dim in parts, for their number."""
     for dim, count in reversed(parts):
         value = value.unflatten(dim, (count, -1))
     return value
 
 
-def together(value: Tensor, parts: Parts) -> Tensor:
-    """Return what `apart` was given."""
+def join_parts(value: Tensor, parts: Parts) -> Tensor:
+    """Return what `split_parts` was given."""
     for dim, _ in parts:
         value = value.flatten(dim, dim + 1)
     return value
@@ -91,7 +91,7 @@ class Movement:
 
     @property
     def seen(self) -> Movement:
-        """The movement of what `apart` gives: nothing is in parts there."""
+        """The movement of what `split_parts` gives: nothing is in parts there."""
         if not self.parts:
             return self
         dim, to_dim = (

@@ -17,7 +17,7 @@ from autopar._torch.communication import PendingWork, is_gloo, receive_from, sen
 from autopar._torch.tensors import add_each, copy_each
 
 
-def go_by_messages(device: torch.device, group: dist.ProcessGroup) -> bool:
+def uses_messages(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether pieces that lie on a device are sent straight."""
     return device.type == "cpu" and is_gloo(group, "cpu")
 
@@ -42,7 +42,7 @@ def send_and_receive(
     return works
 
 
-def exchange(
+def exchange_pieces(
     sent: Sequence[Tensor], received: Sequence[Tensor], own: int, group: dist.ProcessGroup
 ) -> None:
     """Send each member its piece, and wait for theirs; one's own is copied."""
@@ -52,7 +52,7 @@ def exchange(
         wait_for(work)
 
 
-class Scattered:
+class ScatteredSum:
     """Of the sum of all members' terms one's own part, which is there after `wait`."""
 
     def __init__(

@@ -248,7 +248,7 @@ class _Search:
 
     def _expand(self, placement: Placement, distance: float) -> None:
         before = self._bytes(placement.dims)
-        for movement, after, cuts in steps(placement, self.mesh, self.parts):
+        for movement, after, cuts in possible_movements(placement, self.mesh, self.parts):
             if after in self.settled or (movement.pending and not self.differentiable):
                 continue
             if any(self.shape[dim] % degree for dim, degree in cuts):
@@ -285,11 +285,13 @@ def local_elements(dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], me
 
 # A movement, where it leads, and the dims that must be cut evenly for it, each with its degree:
 # over several axes at once the pieces are those of the axes one by one only where all are even.
-Step = tuple[Movement, Placement, tuple[tuple[int, int], ...]]
+PossibleMovement = tuple[Movement, Placement, tuple[tuple[int, int], ...]]
 
 
 @lru_cache(maxsize=1 << 16)
-def steps(placement: Placement, mesh: Mesh, parts: Parts = ()) -> tuple[Step, ...]:
+def possible_movements(
+    placement: Placement, mesh: Mesh, parts: Parts = ()
+) -> tuple[PossibleMovement, ...]:
     """Every single collective that is possible in `placement`; dims may be cut in `parts`."""
     found = []
     for movement in _movements(placement, mesh, parts):

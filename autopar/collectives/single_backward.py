@@ -3,8 +3,8 @@
 A backward by hand is no part of a graph. What it gives would be taken for constants, and a gradient
 of it for nothing, or for less than it is:
 
-    ends = ends_of(x, w)            in forward, of what is read
-    once(found, ends, ...)          in backward: `found` depends on what came, and on `ends`
+    ends = gradient_ends(x, w)                in forward, of what is read
+    forbid_double_grad(gradients, ends, ...)  in backward
 """
 
 from __future__ import annotations
@@ -17,27 +17,33 @@ from torch import Tensor
 
 from autopar.errors import InvalidInput
 
-Ends = tuple[Tensor, ...]  # in a tuple it is no argument of a function that would take a gradient
+GradientEnds = tuple[
+    Tensor, ...
+]  # in a tuple it is no argument of a function that would take a gradient
 
 
-def ends_of(*tensors: Tensor | None) -> Ends:
+def gradient_ends(*tensors: Tensor | None) -> GradientEnds:
     """Nothing, that depends on all of these that take a gradient."""
     learns = [x for x in tensors if x is not None and x.requires_grad]
-    return (_Ends.apply(*learns),) if learns and torch.is_grad_enabled() else ()
+    return (_GradientEnds.apply(*learns),) if learns and torch.is_grad_enabled() else ()
 
 
-def once(
-    found: Sequence[Tensor | None], ends: Ends, came: Sequence[Tensor], name: str, remedy: str
+def forbid_double_grad(
+    found: Sequence[Tensor | None],
+    ends: GradientEnds,
+    came: Sequence[Tensor],
+    name: str,
+    remedy: str,
 ) -> Sequence[Tensor | None]:
     """Gradients that `name` found by hand, of what came; where they are recorded, a gradient of
     theirs is refused."""
     depends = [x for x in (*ends, *came) if x.requires_grad]
     if not (torch.is_grad_enabled() and depends):
         return found
-    return _Once.apply((name, remedy), len(depends), *depends, *found)
+    return _ForbidDoubleBackward.apply((name, remedy), len(depends), *depends, *found)
 
 
-class _Ends(torch.autograd.Function):
+class _GradientEnds(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         return tensors[0].new_empty(0)
@@ -47,7 +53,7 @@ class _Ends(torch.autograd.Function):
         raise AssertionError("nothing is computed with it")
 
 
-class _Once(torch.autograd.Function):
+class _ForbidDoubleBackward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, told: tuple[str, str], count: int, *tensors: Tensor | None

@@ -35,8 +35,8 @@ from autopar._torch.communication import (
     wait_for,
 )
 from autopar._torch.operators import active_modes, below_autograd
-from autopar.collectives.movement import Movement, apart, together
-from autopar.collectives.point_to_point import Scattered, exchange, go_by_messages
+from autopar.collectives.movement import Movement, join_parts, split_parts
+from autopar.collectives.point_to_point import ScatteredSum, exchange_pieces, uses_messages
 from autopar.errors import VerifierError
 from autopar.layout import Layout, Parts, chunk
 from autopar.mesh import Mesh
@@ -44,9 +44,9 @@ from autopar.mesh import Mesh
 _ops = torch.ops.autopar
 
 
-def moved_in_parts(x: Tensor, parts: Parts, operator: Any, *arguments: Any) -> Tensor:
+def move_in_parts(x: Tensor, parts: Parts, operator: Any, *arguments: Any) -> Tensor:
     """Move dims that are cut in `parts`: `operator` moves a dim of each part."""
-    return together(operator(apart(x, parts), *arguments), parts)
+    return join_parts(operator(split_parts(x, parts), *arguments), parts)
 
 
 def operator_call(
@@ -60,7 +60,7 @@ def operator_call(
     if movement.parts:
         before, sizes = layout.seen(shape, movement.parts)
         operator, arguments = operator_call(movement.seen, before, sizes, mesh, rank, group)
-        return moved_in_parts, (movement.parts, operator, *arguments)
+        return move_in_parts, (movement.parts, operator, *arguments)
     if movement.dim is not None and list(movement.axes) != [
         axis for axis in mesh.names if axis in movement.axes
     ]:
@@ -112,10 +112,12 @@ def _all_gather(
 ) -> Tensor:
     full = -(-size // parts)
     members = process_group(group)
-    piece = _carried(_padded(x, dim, full), members)
+    piece = _on_movable_device(_padded(x, dim, full), members)
     gathered = piece.new_empty((parts * piece.shape[0], *piece.shape[1:]))
-    if go_by_messages(piece.device, members):
-        exchange([piece] * parts, gathered.view(parts, *piece.shape).unbind(), index, members)
+    if uses_messages(piece.device, members):
+        exchange_pieces(
+            [piece] * parts, gathered.view(parts, *piece.shape).unbind(), index, members
+        )
     else:
         all_gather_single(movable(gathered), movable(piece), group=members)
     gathered = gathered.to(x.device)
@@ -137,12 +139,14 @@ def start_reduce_scatter(
     size = x.shape[dim]
     full = -(-size // parts)
     members = process_group(group)
-    stacked = _carried(_stacked(_padded(_summable(x), dim, parts * full), dim, parts), members)
+    stacked = _on_movable_device(
+        _stacked(_padded(_summable(x), dim, parts * full), dim, parts), members
+    )
     piece = stacked.new_empty(_resized(x, dim, full))
     work: PendingWork | None
-    if go_by_messages(stacked.device, members):
+    if uses_messages(stacked.device, members):
         terms = [[one] for one in stacked.view(parts, -1).unbind()]
-        work = Scattered(terms, piece, index, members)
+        work = ScatteredSum(terms, piece, index, members)
     else:
         work = reduce_scatter_single(piece, stacked, group=members, async_op=later)
     del stacked
@@ -175,10 +179,10 @@ def _all_to_all(
     full, to_full = -(-size // parts), -(-cut // parts)
     members = process_group(group)
     sent = _stacked(_padded(_padded(x, dim, full), to_dim, parts * to_full), to_dim, parts)
-    sent = _carried(sent, members)
+    sent = _on_movable_device(sent, members)
     received = torch.empty_like(sent)
-    if go_by_messages(sent.device, members):
-        exchange(sent.chunk(parts), received.chunk(parts), index, members)
+    if uses_messages(sent.device, members):
+        exchange_pieces(sent.chunk(parts), received.chunk(parts), index, members)
     else:
         dist.all_to_all_single(movable(received), movable(sent), group=members)
     del sent
@@ -237,7 +241,7 @@ _MOVED_AS = {
 _SUMMED_AS = {torch.bool: torch.int32, torch.int16: torch.int32}
 
 
-def _carried(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _on_movable_device(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The same values where the group can move them: gloo sums on a GPU, and moves little else."""
     return x.cpu() if x.is_cuda and moves_through_host(group) else x
 

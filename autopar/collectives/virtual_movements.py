@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from autopar._torch.autograd import is_batched
-from autopar.collectives.movement import Movement, apart, together
+from autopar.collectives.movement import Movement, join_parts, split_parts
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.layout import Layout, chunk
 from autopar.mesh import Mesh
@@ -124,12 +124,12 @@ class _FromRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        require_one(grad)
+        require_single_gradient(grad)
         # Every replica, and every term of a sum, has all of it.
         return None, None, None, *_ToRanks.apply(ctx.layout.gradient, ctx.mesh, grad, Tensor.clone)
 
 
-def require_one(grad: Tensor) -> None:
+def require_single_gradient(grad: Tensor) -> None:
     """Refuse several gradients at once of what a parallel module gives."""
     if is_batched(grad):
         raise InvalidInput(
@@ -148,12 +148,12 @@ def _carry_out(
     seen = movement.seen
     for group in _groups(mesh, movement.axes):
         result = collective(
-            [apart(values[rank], movement.parts) for rank in group], seen.dim, seen.to_dim
+            [split_parts(values[rank], movement.parts) for rank in group], seen.dim, seen.to_dim
         )
         if isinstance(result, Tensor):
             result = [result, *(another(result) for _ in group[1:])]
         for rank, piece in zip(group, result):
-            moved[rank] = together(piece, movement.parts)
+            moved[rank] = join_parts(piece, movement.parts)
     return tuple(moved)
 
 
@@ -210,8 +210,8 @@ def _piece(value: Tensor, dim: int, parts: int, index: int) -> Tensor:
 
 def _cut(whole: Tensor, layout: Layout, mesh: Mesh) -> tuple[Tensor, ...]:
     if parts := layout.parts:
-        cut = _cut(apart(whole, parts), layout.seen(whole.shape)[0], mesh)
-        return tuple(together(piece, parts) for piece in cut)
+        cut = _cut(split_parts(whole, parts), layout.seen(whole.shape)[0], mesh)
+        return tuple(join_parts(piece, parts) for piece in cut)
     pieces = []
     for bounds, is_first in zip(*_bounds(layout, tuple(whole.shape), mesh)):
         piece = whole
@@ -230,8 +230,8 @@ def _assemble(
     """Undo the cuts one axis at a time, each over the ranks that still count."""
     if parts := layout.parts:
         inside, sizes = layout.seen(shape)
-        pieces = [apart(value, parts) for value in values]
-        return together(_assemble(pieces, inside, mesh, sizes), parts)
+        pieces = [split_parts(value, parts) for value in values]
+        return join_parts(_assemble(pieces, inside, mesh, sizes), parts)
     left, ranks = mesh, list(values)
     for axis in mesh.names:
         if layout.dim_of(axis) is None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from autopar.api import parallelize
 from autopar.cluster import Cluster
 from autopar.cluster.calibration import local_node
-from autopar.cluster.pace import Pace, Step, fit_pace, keep_pace
+from autopar.cluster.pace import MeasuredStep, Pace, cache_pace, fit_pace
 from autopar.commands.arguments import check_out
 from autopar.commands.printing import show, show_json, show_table
 from autopar.commands.streams import to_results
@@ -128,7 +128,7 @@ class Plans:
     """How a plan was called, and its step."""
 
     name: str
-    step: Step
+    step: MeasuredStep
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -166,7 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not speaks:
         return 0
     pace = fit_pace([one.step for one in found])
-    keep_pace(pace, cluster.device.name, ranks)
+    cache_pace(pace, cluster.device.name, ranks)
     calibrated = cluster.at(pace)
     if arguments.out is not None:
         calibrated.save(arguments.out)
@@ -228,7 +228,7 @@ def measure(say: Say, cluster: Cluster) -> list[Plans]:
     for taken, (name, made, _) in zip(time_in_rounds(taking, ROUNDS, WARM, begin), steps):
         cost = made.plan.cost
         waited = cost.compute + cost.bubble
-        found.append(Plans(name, Step(waited, cost.exposed, statistics.median(taken))))
+        found.append(Plans(name, MeasuredStep(waited, cost.exposed, statistics.median(taken))))
     return found
 
 

@@ -17,19 +17,25 @@ from torch import fx
 
 from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
-from autopar.cost.copy_groups import Copied, copied_in, copy_groups, in_order, largest_group
+from autopar.cost.copy_groups import (
+    CopiedParameter,
+    copied_parameters,
+    copy_groups,
+    in_mesh_order,
+    largest_group_bytes,
+)
 from autopar.cost.host_kernels import HostKernels
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.strategies.node_info import info, times_of
 
 FIRST_BUCKET_BYTES = 4 * 2**20  # the first gradients wait for no more
-LEAST_CUT_BYTES = 2 * 2**20  # fewer bytes that are cut do not pay for a collective
-ALONE_BYTES = 2 * 2**20  # from here on, a copy costs more than a collective of its own
-STRAIGHT_BYTES = 2**15  # of a piece: from here on, a copy costs more than a message of its own
+MIN_SHARDED_BYTES = 2 * 2**20  # fewer bytes that are cut do not pay for a collective
+SINGLE_BUCKET_BYTES = 2 * 2**20  # from here on, a copy costs more than a collective of its own
+DIRECT_SEND_BYTES = 2**15  # of a piece: from here on, a copy costs more than a message of its own
 
 
-class Gradient(Protocol):
+class SizedGradient(Protocol):
     """Of a parameter."""
 
     @property
@@ -38,31 +44,31 @@ class Gradient(Protocol):
         ...
 
 
-Made = TypeVar("Made", bound=Gradient)
+SomeGradient = TypeVar("Made", bound=SizedGradient)
 Key = TypeVar("Key", bound=Hashable)
 
 
-def cut_bytes(largest: int) -> int:
+def sharded_bucket_bytes(largest: int) -> int:
     """What a bucket of gradients holds that are cut; `largest`: bytes of a group of copies."""
-    return max(LEAST_CUT_BYTES, largest * 9 // 8)
+    return max(MIN_SHARDED_BYTES, largest * 9 // 8)
 
 
-def buckets_of(
-    gradients: Iterable[tuple[Made, Key]],
+def fill_buckets(
+    gradients: Iterable[tuple[SomeGradient, Key]],
     cut: Mapping[Key, int],
     buffer_bytes: int,
-) -> list[list[tuple[Made, Key]]]:
+) -> list[list[tuple[SomeGradient, Key]]]:
     """Gradients, with what tells their sums apart, in the order that backward fills buckets.
 
     Those of the keys in `cut` hold no more than it says, and none with several parameters more than
     `buffer_bytes`.
     """
-    filling: dict[Key, list[tuple[Made, Key]]] = {}
+    filling: dict[Key, list[tuple[SomeGradient, Key]]] = {}
     filled: dict[Key, int] = {}  # bytes of these
-    first: dict[Key, list[tuple[Made, Key]]] = {}
-    found: list[list[tuple[Made, Key]]] = []
+    first: dict[Key, list[tuple[SomeGradient, Key]]] = {}
+    found: list[list[tuple[SomeGradient, Key]]] = []
     for one, key in reversed([*gradients]):
-        alone = one.size >= ALONE_BYTES and key not in cut
+        alone = one.size >= SINGLE_BUCKET_BYTES and key not in cut
         bucket = None if alone else filling.get(key)
         limit = FIRST_BUCKET_BYTES if first.get(key) is bucket else buffer_bytes
         limit = min(buffer_bytes, cut.get(key, limit))
@@ -78,14 +84,14 @@ def buckets_of(
     return found
 
 
-def goes_straight(shape: Sequence[int], dim: int, piece: int) -> bool:
+def is_sent_directly(shape: Sequence[int], dim: int, piece: int) -> bool:
     """Whether a rank's piece of a tensor, so many bytes, goes by itself in a message from where it
     lies: it is large, and in one stretch of memory."""
-    return math.prod(shape[:dim]) == 1 and piece > STRAIGHT_BYTES
+    return math.prod(shape[:dim]) == 1 and piece > DIRECT_SEND_BYTES
 
 
 @dataclass(frozen=True)
-class Travel:
+class BucketConfig:
     """How gradients and copies of parameters travel, and what computes them."""
 
     buffer_bytes: int  # no more together
@@ -98,7 +104,7 @@ class Travel:
 
 
 @dataclass(frozen=True, eq=False)
-class Learned:
+class ParameterGradient:
     """The gradient of one parameter of a program."""
 
     parameter: fx.Node
@@ -114,7 +120,7 @@ class Learned:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _BucketKey:
     """What gradients of one bucket have in common."""
 
     stages: tuple[int, ...]  # that read their parameters
@@ -127,10 +133,10 @@ class _Kind:
 
 
 @dataclass(eq=False)
-class SumOf:
+class PlannedBucket:
     """A bucket of a program, which is summed when it has all its gradients."""
 
-    gradients: list[Learned]
+    gradients: list[ParameterGradient]
     waits: bool  # what each backward makes is whole until then
     # Bytes that its sum takes: besides the gradients while it begins; in their place while it goes
     # on. In their place after it, where they have added up whole.
@@ -143,17 +149,19 @@ class SumOf:
         return sum(one.whole for one in self.gradients)
 
 
-def sums_of(graph: fx.Graph, mesh: Mesh, travel: Travel, times: int | None = None) -> list[SumOf]:
+def program_buckets(
+    graph: fx.Graph, mesh: Mesh, travel: BucketConfig, times: int | None = None
+) -> list[PlannedBucket]:
     """The buckets of a program, of the parameters that learn; those that stand for others are as
     many as `times`, or as they say themselves."""
-    copied = copied_in(graph.nodes, mesh)
-    kinds = {n: _kind(n, one, mesh) for n, one in copied.items() if info(n).learns}
+    copied = copied_parameters(graph.nodes, mesh)
+    kinds = {n: _bucket_key(n, one, mesh) for n, one in copied.items() if info(n).learns}
     summed = {
-        node: (_learned(node, copied[node], kind, mesh, travel), kind)
+        node: (_parameter_gradient(node, copied[node], kind, mesh, travel), kind)
         for node, kind in kinds.items()
         if kind.summed or kind.each or kind.last or kind.adds or len(kind.holders) > 1
     }
-    made: list[tuple[Learned, _Kind]] = []
+    made: list[tuple[ParameterGradient, _BucketKey]] = []
     for count, some in groupby(copied, lambda node: times_of(node, times)):
         own = [summed[node] for node in some if node in summed]
         made += own
@@ -161,28 +169,30 @@ def sums_of(graph: fx.Graph, mesh: Mesh, travel: Travel, times: int | None = Non
             made += [(replace(one, copy=copy), kind) for one, kind in own]
     groups = copy_groups(copied.values(), mesh, travel.buffer_bytes)
     cut = {
-        kind: cut_bytes(largest_group(groups, kind.stages, mesh))
+        kind: sharded_bucket_bytes(largest_group_bytes(groups, kind.stages, mesh))
         for kind in dict.fromkeys(kind for _, kind in made)
         if kind.each or kind.last
     }
     return [
-        _sum_of([one for one, _ in bucket], bucket[0][1], mesh, travel)
-        for bucket in buckets_of(made, cut, travel.buffer_bytes)
+        _planned_bucket([one for one, _ in bucket], bucket[0][1], mesh, travel)
+        for bucket in fill_buckets(made, cut, travel.buffer_bytes)
     ]
 
 
-def _kind(node: fx.Node, copied: Copied, mesh: Mesh) -> _Kind:
+def _bucket_key(node: fx.Node, copied: CopiedParameter, mesh: Mesh) -> _BucketKey:
     at, bytes_ = copied.places, state_bytes(node)
-    each = in_order({*copied.summed.axes} - {*copied.leaf.axes}, mesh)
-    last = in_order({*at.optimizer.axes} - {*copied.summed.axes}, mesh)
-    whole = in_order({*copied.pending} - {*at.optimizer.axes}, mesh)
+    each = in_mesh_order({*copied.summed.axes} - {*copied.leaf.axes}, mesh)
+    last = in_mesh_order({*at.optimizer.axes} - {*copied.summed.axes}, mesh)
+    whole = in_mesh_order({*copied.pending} - {*at.optimizer.axes}, mesh)
     about = (copied.dtype, bytes_.gradient, at.goes_up, at.on_host)
     adds = bytes_.copy != bytes_.gradient and not each
     readers = copied.readers
-    return _Kind(readers.stages, readers.holders, whole, each, last, adds, about)
+    return _BucketKey(readers.stages, readers.holders, whole, each, last, adds, about)
 
 
-def _learned(node: fx.Node, copied: Copied, kind: _Kind, mesh: Mesh, travel: Travel) -> Learned:
+def _parameter_gradient(
+    node: fx.Node, copied: CopiedParameter, kind: _BucketKey, mesh: Mesh, travel: BucketConfig
+) -> ParameterGradient:
     at, leaf, bytes_, shape = copied.places, copied.leaf, state_bytes(node), copied.shape
 
     def size(layout: Layout, itemsize: int) -> float:
@@ -192,30 +202,32 @@ def _learned(node: fx.Node, copied: Copied, kind: _Kind, mesh: Mesh, travel: Tra
     fine = copied.summed if kind.each else at.optimizer
     whole, part = size(leaf, bytes_.copy), size(fine, bytes_.gradient)
     dim = next((d for d, cut in enumerate(leaf.dims) if cut != fine.dims[d]), 0)
-    leads = goes_straight(leaf.largest_shape(shape, mesh), dim, int(part))
+    leads = is_sent_directly(leaf.largest_shape(shape, mesh), dim, int(part))
     is_straight = travel.on_host and leads and bytes_.copy == bytes_.gradient
     kept = 0.0 if is_there else size(copied.summed, bytes_.gradient)
     packed = 0.0 if is_straight else size(leaf, bytes_.gradient)
-    return Learned(node, whole, kept, part, packed)
+    return ParameterGradient(node, whole, kept, part, packed)
 
 
-def _sum_of(gradients: list[Learned], kind: _Kind, mesh: Mesh, travel: Travel) -> SumOf:
+def _planned_bucket(
+    gradients: list[ParameterGradient], kind: _BucketKey, mesh: Mesh, travel: BucketConfig
+) -> PlannedBucket:
     packed = sum(one.packed for one in gradients)
     part = sum(one.part for one in gradients)
     waits = bool(kind.each or kind.adds)
     if kind.adds:  # the buffer is what they add up in, and is cut as it is
         more = part if kind.last else 0.0
-        return SumOf(gradients, True, sum(one.kept for one in gradients) + more, more, part)
+        return PlannedBucket(gradients, True, sum(one.kept for one in gradients) + more, more, part)
     if not (kind.each or kind.last):
         whole = sum(one.whole for one in gradients)
-        return SumOf(gradients, waits, whole if len(gradients) > 1 else 0.0, whole, whole)
+        return PlannedBucket(gradients, waits, whole if len(gradients) > 1 else 0.0, whole, whole)
     members = math.prod(mesh[axis] for axis in kind.each or kind.last)
     arriving = part * (max(1, members - 1) if travel.on_host else 1)
     straight = sum(one.whole for one in gradients if not one.packed)
-    return SumOf(gradients, waits, packed + arriving, packed + arriving + straight, part)
+    return PlannedBucket(gradients, waits, packed + arriving, packed + arriving + straight, part)
 
 
-def places_of(node: fx.Node) -> ParameterPlacement:
+def placement_of(node: fx.Node) -> ParameterPlacement:
     """Of a parameter."""
     places = info(node).places
     assert places is not None

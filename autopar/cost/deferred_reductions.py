@@ -16,13 +16,13 @@ from autopar.strategies.node_info import info
 from autopar.strategies.rule import Facts
 
 # Movements whose backward is started by itself (`collectives/deferred_linears.py`).
-JOINED = ("identity", "all_reduce", "all_gather")
+STARTED_KINDS = ("identity", "all_reduce", "all_gather")
 
 LINEAR = ["input", "weight", "bias"]
 aten = torch.ops.aten
 
 
-def linears_behind(movement: fx.Node) -> list[fx.Node]:
+def linears_after(movement: fx.Node) -> list[fx.Node]:
     """The linears whose weights' gradients are made beside the backward of a movement, a reduction;
     none where there is nothing of the kind, or other readers."""
     moved, readers = info(movement).movement, list(movement.users)
@@ -34,14 +34,18 @@ def linears_behind(movement: fx.Node) -> list[fx.Node]:
     return readers if learns else []
 
 
-def linears_together(calls: Iterable[fx.Node]) -> list[list[fx.Node]]:
+def mergeable_linears(calls: Iterable[fx.Node]) -> list[list[fx.Node]]:
     """Of a program that runs eagerly, the linears that become one call with the movement before
     them, in order: where all that they read is there before any of what they make is read, and
     each rank computes them alone."""
     found = []
     for node in calls:
         movement = info(node).movement
-        if movement is None or movement.kind not in JOINED or not (some := linears_behind(node)):
+        if (
+            movement is None
+            or movement.kind not in STARTED_KINDS
+            or not (some := linears_after(node))
+        ):
             continue
         if any(info(one).joint is not None for one in some):
             continue
@@ -51,7 +55,7 @@ def linears_together(calls: Iterable[fx.Node]) -> list[list[fx.Node]]:
     return found
 
 
-def weight_seconds(facts: Facts, backward: Any) -> Any:
+def weight_gradient_seconds(facts: Facts, backward: Any) -> Any:
     """The part of a linear's backward that makes the gradient of its weight."""
     of_input, of_weight, *_ = facts.differentiable
     return backward * (of_weight / (of_input + of_weight)) if of_weight else 0.0 * backward

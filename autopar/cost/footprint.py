@@ -17,18 +17,18 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
-from autopar.cost.copy_groups import groups_in, used_bytes
-from autopar.cost.saved_tensors import Kept, KeptOnce, Storage, most_remade
+from autopar.cost.copy_groups import copy_groups_of_nodes, live_copy_bytes
+from autopar.cost.saved_tensors import SavedBytes, SavedBytesCache, Storage, peak_recomputed_bytes
 from autopar.layout import Layout, ParameterPlacement, Place
 from autopar.mesh import Mesh
 from autopar.states import StateBytes
 from autopar.strategies.node_info import info, times_of
 
 # What parameters and buffers take all through a step.
-HELD = ("parameters", "gradients", "optimizer", "buffers", "gathered")
-Held = tuple[int, int, int, int, int]  # bytes of these
-LASTING = ("parameters", "optimizer", "buffers", "inputs")  # of the same size at any time
-HOST = "host_"  # before the names of those kinds that are on the host
+HELD_KINDS = ("parameters", "gradients", "optimizer", "buffers", "gathered")
+HeldBytes = tuple[int, int, int, int, int]  # bytes of these
+CONSTANT_KINDS = ("parameters", "optimizer", "buffers", "inputs")  # of the same size at any time
+HOST_PREFIX = "host_"  # before the names of those kinds that are on the host
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,14 @@ class Memory:
     @property
     def on_host(self) -> dict[str, float]:
         """What is on the host, by the kinds' own names."""
-        return {kind: getattr(self, f"{HOST}{kind}") for kind in (*HELD, "activations")}
+        return {
+            kind: getattr(self, f"{HOST_PREFIX}{kind}") for kind in (*HELD_KINDS, "activations")
+        }
 
     @property
     def kinds(self) -> dict[str, float]:
         """Both, as one."""
-        return self.parts | {f"{HOST}{kind}": size for kind, size in self.on_host.items()}
+        return self.parts | {f"{HOST_PREFIX}{kind}": size for kind, size in self.on_host.items()}
 
     @property
     def host(self) -> float:
@@ -103,7 +105,9 @@ class Memory:
         what is on the host of the place that keeps most there."""
         device = max(places, key=lambda memory: memory.peak)
         host = max(places, key=lambda memory: memory.host)
-        there: dict[str, Any] = {f"{HOST}{kind}": size for kind, size in host.on_host.items()}
+        there: dict[str, Any] = {
+            f"{HOST_PREFIX}{kind}": size for kind, size in host.on_host.items()
+        }
         return replace(device, **there)
 
     @classmethod
@@ -121,19 +125,19 @@ class Memory:
 
         def kinds_of(of_host: bool) -> dict[str, float]:
             held = [np.multiply(held_bytes(node, mesh, of_host), n) for node, n in nodes.items()]
-            total = np.sum([np.zeros(len(HELD)), *held], axis=0)
-            return dict(zip(HELD, total.astype(float).tolist()))
+            total = np.sum([np.zeros(len(HELD_KINDS)), *held], axis=0)
+            return dict(zip(HELD_KINDS, total.astype(float).tolist()))
 
         kinds = kinds_of(False) | {"activations": activations, "inputs": inputs}
         kinds["gathered"] += used
-        there = {f"{HOST}{kind}": size for kind, size in kinds_of(True).items()}
+        there = {f"{HOST_PREFIX}{kind}": size for kind, size in kinds_of(True).items()}
         return cls(**kinds, at_peak=AtPeak(**kinds, working=working), **there)
 
     def at_once(self, made: Mapping[str, float], used: float) -> Memory:
         """The same where a step makes at most these bytes at one time, gradients among them, and
         copies that live a use, of which `used` are counted here."""
         made = made if sum(made.values()) >= self.gradients else {"gradients": self.gradients}
-        stays = {kind: getattr(self, kind) for kind in LASTING}
+        stays = {kind: getattr(self, kind) for kind in CONSTANT_KINDS}
         copies = made.get("gathered", 0.0) + self.gathered - used
         return replace(self, at_peak=AtPeak(**{**stays, **made, "gathered": copies}))
 
@@ -152,26 +156,26 @@ def program_memory(
     mesh: Mesh,
     buffer_bytes: int,
     times: int | None = None,
-    known: KeptOnce | None = None,
+    known: SavedBytesCache | None = None,
 ) -> Memory:
     """The bytes that one rank of the rewritten `graph` holds, of whose blocks one may stand for as
     many as `times`, or as its nodes say."""
-    known = known or KeptOnce(mesh)
+    known = known or SavedBytesCache(mesh)
     inputs = 0.0
     for node in graph.nodes:
         if node.op == "placeholder" and info(node).origin[0] not in ("parameter", "buffer"):
             inputs += info(node).type.local_bytes(mesh)
     nodes = list(graph.nodes)
-    used = used_bytes(groups_in(nodes, mesh, buffer_bytes), mesh)
-    kept = kept_once(nodes, known.through, times)
+    used = live_copy_bytes(copy_groups_of_nodes(nodes, mesh, buffer_bytes), mesh)
+    kept = distinct_saved_bytes(nodes, known.through, times)
     about = {n: times_of(n, times) for n in nodes}, mesh, kept, inputs, used
-    found = Memory.of(*about, working=most_remade(nodes, mesh, known))
-    on_host = kept_once(nodes, known.on_host, times)
+    found = Memory.of(*about, working=peak_recomputed_bytes(nodes, mesh, known))
+    on_host = distinct_saved_bytes(nodes, known.on_host, times)
     return replace(found, host_activations=found.host_activations + on_host)
 
 
-def kept_once(
-    nodes: Iterable[fx.Node], keeps: Callable[[fx.Node], Kept], times: int | None = None
+def distinct_saved_bytes(
+    nodes: Iterable[fx.Node], keeps: Callable[[fx.Node], SavedBytes], times: int | None = None
 ) -> float:
     """The bytes that calls keep, each storage once: for as many as the first stands for that keeps
     it."""
@@ -184,7 +188,7 @@ def kept_once(
     return found
 
 
-def held_bytes(node: fx.Node, mesh: Mesh, of_host: bool = False) -> Held:
+def held_bytes(node: fx.Node, mesh: Mesh, of_host: bool = False) -> HeldBytes:
     """Of a parameter or buffer on one rank, on the device or the host; of anything else nothing."""
     if node.op == "placeholder" and info(node).origin[0] == "buffer":
         is_here = info(node).on_host == of_host
@@ -199,25 +203,25 @@ def parameter_bytes(
     mesh: Mesh,
     kept: StateBytes | None = None,
     of_host: bool = False,
-) -> Held:
+) -> HeldBytes:
     """Of a parameter with its places, of its gradient, of what an optimizer keeps and of copies:
     on the device, or on the host."""
     shape, learns = tuple(info(node).val.shape), info(node).learns
     return _parameter_bytes(shape, learns, places, mesh, kept or state_bytes(node), of_host)
 
 
-def whole_bytes(captured: Captured) -> dict[str, float]:
+def unsharded_bytes(captured: Captured) -> dict[str, float]:
     """Of all parameters that devices have, uncut, by kind."""
-    found = dict.fromkeys(HELD, 0.0)
+    found = dict.fromkeys(HELD_KINDS, 0.0)
     for node in captured.graph.find_nodes(op="placeholder"):
         if node.name in captured.parameters and not info(node).on_host:
             whole = ParameterPlacement.tied(Layout.replicated(info(node).val.ndim))
-            for kind, size in zip(HELD, parameter_bytes(node, whole, Mesh(x=1))):
+            for kind, size in zip(HELD_KINDS, parameter_bytes(node, whole, Mesh(x=1))):
                 found[kind] += size * info(node).times
     return found
 
 
-def summed_bytes(node: fx.Node, places: ParameterPlacement | None, mesh: Mesh) -> int:
+def summed_gradient_bytes(node: fx.Node, places: ParameterPlacement | None, mesh: Mesh) -> int:
     """Of the gradient of a parameter with its places, what a rank has once it is summed over the
     mesh; of anything else nothing."""
     if places is None or not info(node).learns:
@@ -234,7 +238,7 @@ def _parameter_bytes(
     mesh: Mesh,
     kept: StateBytes,
     of_host: bool,
-) -> Held:
+) -> HeldBytes:
     def elements(layout: Layout) -> int:
         return local_elements(layout.dims, shape, mesh)
 

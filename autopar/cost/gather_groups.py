@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
-SMALL = 8  # a group of less than this share of the largest block joins its neighbour
+SMALL_SHARE = 8  # a group of less than this share of the largest block joins its neighbour
 LIVE_GROUPS = 2  # of copies that live a use: the one in use, and the next
 _NUMBERED = re.compile(r"(?<![^.])\d+(?=\.)")  # a module with a number for its name
 
 
-class Gathered(Protocol):
+class GatheredParameter(Protocol):
     """A parameter of which copies are made."""
 
     @property
@@ -33,11 +33,11 @@ class Gathered(Protocol):
     def last(self) -> int: ...
 
 
-Read = TypeVar("Read", bound=Gathered)
+SomeGathered = TypeVar("Read", bound=GatheredParameter)
 
 
 @dataclass
-class _Run:
+class _Neighbours:
     """Neighbours."""
 
     block: str | None
@@ -50,30 +50,30 @@ class _Run:
         return sum(map(self.size, self.members))
 
 
-def groups_of(
-    routes: Sequence[Read], size: Callable[[Read], float], buffer_bytes: int
-) -> list[list[Read]]:
+def gather_groups(
+    routes: Sequence[SomeGathered], size: Callable[[SomeGathered], float], buffer_bytes: int
+) -> list[list[SomeGathered]]:
     """Neighbouring parameters in groups, in the order of their first use.
 
     No group is much larger than the largest block, and none takes more than `buffer_bytes` that
     has several parameters; one that is read in several blocks is in a group by itself.
     """
-    ordered, block_of = sorted(routes, key=lambda route: route.first), _blocks(routes)
+    ordered, block_of = sorted(routes, key=lambda route: route.first), _block_of_parameter(routes)
     starts = [next(run).first for _, run in groupby(ordered, key=block_of)]
     between = (bisect_left(starts, r.last) - bisect_right(starts, r.first) for r in ordered)
     far = {route.name for route, count in zip(ordered, between) if count > 1}
-    runs: list[_Run] = []
+    runs: list[_Neighbours] = []
     for (block, is_apart), neighbours in groupby(ordered, lambda r: (block_of(r), r.name in far)):
-        runs.append(_Run(block, list(neighbours), size, is_apart))
+        runs.append(_Neighbours(block, list(neighbours), size, is_apart))
     blocks = [run.bytes for run in runs if run.block is not None]
     most = min(buffer_bytes, max(blocks)) if len(blocks) > 1 else buffer_bytes
-    runs = [part for run in runs for part in _split(run, buffer_bytes)]
-    return [run.members for run in _joined(runs, most, buffer_bytes)]
+    runs = [part for run in runs for part in _split_to_buffers(run, buffer_bytes)]
+    return [run.members for run in _join_neighbours(runs, most, buffer_bytes)]
 
 
-def _split(run: _Run, buffer_bytes: int) -> list[_Run]:
+def _split_to_buffers(run: _Neighbours, buffer_bytes: int) -> list[_Neighbours]:
     """As few runs as hold no more than a buffer; what is larger is one by itself."""
-    found: list[_Run] = []
+    found: list[_Neighbours] = []
     part = replace(run, members=[])
     for member in run.members:
         if run.size(member) > buffer_bytes:
@@ -87,14 +87,16 @@ def _split(run: _Run, buffer_bytes: int) -> list[_Run]:
     return found
 
 
-def _joined(runs: Sequence[_Run], most: float, buffer_bytes: int) -> list[_Run]:
+def _join_neighbours(
+    runs: Sequence[_Neighbours], most: float, buffer_bytes: int
+) -> list[_Neighbours]:
     """Neighbours join where that is no more than `most`, and small ones if a buffer holds them."""
-    found: list[_Run] = []
+    found: list[_Neighbours] = []
     for run in runs:
         before = found[-1] if found else None
         if before is not None and not (before.is_apart or run.is_apart):
             both = before.bytes + run.bytes
-            is_small = min(run.bytes, before.bytes) * SMALL <= most and both <= buffer_bytes
+            is_small = min(run.bytes, before.bytes) * SMALL_SHARE <= most and both <= buffer_bytes
             is_block = run.block is not None and before.block is not None
             if both <= most or (is_small and not is_block):
                 before.members += run.members
@@ -109,7 +111,9 @@ def numbered_modules(name: str) -> list[str]:
     return [name[: match.end()] for match in _NUMBERED.finditer(name)]
 
 
-def _blocks(routes: Sequence[Gathered]) -> Callable[[Gathered], str | None]:
+def _block_of_parameter(
+    routes: Sequence[GatheredParameter],
+) -> Callable[[GatheredParameter], str | None]:
     """The numbered module that a parameter belongs to: the outermost of which there are several."""
 
     def at(depth: int) -> dict[str, str | None]:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NamedTuple
 
-from autopar.collectives.joint_kernels import JointKernel, Traffic
+from autopar.collectives.joint_kernels import CommVolume, JointKernel
 from autopar.cost.cluster_price import ClusterPrice
 from autopar.cost.collective import Collective, When
-from autopar.cost.operator_costs import ShardSizes, rooflines, work
+from autopar.cost.operator_costs import ShardSizes, operator_work, rooflines
 from autopar.cost.state_price import NodeCost, StatePrice
 from autopar.mesh import Mesh
 from autopar.strategies import KernelCall, Strategy
@@ -17,22 +17,22 @@ from autopar.strategies.rule import Facts
 from autopar.strategies.strategy import InputWindow
 
 
-class Computed(NamedTuple):
+class ComputeSeconds(NamedTuple):
     """Seconds that a rank computes of a call."""
 
     forward: float
     backward: float
 
 
-class Inside(NamedTuple):
+class JointCall(NamedTuple):
     """What a rank moves inside a call that it carries out with others."""
 
     kernel: JointKernel
     axes: tuple[str, ...]
-    traffic: Traffic
+    traffic: CommVolume
 
 
-def traffic_of(facts: Facts, strategy: Strategy, mesh: Mesh) -> Inside | None:
+def joint_call(facts: Facts, strategy: Strategy, mesh: Mesh) -> JointCall | None:
     """What is moved inside a call; None of one that each rank carries out by itself."""
     call = KernelCall.of(facts.rule, strategy)
     if call is None or (kernel := call.kernel.joint) is None:
@@ -43,7 +43,7 @@ def traffic_of(facts: Facts, strategy: Strategy, mesh: Mesh) -> Inside | None:
     outputs = [float(size[0]) for size in pieces.outputs(facts)]
     joint = facts.rule.joints.get(call.name)
     if joint is not None and joint.beside is not None:
-        inputs[0] *= _rows_beside(call, joint.beside, mesh)
+        inputs[0] *= _moved_share(call, joint.beside, mesh)
         if isinstance(joint.beside, int):
             outputs[0] *= joint.beside / max(call.group(mesh, 0).output().lengths)
     if kernel.is_wide:
@@ -52,12 +52,14 @@ def traffic_of(facts: Facts, strategy: Strategy, mesh: Mesh) -> Inside | None:
     sizes = {factor: known.get(factor, 1) for factor in kernel.told}
     is_crossed = joint is not None and not strategy.by_factor.keys().isdisjoint(joint.factors)
     traffic = (kernel.crossed if is_crossed else None) or kernel.traffic
-    return Inside(kernel, call.axes, traffic(count, inputs, outputs, facts.differentiable, **sizes))
+    return JointCall(
+        kernel, call.axes, traffic(count, inputs, outputs, facts.differentiable, **sizes)
+    )
 
 
-def collectives_inside(facts: Facts, strategy: Strategy, mesh: Mesh) -> list[Collective]:
+def joint_collectives(facts: Facts, strategy: Strategy, mesh: Mesh) -> list[Collective]:
     """What is moved inside a call, forward and, where a gradient flows, backward."""
-    if (found := traffic_of(facts, strategy, mesh)) is None:
+    if (found := joint_call(facts, strategy, mesh)) is None:
         return []
     kernel, axes, traffic = found
     ways: list[tuple[When, str, tuple[tuple[str, Any], ...]]] = [
@@ -72,7 +74,7 @@ def collectives_inside(facts: Facts, strategy: Strategy, mesh: Mesh) -> list[Col
     ]
 
 
-def _rows_beside(call: KernelCall, beside: int | InputWindow, mesh: Mesh) -> float:
+def _moved_share(call: KernelCall, beside: int | InputWindow, mesh: Mesh) -> float:
     """The rows of the first input that travel, of each of the largest piece."""
     group = call.group(mesh, 0)
     before = group.input(0)
@@ -81,17 +83,17 @@ def _rows_beside(call: KernelCall, beside: int | InputWindow, mesh: Mesh) -> flo
     return beside / max(before.lengths)
 
 
-def messages_inside(
-    facts: Facts, strategy: Strategy, price: ClusterPrice, overlap: float, computed: Computed
+def joint_message_cost(
+    facts: Facts, strategy: Strategy, price: ClusterPrice, overlap: float, computed: ComputeSeconds
 ) -> NodeCost:
     """What a call that ranks carry out together takes besides: its messages, but for what computing
     hides of them, and what computing takes longer in pieces; nothing of another call."""
-    found = traffic_of(facts, strategy, price.mesh)
+    found = joint_call(facts, strategy, price.mesh)
     if found is None:
         return NodeCost()
     kernel, axes, traffic = found
     ways = (traffic.forward, traffic.backward)[: 1 + any(facts.differentiable)]
-    in_pieces = _more_in_pieces(facts, strategy, price, traffic, price.mesh.degree(axes))
+    in_pieces = _extra_compute_seconds(facts, strategy, price, traffic, price.mesh.degree(axes))
     shown, hidden = [0.0, 0.0], 0.0
     for way, (moved, more) in enumerate(zip(ways, in_pieces)):
         alike = Counter(moved)  # many steps of a ring move as much
@@ -103,15 +105,15 @@ def messages_inside(
     return NodeCost(shown[0], shown[1], hidden)
 
 
-def _more_in_pieces(
-    facts: Facts, strategy: Strategy, price: ClusterPrice, traffic: Traffic, count: int
+def _extra_compute_seconds(
+    facts: Facts, strategy: Strategy, price: ClusterPrice, traffic: CommVolume, count: int
 ) -> list[float]:
     """Seconds that computing takes longer, forward and backward, since it begins several times."""
     device = price.cluster.device
     start = device.overhead + device.half(facts.dtype) / device.peak(facts.dtype)
     if traffic.further is None or not device.far_seconds:  # what is read comes beside arithmetic
         return [starts * start for starts in traffic.starts]
-    done = work(facts, ShardSizes(facts.rule, [strategy], price.mesh))
+    done = operator_work(facts, ShardSizes(facts.rule, [strategy], price.mesh))
     found = []
     lines = rooflines(facts, done, device).values()
     for (formula, values), starts, further in zip(lines, traffic.starts, traffic.further):

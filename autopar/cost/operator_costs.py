@@ -29,12 +29,12 @@ from autopar.strategies.results import tensors_of
 from autopar.strategies.rule import Dim, Facts
 
 Array = NDArray[np.float64]
-Values = dict[str, Any]  # by symbol: a number, or one for each strategy
+SymbolValues = dict[str, Any]  # by symbol: a number, or one for each strategy
 
-HEAVY = 4  # FLOPs per element: with more, what is no product is priced by its arithmetic, too
+MANY_FLOPS = 4  # FLOPs per element: with more, what is no product is priced by its arithmetic, too
 
 
-class Work(NamedTuple):
+class OperatorWork(NamedTuple):
     """FLOPs and bytes of each strategy, forward and backward, on the busiest rank."""
 
     flops: Array
@@ -46,7 +46,7 @@ class Work(NamedTuple):
     between: Array  # by the parts of `rule.Between`
 
 
-def _result(joint: JointCut) -> str | None:
+def _output_factor(joint: JointCut) -> str | None:
     return joint.outputs[0]
 
 
@@ -78,7 +78,7 @@ class ShardSizes:
             self.lengths[factor] = column
 
     def elements(
-        self, dims: Sequence[Dim], cut: Callable[[JointCut], str | None] = _result
+        self, dims: Sequence[Dim], cut: Callable[[JointCut], str | None] = _output_factor
     ) -> Array:
         """The elements of a tensor's largest piece; `cut`: what a joint cuts of it, if not what it
         cuts of the output."""
@@ -134,22 +134,22 @@ class ShardSizes:
         return total
 
 
-def work(facts: Facts, pieces: ShardSizes) -> Work:
+def operator_work(facts: Facts, pieces: ShardSizes) -> OperatorWork:
     """The work of one call under all strategies."""
     rule = facts.rule
     nothing = np.zeros(pieces.count)
     between = np.multiply.outer(pieces.share(), rule.between)
     if facts.is_view:
-        return Work(*(nothing,) * 6, between)
+        return OperatorWork(*(nothing,) * 6, between)
     inputs, outputs = pieces.inputs(facts), pieces.outputs(facts)
     read, output = sum(inputs, nothing), sum(outputs, nothing)
     # What multiplies nothing and has few FLOPs for its elements is limited by memory alone.
     elements = sum(_elements(rule, dims) for dims in (*rule.inputs, *rule.outputs))
-    counts = rule.product or rule.flops > HEAVY * elements
+    counts = rule.product or rule.flops > MANY_FLOPS * elements
     flops = rule.flops * pieces.share() if counts else nothing
     learning = [index for index, learns in enumerate(facts.differentiable) if learns]
     if not learning:
-        return Work(flops, read, output, nothing, nothing, nothing, between)
+        return OperatorWork(flops, read, output, nothing, nothing, nothing, between)
     passes = len(learning) if rule.is_contraction else 1
     extra = sum((pieces.bytes(one, facts.dtype) for one in rule.saved.extra), nothing)
     kept = sum((inputs[i] for i in rule.saved.inputs if i < len(inputs)), extra)
@@ -160,10 +160,12 @@ def work(facts: Facts, pieces: ShardSizes) -> Work:
     else:
         backward_flops = rule.backward_flops * pieces.share()
     backward = backward_flops, passes * output + kept, gradients
-    return Work(flops, read, output + extra, *backward, between)
+    return OperatorWork(flops, read, output + extra, *backward, between)
 
 
-def rooflines(facts: Facts, done: Work, device: Device) -> dict[str, tuple[Formula, Values]]:
+def rooflines(
+    facts: Facts, done: OperatorWork, device: Device
+) -> dict[str, tuple[Formula, SymbolValues]]:
     """What is computed, "forward" and "backward": the formula, and what its symbols stand for."""
     between = IntermediateWork(*done.between.T)
     is_cached = facts.on_host or device.host.is_device
@@ -192,7 +194,7 @@ def rooflines(facts: Facts, done: Work, device: Device) -> dict[str, tuple[Formu
     }
 
 
-def seconds(facts: Facts, done: Work, device: Device) -> tuple[Array, Array]:
+def operator_seconds(facts: Facts, done: OperatorWork, device: Device) -> tuple[Array, Array]:
     """Seconds forward and backward of each strategy."""
     taken = {way: line(**values) for way, (line, values) in rooflines(facts, done, device).items()}
     nothing = np.zeros_like(done.flops)
@@ -203,7 +205,7 @@ def _elements(rule: Rule, dims: Sequence[Dim]) -> int:
     return math.prod(rule.sizes[factor] for dim in dims for factor in dim)
 
 
-def kept_extra(facts: Facts, pieces: ShardSizes) -> Array:
+def extra_saved_bytes(facts: Facts, pieces: ShardSizes) -> Array:
     """Bytes that backward keeps on the device besides the inputs and outputs that the operator does
     on one rank."""
     total = np.zeros(pieces.count)

@@ -25,7 +25,7 @@ Known = TypeVar("Known")
 
 
 @dataclass(frozen=True)
-class Repeats:
+class EqualBlocks:
     """A run of equal blocks of a program; of none, every node stands for itself."""
 
     calls: Sequence[fx.Node] = ()  # in order
@@ -57,10 +57,10 @@ class Repeats:
         is_inside = self.start + 2 * self.period <= at < self.end - self.period
         return self.calls[at - self.period] if is_inside else None
 
-    def moved_to(self, graph: fx.Graph) -> Repeats:
+    def moved_to(self, graph: fx.Graph) -> EqualBlocks:
         """The same of a copy of the graph."""
         to = {node.name: node for node in graph.nodes}
-        return Repeats(
+        return EqualBlocks(
             [to[node.name] for node in self.calls],
             self.start,
             self.period,
@@ -78,7 +78,7 @@ class Repeats:
         return self.calls[at + self.place[node] - self.place[self.twins[node]]]
 
     @classmethod
-    def of(cls, graph: fx.Graph) -> Repeats:
+    def of(cls, graph: fx.Graph) -> EqualBlocks:
         """The longest run of a program."""
         calls = [node for node in graph.nodes if node.op == "call_function"]
         place = {node: at for at, node in enumerate(calls)}
@@ -89,7 +89,7 @@ class Repeats:
         return cls(calls, row.start, row.period, row.end, twins, place)
 
 
-NONE = Repeats()
+NO_EQUAL_BLOCKS = EqualBlocks()
 
 
 class _Facts:

@@ -94,11 +94,11 @@ def collective_seconds(kind: str, link: AxisLink, size: Any) -> Any:
 def operator_formula(flops: Any, between: Any = 0.0, has_far: bool = False) -> Formula:
     """The roofline; an operator without FLOPs that count knows only memory. `between`: the bytes of
     passes between what is read and what is written; `has_far`: it takes in matrices first."""
-    if _any(between):
+    if _is_nonzero(between):
         return FAR_PASSES if has_far else PASSES
     if has_far:
         return FAR
-    return ROOFLINE if _any(flops) else MEMORY_BOUND
+    return ROOFLINE if _is_nonzero(flops) else MEMORY_BOUND
 
 
 def operator_values(
@@ -126,5 +126,5 @@ def operator_values(
     }
 
 
-def _any(flops: Any) -> bool:
+def _is_nonzero(flops: Any) -> bool:
     return bool(flops.any() if hasattr(flops, "any") else flops)

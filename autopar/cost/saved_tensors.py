@@ -19,7 +19,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.origins import copied_parameter
 from autopar.cost.operator_costs import ShardSizes
-from autopar.cost.repeats import NONE, Repeats
+from autopar.cost.repeats import NO_EQUAL_BLOCKS, EqualBlocks
 from autopar.mesh import Mesh
 from autopar.recompute import Keep
 from autopar.strategies import tensor_inputs
@@ -29,7 +29,7 @@ from autopar.strategies.results import maker, result_index, tensor_arguments, te
 from autopar.strategies.rule import Facts, Saved
 
 Storage = tuple[fx.Node, int | str]
-Kept = Mapping[Storage, float]  # bytes
+SavedBytes = Mapping[Storage, float]  # bytes
 
 
 class SavedTensors:
@@ -117,7 +117,7 @@ class SavedTensors:
         return is_selective and facts is not None and facts.is_cheap
 
 
-def kept_values(captured: Captured, at_most: bool = False) -> dict[tuple[fx.Node, int], int]:
+def saved_values(captured: Captured, at_most: bool = False) -> dict[tuple[fx.Node, int], int]:
     """What a captured program keeps for backward at least, or at most, whatever kernels there are:
     the bytes of the results of calls, of all ranks together."""
     combined = set.union if at_most else set.intersection
@@ -155,7 +155,7 @@ def source(value: fx.Node) -> fx.Node:
     return maker(storage(value))
 
 
-def kept_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
+def saved_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     """The bytes that an operator keeps for its backward, by storage.
 
     A storage is a call and which of its results it is of, or a further tensor of the operator. What
@@ -167,7 +167,7 @@ def kept_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     values = [storage(read[i]) for i in info(node).saved if i < len(read)]
     if info(node).saves_output:
         values.append(storage(node))
-    kept = _bytes(values, mesh)
+    kept = _storage_bytes(values, mesh)
     rule, strategy = info(node).rule, info(node).strategy
     if rule is None or strategy is None or info(node).start_of is not None:
         return kept  # a part keeps its inputs
@@ -183,7 +183,7 @@ def kept_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     return kept
 
 
-def _bytes(values: Sequence[fx.Node], mesh: Mesh) -> dict[Storage, float]:
+def _storage_bytes(values: Sequence[fx.Node], mesh: Mesh) -> dict[Storage, float]:
     """Of storages that come from inside the program."""
     return {
         (maker(value), place): float(type_.local_bytes(mesh))
@@ -194,57 +194,61 @@ def _bytes(values: Sequence[fx.Node], mesh: Mesh) -> dict[Storage, float]:
     }
 
 
-def kept_through(node: fx.Node, mesh: Mesh, own: Kept | None = None) -> dict[Storage, float]:
+def saved_on_device(
+    node: fx.Node, mesh: Mesh, own: SavedBytes | None = None
+) -> dict[Storage, float]:
     """What of an operator is kept on the device from forward to backward: of a region that runs
     again what it reads, of one that keeps some values all but those that it drops. `own`: what it
     keeps by itself, where that is known."""
     region = info(node).region
     if region is None or node.op != "call_function":
-        own = kept_by(node, mesh) if own is None else own
+        own = saved_by(node, mesh) if own is None else own
         own = own if info(node).learns else {}  # else it goes with its results
         return {k: size for k, size in own.items() if not info(k[0]).on_host}
     kept = dict[Storage, float]()
-    for key, size in lasting(node, region, mesh, own).items():
+    for key, size in saved_throughout(node, region, mesh, own).items():
         if info(key[0]).on_host:
             continue
-        axes = kept_away(key, region.how.keep, mesh)
+        axes = offload_axes(key, region.how.keep, mesh)
         if axes is None:
             kept[key] = size
         elif region.how.keep != "host":
-            kept[_elsewhere(key, region)] = piece_bytes(size, axes, mesh)
+            kept[_offloaded_key(key, region)] = piece_bytes(size, axes, mesh)
     return kept
 
 
-def kept_on_host(node: fx.Node, mesh: Mesh, own: Kept | None = None) -> dict[Storage, float]:
+def saved_on_host(node: fx.Node, mesh: Mesh, own: SavedBytes | None = None) -> dict[Storage, float]:
     """What of an operator is kept on the host from forward to backward."""
     region = info(node).region
-    own = kept_by(node, mesh) if own is None else own
+    own = saved_by(node, mesh) if own is None else own
     if region is None or node.op != "call_function":
         own = own if info(node).learns else {}
         return {k: size for k, size in own.items() if info(k[0]).on_host}
     kept, is_host = dict[Storage, float](), region.how.keep == "host"
-    for key, size in lasting(node, region, mesh, own).items():
+    for key, size in saved_throughout(node, region, mesh, own).items():
         if info(key[0]).on_host:
             kept[key] = size
-        elif (axes := kept_away(key, region.how.keep, mesh)) is not None and is_host:
-            kept[_elsewhere(key, region)] = piece_bytes(size, axes, mesh)
+        elif (axes := offload_axes(key, region.how.keep, mesh)) is not None and is_host:
+            kept[_offloaded_key(key, region)] = piece_bytes(size, axes, mesh)
     return kept
 
 
-def remade_for(node: fx.Node, mesh: Mesh, own: Kept | None = None) -> dict[Storage, float]:
+def recomputed_for(
+    node: fx.Node, mesh: Mesh, own: SavedBytes | None = None
+) -> dict[Storage, float]:
     """The bytes that an operator's backward reads and its region makes again, or brings back."""
     region = info(node).region
     if region is None or node.op != "call_function":
         return {}
-    own = kept_by(node, mesh) if own is None else own
-    again = {k: v for k, v in own.items() if _is_remade(k, region) and not info(k[0]).on_host}
+    own = saved_by(node, mesh) if own is None else own
+    again = {k: v for k, v in own.items() if _is_recomputed(k, region) and not info(k[0]).on_host}
     if region.how.keep == "device":
         return again
-    kept = lasting(node, region, mesh, own).items()
-    return again | {k: s for k, s in kept if kept_away(k, region.how.keep, mesh) is not None}
+    kept = saved_throughout(node, region, mesh, own).items()
+    return again | {k: s for k, s in kept if offload_axes(k, region.how.keep, mesh) is not None}
 
 
-def kept_away(key: Storage, keep: Keep, mesh: Mesh) -> tuple[str, ...] | None:
+def offload_axes(key: Storage, keep: Keep, mesh: Mesh) -> tuple[str, ...] | None:
     """Over which axes a region cuts a storage that it keeps; None: it keeps it as it is."""
     node, place = key
     if keep == "device" or info(node).on_host:
@@ -262,57 +266,57 @@ def piece_bytes(size: float, axes: tuple[str, ...], mesh: Mesh) -> float:
     return float(-(-size // mesh.degree(axes)))
 
 
-def _elsewhere(key: Storage, region: RecomputeRegion) -> Storage:
+def _offloaded_key(key: Storage, region: RecomputeRegion) -> Storage:
     return key[0], f"{key[1]} of {region.number} {region.name}"
 
 
-def lasting(
-    node: fx.Node, region: RecomputeRegion, mesh: Mesh, own: Kept | None = None
+def saved_throughout(
+    node: fx.Node, region: RecomputeRegion, mesh: Mesh, own: SavedBytes | None = None
 ) -> dict[Storage, float]:
     """What an operator of a region reads in backward that does not come from running again."""
-    kept = dict(kept_by(node, mesh) if own is None else own)
+    kept = dict(saved_by(node, mesh) if own is None else own)
     if region.is_full and info(node).remade:
-        kept |= _bytes([storage(value) for value in node.all_input_nodes], mesh)
-    return {key: size for key, size in kept.items() if not _is_remade(key, region)}
+        kept |= _storage_bytes([storage(value) for value in node.all_input_nodes], mesh)
+    return {key: size for key, size in kept.items() if not _is_recomputed(key, region)}
 
 
-class KeptOnce:
+class SavedBytesCache:
     """The same of the nodes of one program, each looked at once."""
 
-    def __init__(self, mesh: Mesh, repeats: Repeats = NONE) -> None:
+    def __init__(self, mesh: Mesh, repeats: EqualBlocks = NO_EQUAL_BLOCKS) -> None:
         self.mesh, self._repeats = mesh, repeats
-        self._own: dict[fx.Node, Kept] = {}
-        self._through: dict[fx.Node, Kept] = {}
-        self._remade: dict[fx.Node, Kept] = {}
+        self._own: dict[fx.Node, SavedBytes] = {}
+        self._through: dict[fx.Node, SavedBytes] = {}
+        self._remade: dict[fx.Node, SavedBytes] = {}
 
-    def own(self, node: fx.Node) -> Kept:
+    def own(self, node: fx.Node) -> SavedBytes:
         """What `kept_by` says."""
         if node not in self._own:
             kept = self._of_twin(node, self.own)
-            self._own[node] = kept_by(node, self.mesh) if kept is None else kept
+            self._own[node] = saved_by(node, self.mesh) if kept is None else kept
         return self._own[node]
 
-    def through(self, node: fx.Node) -> Kept:
+    def through(self, node: fx.Node) -> SavedBytes:
         """What `kept_through` says."""
         if node not in self._through:
             kept = self._of_twin(node, self.through)
             own = None if kept is not None else self.own(node)
-            self._through[node] = kept_through(node, self.mesh, own) if kept is None else kept
+            self._through[node] = saved_on_device(node, self.mesh, own) if kept is None else kept
         return self._through[node]
 
-    def on_host(self, node: fx.Node) -> Kept:
+    def on_host(self, node: fx.Node) -> SavedBytes:
         """What `kept_on_host` says."""
-        return kept_on_host(node, self.mesh, self.own(node))
+        return saved_on_host(node, self.mesh, self.own(node))
 
-    def remade(self, node: fx.Node) -> Kept:
+    def remade(self, node: fx.Node) -> SavedBytes:
         """What `remade_for` says."""
         if node not in self._remade:
             kept = self._of_twin(node, self.remade)
             own = None if kept is not None else self.own(node)
-            self._remade[node] = remade_for(node, self.mesh, own) if kept is None else kept
+            self._remade[node] = recomputed_for(node, self.mesh, own) if kept is None else kept
         return self._remade[node]
 
-    def _of_twin(self, node: fx.Node, ask: Callable[[fx.Node], Kept]) -> Kept | None:
+    def _of_twin(self, node: fx.Node, ask: Callable[[fx.Node], SavedBytes]) -> SavedBytes | None:
         """The same of the node's own neighbours, if it has a twin."""
         twin = self._repeats.twin(node)
         if twin is node:
@@ -321,11 +325,11 @@ class KeptOnce:
         return {(self._repeats.beside(at, node), place): size for (at, place), size in kept}
 
 
-def most_remade(
+def peak_recomputed_bytes(
     nodes: Sequence[fx.Node],
     mesh: Mesh,
-    known: KeptOnce | None = None,
-    stays: Callable[[fx.Node], Kept] = lambda node: {},
+    known: SavedBytesCache | None = None,
+    stays: Callable[[fx.Node], SavedBytes] = lambda node: {},
 ) -> float:
     """The bytes by which backward through `nodes`, a program or a stage in its order, comes to keep
     more than forward has kept: no less than 0.
@@ -336,7 +340,7 @@ def most_remade(
     """
     if all(info(node).region is None for node in nodes):
         return 0.0
-    known = known or KeptOnce(mesh)
+    known = known or SavedBytesCache(mesh)
     own, first = set(nodes), dict[Storage, tuple[int, float]]()
     regions: dict[RecomputeRegion, dict[Storage, list[float]]] = {}
     ends: dict[RecomputeRegion, int] = {}
@@ -374,7 +378,7 @@ def most_remade(
     return max(0.0, most - kept)
 
 
-def _is_remade(key: Storage, region: RecomputeRegion) -> bool:
+def _is_recomputed(key: Storage, region: RecomputeRegion) -> bool:
     """Whether a region makes again what it keeps, so that it is not kept through."""
     node, place = key
     if info(node).region != region:

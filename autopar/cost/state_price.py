@@ -29,7 +29,9 @@ from autopar.states import StateBytes
 
 Axes = tuple[str, ...]
 GATHERS, SUMS = "gathers of parameters", "sums of gradients"
-About = tuple[tuple[int, ...], StateBytes, bool]  # shape, bytes of an element, whether it learns
+ParameterFacts = tuple[
+    tuple[int, ...], StateBytes, bool
+]  # shape, bytes of an element, whether it learns
 
 
 class NodeCost(NamedTuple):
@@ -66,7 +68,7 @@ class NodeCost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Beside:
+class OverlappedWork:
     """Seconds that readers compute each time they run, of one or (as arrays) of several ways."""
 
     forward: Any = 0.0
@@ -86,15 +88,23 @@ class StatePrice:
         return self.price.cluster.device
 
     def whole(
-        self, places: ParameterPlacement, about: About, summed: Collection[str], beside: Beside
+        self,
+        places: ParameterPlacement,
+        about: ParameterFacts,
+        summed: Collection[str],
+        beside: OverlappedWork,
     ) -> NodeCost:
         """Of a parameter whose readers leave its gradient a partial sum over `summed`."""
-        cut = _between(places.working, places.storage)
+        cut = _further_axes(places.working, places.storage)
         left = tuple(axis for axis in summed if axis not in cut)
         return self.kept(places, about, left, beside) + self.used(places, about, summed, beside)
 
     def kept(
-        self, places: ParameterPlacement, about: About, sync: Collection[str], beside: Beside
+        self,
+        places: ParameterPlacement,
+        about: ParameterFacts,
+        sync: Collection[str],
+        beside: OverlappedWork,
     ) -> NodeCost:
         """What its gradient and its copy take, from and to where readers' gathers start."""
         shape, bytes_, learns = about
@@ -134,17 +144,19 @@ class StatePrice:
         return found
 
     def moved_once(
-        self, places: ParameterPlacement, about: About, sync: Collection[str]
+        self, places: ParameterPlacement, about: ParameterFacts, sync: Collection[str]
     ) -> list[Collective]:
         """The collectives of it, of which one cuts the gradient of each run."""
         shape, bytes_, learns = about
-        once = _between(places.storage, places.optimizer)
+        once = _further_axes(places.storage, places.optimizer)
         copy = self._size(places.storage, shape, bytes_.copy)
         found = [Collective("all_gather", once, copy, "step", GATHERS)]
         if learns:
-            first = tuple(a for a in _between(places.storage, places.gradient) if a in sync)
+            first = tuple(a for a in _further_axes(places.storage, places.gradient) if a in sync)
             last = tuple(
-                a for a in _between(places.gradient, places.optimizer) if a in {*sync} - {*first}
+                a
+                for a in _further_axes(places.gradient, places.optimizer)
+                if a in {*sync} - {*first}
             )
             rest = tuple(axis for axis in sync if axis not in (*first, *last))
             early, late, whole = (
@@ -159,7 +171,11 @@ class StatePrice:
         return [one for one in found if one.axes]
 
     def used(
-        self, places: ParameterPlacement, about: About, summed: Collection[str], beside: Beside
+        self,
+        places: ParameterPlacement,
+        about: ParameterFacts,
+        summed: Collection[str],
+        beside: OverlappedWork,
     ) -> NodeCost:
         """What gathering it for its readers takes, and what brings the gradient back there."""
         shape, bytes_, _ = about
@@ -177,11 +193,15 @@ class StatePrice:
         return NodeCost(forward - ahead, backward - behind, ahead + behind)
 
     def moved_for_use(
-        self, places: ParameterPlacement, about: About, summed: Collection[str], is_read_again: bool
+        self,
+        places: ParameterPlacement,
+        about: ParameterFacts,
+        summed: Collection[str],
+        is_read_again: bool,
     ) -> list[Collective]:
         """The collectives of it, in each run: backward gathers again what it reads again."""
         shape, bytes_, learns = about
-        cut = _between(places.working, places.storage)
+        cut = _further_axes(places.working, places.storage)
         copy, whole = (
             self._size(places.working, shape, size) for size in (bytes_.copy, bytes_.gradient)
         )
@@ -214,6 +234,6 @@ class StatePrice:
         return float(local_elements(at.dims, shape, self.price.mesh) * itemsize)
 
 
-def _between(coarse: Layout, fine: Layout) -> Axes:
+def _further_axes(coarse: Layout, fine: Layout) -> Axes:
     """The axes that cut `fine` besides those that cut `coarse`."""
     return tuple(axis for axis in fine.axes if axis not in coarse.axes)

@@ -22,12 +22,12 @@ from autopar.collectives import Movement, moved_bytes
 from autopar.collectives.redistribution import FREE
 from autopar.cost.cluster_price import ClusterPrice
 from autopar.cost.collective import Collective, When
-from autopar.cost.deferred_reductions import linears_behind, weight_seconds
-from autopar.cost.joint_kernels import Computed, collectives_inside, messages_inside
-from autopar.cost.operator_costs import ShardSizes, seconds, work
-from autopar.cost.repeats import NONE, Repeats
+from autopar.cost.deferred_reductions import linears_after, weight_gradient_seconds
+from autopar.cost.joint_kernels import ComputeSeconds, joint_collectives, joint_message_cost
+from autopar.cost.operator_costs import ShardSizes, operator_seconds, operator_work
+from autopar.cost.repeats import NO_EQUAL_BLOCKS, EqualBlocks
 from autopar.cost.saved_tensors import piece_bytes, storage
-from autopar.cost.state_price import SUMS, About, Beside, NodeCost, StatePrice
+from autopar.cost.state_price import SUMS, NodeCost, OverlappedWork, ParameterFacts, StatePrice
 from autopar.layout import ParameterPlacement, TensorType
 from autopar.mesh import Mesh
 from autopar.recompute import Keep
@@ -39,7 +39,7 @@ ROUNDED = 1e-12  # relative: what is left by rounding is nothing
 
 
 @dataclass(frozen=True)
-class Run:
+class RunCost:
     """What one run of a program takes, forward and backward."""
 
     worked: NodeCost  # of its operators
@@ -97,7 +97,7 @@ class Cost:
         return self.communication - self.hidden - self.gradient_sync - self.gathered
 
     @classmethod
-    def of(cls, run: Run, microbatches: int = 1) -> Cost:
+    def of(cls, run: RunCost, microbatches: int = 1) -> Cost:
         """Of a step in micro-batches, each of which is such a run: gradients are summed once, and
         parameters gathered, which computing hides in part."""
         worked, moved = run.worked, run.moved
@@ -137,7 +137,7 @@ class NodePrices:
     def __call__(self, node: fx.Node) -> NodeCost:
         return sum(self.elsewhere(node).values(), self.own(node))
 
-    def along(self, repeats: Repeats) -> Callable[[fx.Node], NodeCost]:
+    def along(self, repeats: EqualBlocks) -> Callable[[fx.Node], NodeCost]:
         """The price of every node of a program, asked once for those that repeat."""
         return repeats.along(self)
 
@@ -163,7 +163,7 @@ class NodePrices:
             return {}
         size, away = float(info(node).type.local_bytes(self.mesh)), info(node).away
         found = {r: self.away(r.how.keep, axes, size) for r, axes in away.items()}
-        if not _stands_alone(node):
+        if not _is_read_by_all(node):
             return found
         return {region: cost.repeated(region.times) for region, cost in found.items()}
 
@@ -198,14 +198,18 @@ class NodePrices:
 
     def stored(self, node: fx.Node, places: ParameterPlacement) -> NodeCost:
         """Of a parameter, if it is in these places."""
-        beside, about = self._beside(node), (places, _about(node), info(node).sync)
+        beside, about = self._beside(node), (places, _parameter_facts(node), info(node).sync)
         key = *about, beside
         if key not in self._states:
             self._states[key] = self._kept(*about, beside)
         return self._states[key]
 
     def _kept(
-        self, places: ParameterPlacement, about: About, sync: tuple[str, ...], beside: Beside
+        self,
+        places: ParameterPlacement,
+        about: ParameterFacts,
+        sync: tuple[str, ...],
+        beside: OverlappedWork,
     ) -> NodeCost:
         """Of a parameter."""
         kept = self.states.kept(places, about, sync, beside)
@@ -216,15 +220,15 @@ class NodePrices:
     def _call(self, facts: Facts, strategy: Strategy) -> NodeCost:
         key = facts, strategy
         if key not in self._known:
-            done = work(facts, ShardSizes(facts.rule, [strategy], self.mesh))
-            forward, backward = seconds(facts, done, self.device)
+            done = operator_work(facts, ShardSizes(facts.rule, [strategy], self.mesh))
+            forward, backward = operator_seconds(facts, done, self.device)
             self._known[key] = NodeCost(float(forward[0]), float(backward[0]))
         return self._known[key]
 
     def _inside(self, facts: Facts, strategy: Strategy) -> NodeCost:
         computed = self._call(facts, strategy)
         about = facts, strategy, self.price, self.device.overlap
-        return messages_inside(*about, Computed(computed.forward, computed.backward))
+        return joint_message_cost(*about, ComputeSeconds(computed.forward, computed.backward))
 
     def _movement(self, node: fx.Node, movement: Movement) -> NodeCost:
         parameter = gathered_parameter(node)
@@ -251,13 +255,13 @@ class NodePrices:
         if about.movement is not None:
             found += self._moved(node, about.movement)
         elif (places := about.places) is not None:
-            found += self.states.moved_once(places, _about(node), about.sync)
+            found += self.states.moved_once(places, _parameter_facts(node), about.sync)
             if places.storage == places.working:
                 again = self._beside(node).learns
-                found += self.states.moved_for_use(places, _about(node), (), again)
+                found += self.states.moved_for_use(places, _parameter_facts(node), (), again)
         elif about.joint is not None:
             for call in about.calls:
-                found += collectives_inside(*call, self.mesh)
+                found += joint_collectives(*call, self.mesh)
         if about.remade:
             found += [one._replace(when="backward") for one in found if one.when == "forward"]
         if storage(node) is node:
@@ -287,30 +291,32 @@ class NodePrices:
 
     def _use(
         self, parameter: fx.Node, movement: Movement
-    ) -> tuple[ParameterPlacement, About, tuple[str, ...]]:
+    ) -> tuple[ParameterPlacement, ParameterFacts, tuple[str, ...]]:
         """Of a parameter that is gathered by a movement of the program: its places, what it is, and
         the axes over which its readers leave its gradient a partial sum."""
         places = info(parameter).places
         assert places is not None
-        return places, _about(parameter), places.storage.axes if movement.pending else ()
+        return places, _parameter_facts(parameter), places.storage.axes if movement.pending else ()
 
     def _weights(self, movement: fx.Node) -> float:
         """Of the gradients of weights that are made beside the backward of a movement."""
         if not info(movement).alone:
             return 0.0  # the search knows of longer ways what they take together
-        calls = [info(reader).calls[0] for reader in linears_behind(movement)]
-        return sum(weight_seconds(facts, self._call(facts, way).backward) for facts, way in calls)
+        calls = [info(reader).calls[0] for reader in linears_after(movement)]
+        return sum(
+            weight_gradient_seconds(facts, self._call(facts, way).backward) for facts, way in calls
+        )
 
-    def _beside(self, value: fx.Node) -> Beside:
+    def _beside(self, value: fx.Node) -> OverlappedWork:
         """What the readers of a parameter compute, of which neighbours do about as much."""
-        readers = list(_readers(value))
+        readers = list(_readers_of(value))
         costs = [self._call(*call) for one in readers for call in _call_of(*one)]
         learns = any(info(reader).learns for reader, _ in readers)
         forward, backward = (sum(getattr(c, way) for c in costs) for way in ("forward", "backward"))
-        return Beside(forward, backward, learns)
+        return OverlappedWork(forward, backward, learns)
 
 
-def _stands_alone(node: fx.Node) -> bool:
+def _is_read_by_all(node: fx.Node) -> bool:
     """Whether a value is beside regions that stand for several, all of which read it: not that of
     a block, which the next one reads."""
     own = info(node).region
@@ -323,12 +329,12 @@ def _stands_alone(node: fx.Node) -> bool:
     return len(regions - {own, None}) > 1
 
 
-def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+def _readers_of(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """The operators that read a value, moved or cast or as it is, each with what it reads."""
     for user in value.users:
         is_between = is_made_of_parameters(user) and not _leaves_a_sum(user, value)
         if info(user).movement is not None or is_between:
-            yield from _readers(user)
+            yield from _readers_of(user)
         else:
             yield user, value
 
@@ -351,17 +357,19 @@ def _call_of(reader: fx.Node, value: fx.Node) -> tuple[tuple[Facts, Strategy], .
     return calls[:1] if value in tensor_inputs(reader)[:first] else calls[1:]
 
 
-def _about(parameter: fx.Node) -> About:
+def _parameter_facts(parameter: fx.Node) -> ParameterFacts:
     """Shape, bytes of an element, and whether it learns."""
     value = info(parameter).val
     return tuple(value.shape), state_bytes(parameter), info(parameter).learns
 
 
-def program_run(graph: fx.Graph, prices: NodePrices, repeats: Repeats = NONE) -> Run:
+def program_run_cost(
+    graph: fx.Graph, prices: NodePrices, repeats: EqualBlocks = NO_EQUAL_BLOCKS
+) -> RunCost:
     """One run of the rewritten `graph`: the sums of its nodes' prices."""
     worked, moved = NodeCost(), NodeCost()
     shown, reduced = (dict.fromkeys(("inside", "between", "host"), 0.0) for _ in range(2))
-    take = repeats.along(lambda node: _taken(node, prices))
+    take = repeats.along(lambda node: _node_shares(node, prices))
     for node in graph.nodes:
         (work, moves, levels), times = take(node), info(node).times
         worked = worked if work is None else worked + work.repeated(times)
@@ -369,13 +377,13 @@ def program_run(graph: fx.Graph, prices: NodePrices, repeats: Repeats = NONE) ->
         for level, seconds_, behind in levels:
             shown[level] += seconds_ * times
             reduced[level] += behind * times
-    return Run(worked, moved, shown, reduced["between"] / (sum(reduced.values()) or 1.0))
+    return RunCost(worked, moved, shown, reduced["between"] / (sum(reduced.values()) or 1.0))
 
 
-Taken = tuple[NodeCost | None, list[NodeCost], list[tuple[str, float, float]]]
+NodeShares = tuple[NodeCost | None, list[NodeCost], list[tuple[str, float, float]]]
 
 
-def _taken(node: fx.Node, prices: NodePrices) -> Taken:
+def _node_shares(node: fx.Node, prices: NodePrices) -> NodeShares:
     """What a node computes, all that it moves, and by level the seconds of these that show, and
     those that only a backward that is not split hides."""
     about, work, cost = info(node), None, NodeCost()
@@ -386,7 +394,7 @@ def _taken(node: fx.Node, prices: NodePrices) -> Taken:
         if about.joint is not None:
             cost = prices.inside(node)
     shown = cost.forward + cost.backward
-    moves, levels = [cost], [(prices.level(_axes(node)), shown, cost.reduced)]
+    moves, levels = [cost], [(prices.level(_moved_axes(node)), shown, cost.reduced)]
     for region, kept in prices.elsewhere(node).items():
         moves.append(kept)
         # What goes to the host comes back; what is gathered is so in backward alone.
@@ -396,7 +404,7 @@ def _taken(node: fx.Node, prices: NodePrices) -> Taken:
     return work, moves, levels
 
 
-def _axes(node: fx.Node) -> tuple[str, ...]:
+def _moved_axes(node: fx.Node) -> tuple[str, ...]:
     """The axes over which a node moves something in each run."""
     about = info(node)
     if about.movement is not None:

@@ -15,7 +15,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.verifier import verify
 from autopar.collectives import Price
-from autopar.cost.repeats import NONE, Repeats
+from autopar.cost.repeats import NO_EQUAL_BLOCKS, EqualBlocks
 from autopar.passes.eager_sums import choose_sums
 from autopar.passes.early_sums import settle_small_sums
 from autopar.passes.flow import copy_subgraph
@@ -94,7 +94,7 @@ def change_recomputation(
     captured: Captured,
     decisions: Decisions,
     price: Price,
-    repeats: Repeats = NONE,
+    repeats: EqualBlocks = NO_EQUAL_BLOCKS,
 ) -> fx.Graph:
     """A rewritten program of the same layouts in which other regions are recomputed. `repeats`: its
     equal blocks, if none is yet."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.collectives.eager_movements import identity_then_sum_in_place, sum_in_place, sum_later
+from autopar.collectives.eager_movements import defer_sum, identity_then_sum_in_place, sum_in_place
 from autopar.passes.pass_setting import LocalSetting
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import info
@@ -20,11 +20,11 @@ own = torch.ops.autopar
 
 
 def choose_sums(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
-    """Swap in, in place, the quickest function for every sum; `sum_later` where that is left."""
+    """Swap in, in place, the quickest function for every sum; `defer_sum` where that is left."""
     for node in graph.nodes:
         is_sum = node.target is own.all_reduce.default
         if is_sum and _is_returned(node, setting.late) and info(node).region is None:
-            node.target = sum_later
+            node.target = defer_sum
         elif setting.compiled:
             continue
         elif is_sum and _is_fresh(node.args[0], setting.is_split) and _is_of(node, node.args[0]):

@@ -23,7 +23,7 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.capture.origins import taken_copies
-from autopar.cost.repeats import Repeats
+from autopar.cost.repeats import EqualBlocks
 from autopar.errors import InvalidInput
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import WeightInputs, info
@@ -177,9 +177,9 @@ class Flow:
         return found
 
     @cached_property
-    def repeats(self) -> Repeats:
+    def repeats(self) -> EqualBlocks:
         """The equal blocks of the program."""
-        return Repeats.of(self.graph)
+        return EqualBlocks.of(self.graph)
 
     def read_by(self, new_value: fx.Node) -> set[fx.Node]:
         """The statistics that the new value of one buffer is made of."""

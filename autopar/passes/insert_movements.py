@@ -16,7 +16,7 @@ from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import is_made_of_parameters, moved_dtype
 from autopar.collectives import Movement, Price, redistribute, redistribution_cost
 from autopar.collectives.redistribution import FREE
-from autopar.cost.joint_kernels import traffic_of
+from autopar.cost.joint_kernels import joint_call
 from autopar.layout import Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.pass_setting import Setting
@@ -159,7 +159,7 @@ def measure_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
             kinds = {info(node).movement.kind, info(node).movement.backward}  # type: ignore[union-attr]
             info(node).bytes = 0 if kinds <= {*FREE} else max(sizes)
         elif info(node).joint is not None:
-            inside = (traffic_of(*call, setting.mesh) for call in info(node).calls)
+            inside = (joint_call(*call, setting.mesh) for call in info(node).calls)
             info(node).bytes = int(
                 sum(size for own in filter(None, inside) for _, size in own.traffic.forward)
             )

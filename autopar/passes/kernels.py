@@ -14,7 +14,12 @@ import torch
 from torch import fx
 
 from autopar.collectives import Movement
-from autopar.collectives.joint_kernels import Drive, alone, joined, on_process
+from autopar.collectives.joint_kernels import (
+    Driver,
+    drive_on_process,
+    drive_without_messages,
+    run_joint_kernel,
+)
 from autopar.layout import Layout, Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.insert_movements import insert_movement
@@ -66,7 +71,11 @@ def local_call(
     """What `rank`, which runs on `device`, calls for `node`; tensors still the nodes' own."""
     known = info(node)
     if known.joint is not None:
-        return joint_call(node, mesh, rank, alone), (), arguments_of(node, mesh, rank)
+        return (
+            joint_call(node, mesh, rank, drive_without_messages),
+            (),
+            arguments_of(node, mesh, rank),
+        )
     if known.start_of is None:
         function, args, kwargs = piece_call(
             node, known.rule, known.strategy, known.type, mesh, rank
@@ -82,18 +91,18 @@ def local_call(
 
 
 def joint_call(
-    node: fx.Node, mesh: Mesh, rank: int, drive: Drive | None = None, name: str = ""
+    node: fx.Node, mesh: Mesh, rank: int, drive: Driver | None = None, name: str = ""
 ) -> Callable[..., Any]:
     """What `rank` calls for a call that it carries out with others: in their process group of that
     `name`, or driven otherwise."""
     call = info(node).joint
     assert call is not None
     kernel, group = call.joint, call.group(mesh, rank)
-    driven = on_process(name, group) if drive is None else drive
+    driven = drive_on_process(name, group) if drive is None else drive
     is_one = len(info(node).types) == 1
 
     def together(**arguments: Any) -> Any:
-        (outputs,) = joined(kernel, [group], driven, [arguments])
+        (outputs,) = run_joint_kernel(kernel, [group], driven, [arguments])
         return outputs[0] if is_one else outputs
 
     together.__name__ = kernel.forward.__name__

@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from autopar.collectives.deferred_linears import STARTS, linears
-from autopar.cost.deferred_reductions import linears_together
+from autopar.cost.deferred_reductions import mergeable_linears
 from autopar.passes.pass_setting import LocalSetting
 from autopar.strategies.node_info import info
 
@@ -27,7 +27,7 @@ from autopar.strategies.node_info import info
 def hide_reductions(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
     """Join every such movement and its readers, in place."""
     if setting.once and not setting.is_split and not setting.compiled:
-        for readers in linears_together(graph.nodes):
+        for readers in mergeable_linears(graph.nodes):
             movement = readers[0].all_input_nodes[0]
             if movement.target in STARTS:
                 read = [value for reader in readers for value in reader.all_input_nodes]

@@ -17,8 +17,8 @@ from torch import fx
 from autopar.capture.origins import gathered_parameter, is_made_of_parameters
 from autopar.capture.randomness import is_random
 from autopar.capture.regions import runs
-from autopar.cost.repeats import NONE, Repeats
-from autopar.cost.saved_tensors import kept_away, kept_by, lasting, source, storage
+from autopar.cost.repeats import NO_EQUAL_BLOCKS, EqualBlocks
+from autopar.cost.saved_tensors import offload_axes, saved_by, saved_throughout, source, storage
 from autopar.mesh import Mesh
 from autopar.passes.pass_setting import Setting
 from autopar.strategies.node_info import RecomputeRegion, info
@@ -28,7 +28,9 @@ from autopar.strategies.results import has_results, is_result, maker, result_ind
 SMALL = 1 / 16  # of the bytes of the largest value that is made again: less is kept
 
 
-def mark_recomputed(graph: fx.Graph, setting: Setting, repeats: Repeats = NONE) -> fx.Graph:
+def mark_recomputed(
+    graph: fx.Graph, setting: Setting, repeats: EqualBlocks = NO_EQUAL_BLOCKS
+) -> fx.Graph:
     """Write on the nodes of every region what is done of them again, and on no others. `repeats`:
     the equal blocks of the program without its regions."""
     for node in graph.nodes:
@@ -53,7 +55,7 @@ def mark_recomputed(graph: fx.Graph, setting: Setting, repeats: Repeats = NONE) 
 
 
 def _follow(
-    nodes: Sequence[fx.Node], sizes: Mapping[RecomputeRegion, int], repeats: Repeats
+    nodes: Sequence[fx.Node], sizes: Mapping[RecomputeRegion, int], repeats: EqualBlocks
 ) -> bool:
     """Mark a region as that of the block before it, if it is the same one block later."""
     earlier = [one for node in nodes if (one := repeats.before(node)) is not None]
@@ -71,7 +73,7 @@ def _follow(
 def _mark_full(nodes: Sequence[fx.Node], mesh: Mesh) -> None:
     own, last = set(nodes), -1
     for index, node in enumerate(nodes):
-        if any(key[0] in own for key in kept_by(node, mesh)):
+        if any(key[0] in own for key in saved_by(node, mesh)):
             last = index
     for node in nodes[: last + 1]:
         # A parameter that is gathered is gathered for backward anyway.
@@ -82,7 +84,7 @@ def _mark_selective(nodes: Sequence[fx.Node], mesh: Mesh) -> None:
     own = set(nodes)
     sizes: dict[fx.Node, float] = {}
     for node in nodes:
-        for (value, place), size in kept_by(node, mesh).items():
+        for (value, place), size in saved_by(node, mesh).items():
             if isinstance(place, int):
                 sizes[value] = max(size, sizes.get(value, 0.0))
     kept = sizes.keys()
@@ -111,13 +113,13 @@ def _mark_selective(nodes: Sequence[fx.Node], mesh: Mesh) -> None:
 def _mark_away(nodes: Sequence[fx.Node], region: RecomputeRegion, mesh: Mesh) -> None:
     """Write on values, and on views of them that a region reads, that it keeps them elsewhere."""
     own = set(nodes)
-    kept = {key for node in nodes for key in lasting(node, region, mesh)}
+    kept = {key for node in nodes for key in saved_throughout(node, region, mesh)}
     for value in dict.fromkeys(v for node in nodes for v in (*node.all_input_nodes, node)):
         at = storage(value)
         if (value in own and at is not value) or has_results(value):
             continue
         key = maker(at), result_index(at)
-        axes = kept_away(key, region.how.keep, mesh) if key in kept else None
+        axes = offload_axes(key, region.how.keep, mesh) if key in kept else None
         if axes is not None:
             for one in {value, at}:
                 info(one).away = {**info(one).away, region: axes}

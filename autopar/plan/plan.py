@@ -29,7 +29,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.dynamic import DynamicShapes
 from autopar.capture.failure import check_call
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
-from autopar.cluster.cluster_part import Line
+from autopar.cluster.cluster_part import PipelineLine
 from autopar.errors import AutoparError, InvalidInput
 from autopar.passes.microbatches import cut_batch
 from autopar.plan.operator_reasons import explain
@@ -198,7 +198,7 @@ class SavedPlan(SavedValue):
         decisions = self.decisions
         about = captured, self.cluster, replace(decisions, apart={}), batches
         given = self.pipelining
-        line = None if given is None else Line.of(given.mesh, given.axis)
+        line = None if given is None else PipelineLine.of(given.mesh, given.axis)
         candidate = Candidate(*about, search=self.search, line=line).placed(self.states)
         require_apart(self, candidate.decisions.apart)
         if given is not None:

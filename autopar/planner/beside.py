@@ -21,7 +21,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.gradients import reached
 from autopar.capture.regions import checkpoints, found
-from autopar.cost.copy_groups import copied_in
+from autopar.cost.copy_groups import copied_parameters
 from autopar.layout import Layout, ParameterPlacement
 from autopar.passes.microbatches import Microbatches, batch_size
 from autopar.planner.candidate import Candidate
@@ -171,7 +171,7 @@ def _unsummed(made: Candidate) -> list[str]:
     batch is too small for these axes, or others cut it."""
     results: Any = made.rewritten.output_node().args[0]
     learned = reached(results[: len(results) - len(made.captured.mutations)])
-    copied = copied_in(made.rewritten.find_nodes(op="placeholder"), made.mesh)
+    copied = copied_parameters(made.rewritten.find_nodes(op="placeholder"), made.mesh)
     return [
         node.name
         for node, one in copied.items()

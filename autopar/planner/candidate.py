@@ -14,15 +14,15 @@ from torch import fx
 from autopar.base.schema import Count
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
-from autopar.cluster.cluster_part import Line, Part
+from autopar.cluster.cluster_part import ClusterPart, PipelineLine
 from autopar.cluster.machines import HostLoad
-from autopar.cost.bucket_prices import Travel
-from autopar.cost.copy_groups import groups_in, used_bytes
+from autopar.cost.bucket_prices import BucketConfig
+from autopar.cost.copy_groups import copy_groups_of_nodes, live_copy_bytes
 from autopar.cost.footprint import Memory, program_memory
 from autopar.cost.host_kernels import HostKernels
-from autopar.cost.repeats import NONE, Repeats
-from autopar.cost.saved_tensors import KeptOnce
-from autopar.cost.time_report import Cost, NodePrices, Run, program_run
+from autopar.cost.repeats import NO_EQUAL_BLOCKS, EqualBlocks
+from autopar.cost.saved_tensors import SavedBytesCache
+from autopar.cost.time_report import Cost, NodePrices, RunCost, program_run_cost
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes import change_recomputation, change_state_places, rewrite
@@ -107,7 +107,7 @@ class Candidate:
     pipelining: Pipelining | None = None  # `mesh` is then the mesh inside each stage
     search: SearchReport | None = None  # the account of the search, where there was one
     states: States = WHOLE  # what the places of `decisions` follow from
-    line: Line | None = None  # the places of a pipeline, if it is to be cut into stages
+    line: PipelineLine | None = None  # the places of a pipeline, if it is to be cut into stages
 
     @property
     def mesh(self) -> Mesh:
@@ -136,12 +136,12 @@ class Candidate:
     @cached_property
     def machines(self) -> Cluster:
         """What layouts are chosen for: no place of a pipeline is faster."""
-        return self.cluster if self.line is None else Part.of(self.cluster, self.line)
+        return self.cluster if self.line is None else ClusterPart.of(self.cluster, self.line)
 
     @cached_property
     def _kinds(self) -> tuple[list[NodePrices], list[int]]:
         """The prices on each kind of machines, and of which kind each place is."""
-        if not isinstance(self.machines, Part):
+        if not isinstance(self.machines, ClusterPart):
             return [self.prices], [0]
         parts, kinds = self.machines.kinds(self.mesh)
         if len(parts) == 1:
@@ -186,9 +186,9 @@ class Candidate:
         return flow_of(self.captured, self.rewritten)
 
     @cached_property
-    def repeats(self) -> Repeats:
+    def repeats(self) -> EqualBlocks:
         """The equal blocks of the program."""
-        return self.flow.repeats if "flow" in vars(self) else Repeats.of(self.rewritten)
+        return self.flow.repeats if "flow" in vars(self) else EqualBlocks.of(self.rewritten)
 
     @property
     def _knows_flow(self) -> bool:
@@ -233,7 +233,7 @@ class Candidate:
             return self
         decisions = replace(self.decisions, recompute=dict(decided))
         made = replace(self, decisions=decisions)
-        repeats = NONE if self.decisions.recompute else self.repeats
+        repeats = NO_EQUAL_BLOCKS if self.decisions.recompute else self.repeats
         graph = change_recomputation(
             self.rewritten, self.captured, decisions, self.prices.price, repeats
         )
@@ -264,9 +264,9 @@ class Candidate:
         return None if self.pipelining is None else price_step(self.pipelining, self.cluster)
 
     @cached_property
-    def run(self) -> Run:
+    def run(self) -> RunCost:
         """What one micro-batch takes, through all stages."""
-        return program_run(self.rewritten, self.prices, self.repeats)
+        return program_run_cost(self.rewritten, self.prices, self.repeats)
 
     @cached_property
     def cost(self) -> Cost:
@@ -320,18 +320,18 @@ class Candidate:
         )
 
     @cached_property
-    def _known_kept(self) -> KeptOnce:
+    def _known_kept(self) -> SavedBytesCache:
         """What its calls keep, each of equal blocks looked at once."""
-        return KeptOnce(self.mesh, self.repeats)
+        return SavedBytesCache(self.mesh, self.repeats)
 
     def passing_copies(self, place: int) -> float:
         """Of one of `memories`, the bytes of copies of parameters that live a use."""
         about = self.mesh, self.states.buffer_bytes
         if self.pipelining is None:
-            return used_bytes(groups_in(self.rewritten.nodes, *about), self.mesh)
+            return live_copy_bytes(copy_groups_of_nodes(self.rewritten.nodes, *about), self.mesh)
         cut = self.cut(self.pipelining)
         held = held_at(self.pipelining, cut, place)
-        return used_bytes(groups_in(held, *about, cut.readers), self.mesh)
+        return live_copy_bytes(copy_groups_of_nodes(held, *about, cut.readers), self.mesh)
 
     def place_of(self, rank: int) -> int:
         """Of a rank along the axis of the pipeline."""
@@ -383,10 +383,10 @@ class Candidate:
         return {}
 
     @property
-    def travel(self) -> Travel:
+    def travel(self) -> BucketConfig:
         """How gradients of parameters travel, from which kernels."""
         kernels = HostKernels.here() if self.cluster.device.host.is_device else None
-        return Travel(self.states.buffer_bytes, kernels)
+        return BucketConfig(self.states.buffer_bytes, kernels)
 
     @property
     def loss(self) -> fx.Node | None:
@@ -412,7 +412,9 @@ class Candidate:
         is_shared = self.memory.host > 0 and self.cluster.device.host.is_device
         kept = [memory.host + memory.peak * is_shared for memory in self.memories]
         line = None if self.pipelining is None else self.line
-        return self.cluster.fullest_host((line or Line("", 1, self.mesh.size)).by_rank(kept))
+        return self.cluster.fullest_host(
+            (line or PipelineLine("", 1, self.mesh.size)).by_rank(kept)
+        )
 
     def needed(self, limit: float) -> float:
         """Return the bytes that every device needs, less what some have beyond `limit`."""

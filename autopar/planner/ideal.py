@@ -18,7 +18,12 @@ from functools import cache, cached_property
 
 from autopar.capture.captured import Captured
 from autopar.cluster import Device
-from autopar.cost.whole_work import WholeWork, is_counted, spread_seconds, whole_work
+from autopar.cost.unsharded_work import (
+    UnshardedWork,
+    runs_each_microbatch,
+    spread_seconds,
+    unsharded_work,
+)
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.simulation.compute_lower_bound import least_time
 from autopar.planner.candidate import Candidate
@@ -116,6 +121,8 @@ class Ideal:
         return cluster.devices / sum(count / taken[kind] for kind, count in kinds.items())
 
     @cached_property
-    def _work(self) -> WholeWork:
+    def _work(self) -> UnshardedWork:
         """Of each kind of operator that every micro-batch runs on the devices, and how many."""
-        return whole_work(self._captured, filter(is_counted, self._captured.operators))
+        return unsharded_work(
+            self._captured, filter(runs_each_microbatch, self._captured.operators)
+        )

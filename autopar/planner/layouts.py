@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
-from autopar.cluster.cluster_part import Line, Part
+from autopar.cluster.cluster_part import ClusterPart, PipelineLine
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
@@ -59,11 +59,11 @@ class LayoutRequest:
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
     cutoff: float = math.inf  # seconds of a step: layouts that take so long are not wanted
     batch_axis: str = ""  # of the mesh that is offered: it cuts the batch
-    line: Line | None = None  # the places of a pipeline; the mesh is inside each
+    line: PipelineLine | None = None  # the places of a pipeline; the mesh is inside each
 
     def machines(self, cluster: Cluster) -> Cluster:
         """What layouts are chosen for: no place of a pipeline is faster."""
-        return cluster if self.line is None else Part.of(cluster, self.line)
+        return cluster if self.line is None else ClusterPart.of(cluster, self.line)
 
 
 @dataclass(frozen=True)

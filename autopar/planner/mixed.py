@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from autopar.cost.footprint import LASTING
+from autopar.cost.footprint import CONSTANT_KINDS
 from autopar.pipeline.stages.stretch import NotAlike
 from autopar.planner.candidate import Candidate
 from autopar.planner.mixed_problem import Mix, members_of, mixed_problem
@@ -30,7 +30,7 @@ def mixed(
     What is sure to take `fastest` is none. `go_on` may raise, before each long part."""
     plain = laid.recomputed(regions.all(PLAIN))
     held = plain.held
-    there = sum(getattr(held, kind) for kind in (*LASTING, "gradients", "gathered"))
+    there = sum(getattr(held, kind) for kind in (*CONSTANT_KINDS, "gradients", "gathered"))
     left, host = _left(plain, memory)
     room = left + plain.memory.activations  # for what is kept for backward
     if there - plain.passing_copies(0) > memory or room < 0:

@@ -27,13 +27,13 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.capture.regions import runs
-from autopar.cost.repeats import NONE, Repeats
+from autopar.cost.repeats import NO_EQUAL_BLOCKS, EqualBlocks
 from autopar.cost.saved_tensors import (
     Storage,
-    kept_away,
-    kept_through,
-    most_remade,
+    offload_axes,
+    peak_recomputed_bytes,
     piece_bytes,
+    saved_on_device,
 )
 from autopar.cost.time_report import NodePrices
 from autopar.mesh import Mesh
@@ -213,7 +213,7 @@ def mixed_problem(
     graphs: Mapping[Recompute, fx.Graph],
     members: Sequence[str],
     prices: NodePrices,
-    repeats: Repeats = NONE,
+    repeats: EqualBlocks = NO_EQUAL_BLOCKS,
 ) -> MixedProblem:
     """That of a program, given with all regions treated in each way; bytes of what is kept alone,
     so that the states come on top. What each keeps may be cut, or on the host if that is apart from
@@ -279,7 +279,7 @@ def _kept_outside(
     base: dict[Storage, tuple[int, float]] = {}
     for place, node in enumerate(course.calls):
         if node not in own:
-            for key, size in kept_through(node, mesh).items():
+            for key, size in saved_on_device(node, mesh).items():
                 base.setdefault(key, (place, size))
     return base
 
@@ -310,12 +310,12 @@ def _offer(
     """Of a region that is there with all it keeps on the device."""
     kept, mesh = dict[Storage, float](), prices.mesh
     for node in region:
-        kept |= kept_through(node, mesh)
+        kept |= saved_on_device(node, mesh)
     seconds = sum(prices.own(node).again for node in region)
     held = on_host = 0.0
     back = [0.0]  # bytes that are brought back
     for key, size in kept.items():
-        axes = kept_away(key, keep, mesh)
+        axes = offload_axes(key, keep, mesh)
         if axes is None:
             held += 0.0 if _named(key) in base else size
             continue
@@ -323,7 +323,7 @@ def _offer(
         seconds += price.forward + price.backward
         held, on_host = (held, on_host + piece) if keep == "host" else (held + piece, on_host)
         back.append(size)
-    return Offer(seconds, held, most_remade(region, mesh) + max(back), on_host)
+    return Offer(seconds, held, peak_recomputed_bytes(region, mesh) + max(back), on_host)
 
 
 def _named(key: Storage) -> tuple[str, object]:

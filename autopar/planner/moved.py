@@ -18,7 +18,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_name
 from autopar.cluster import Cluster
-from autopar.cluster.cluster_part import Line
+from autopar.cluster.cluster_part import PipelineLine
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -93,7 +93,7 @@ def moved(
     given, line = source.pipelining, None
     if given is not None:
         given = replace(given, mesh=_with(given.mesh, ranks))
-        line = Line.of(given.mesh, given.axis)
+        line = PipelineLine.of(given.mesh, given.axis)
     whole_states = replace(WHOLE, buffer_bytes=source.states.buffer_bytes)
     found = Candidate(captured, cluster, made, batches, states=whole_states, line=line)
     placed = found.placed(source.states)

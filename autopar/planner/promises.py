@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from autopar.capture.captured import Captured
-from autopar.cost.footprint import whole_bytes
+from autopar.cost.footprint import unsharded_bytes
 from autopar.pipeline.schedules import most_chunks
 from autopar.planner.candidate import Candidate
 from autopar.planner.hosting import least_update
@@ -190,7 +190,7 @@ class Promises:
     @cached_property
     def states(self) -> float:
         """The bytes of parameters, their gradients and what an optimizer keeps of them."""
-        return sum(whole_bytes(self._captured).values())
+        return sum(unsharded_bytes(self._captured).values())
 
     @cached_property
     def kept(self) -> float:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from autopar.cluster import Cluster
-from autopar.cluster.cluster_part import Line
+from autopar.cluster.cluster_part import PipelineLine
 from autopar.mesh import Mesh, meshes
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import weighed_schedules
@@ -96,13 +96,13 @@ class Request:
         """The ranks inside each of so many stages."""
         return self.meshes(stages)[0].size
 
-    def line(self, stages: int) -> Line | None:
+    def line(self, stages: int) -> PipelineLine | None:
         """The places of a pipeline of so many stages."""
         if self.axis is None:
             return None
         if self.mesh is not None:
-            return Line.of(self.mesh, self.axis)
-        return Line(self.axis, stages, self.cluster.devices // stages)
+            return PipelineLine.of(self.mesh, self.axis)
+        return PipelineLine(self.axis, stages, self.cluster.devices // stages)
 
     def room(self, stages: int) -> float:
         """The bytes that a plan keeps to of a device of each stage, together."""

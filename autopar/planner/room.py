@@ -23,10 +23,15 @@ from autopar.capture.captured import Captured
 from autopar.capture.origins import is_of_parameters
 from autopar.capture.regions import runs
 from autopar.cluster import Device
-from autopar.cost.footprint import whole_bytes
+from autopar.cost.footprint import unsharded_bytes
 from autopar.cost.operator_costs import facts_of
-from autopar.cost.saved_tensors import SavedTensors, kept_values, source
-from autopar.cost.whole_work import WholeWork, is_counted, spread_seconds, whole_work
+from autopar.cost.saved_tensors import SavedTensors, saved_values, source
+from autopar.cost.unsharded_work import (
+    UnshardedWork,
+    runs_each_microbatch,
+    spread_seconds,
+    unsharded_work,
+)
 from autopar.pipeline.memory.activation_counts import peaks
 from autopar.pipeline.schedule import Schedule
 from autopar.planner.recomputation import FULL, PLAIN, Regions
@@ -45,8 +50,8 @@ class _Region:
 
     dear: float  # bytes that it keeps of what is dear to make: all ranks together
     cheap: float  # of what is cheap
-    work: WholeWork  # of all that then runs again
-    some: WholeWork  # of what is cheap alone
+    work: UnshardedWork  # of all that then runs again
+    some: UnshardedWork  # of what is cheap alone
 
 
 class Room:
@@ -123,7 +128,7 @@ class Room:
         works = (one.work if kind.kind == "full" else one.some for one in self._parts)
         return sum(self._seconds(work, pieces) for work in works)
 
-    def _seconds(self, work: WholeWork, pieces: int) -> float:
+    def _seconds(self, work: UnshardedWork, pieces: int) -> float:
         return spread_seconds(work, pieces, self._device)[0]
 
     @cached_property
@@ -137,7 +142,7 @@ class Room:
         asked = self._request.states
         if asked is not None and asked.is_on_host:
             return 0.0
-        found = whole_bytes(self._captured)
+        found = unsharded_bytes(self._captured)
         return sum(found.values()) - found["gradients"]  # which come when some of the rest has gone
 
     def _kept(self, kind: Recompute) -> float:
@@ -147,7 +152,7 @@ class Room:
 
     @cached_property
     def _values(self) -> dict[tuple[fx.Node, int], int]:
-        return kept_values(self._captured)
+        return saved_values(self._captured)
 
     @cached_property
     def _runs(self) -> list[list[fx.Node]]:
@@ -163,7 +168,7 @@ class Room:
     def _cheap(self) -> set[fx.Node]:
         """What may be made again where regions keep no more than what is dear: what is cheap, and
         made of what is there. As `passes/recompute_marks.py` has it, of a program with layouts."""
-        there = {node for node, _ in kept_values(self._captured, at_most=True)}
+        there = {node for node, _ in saved_values(self._captured, at_most=True)}
         found = set[fx.Node]()
         for node in (node for nodes in self._runs for node in nodes):
             known, sources = self._facts.get(node.name), map(source, node.all_input_nodes)
@@ -181,11 +186,11 @@ class Room:
         found = []
         for nodes in self._runs:
             names = saved.remade(nodes)
-            again = [n for n in nodes if n.name in names and is_counted(n)]
+            again = [n for n in nodes if n.name in names and runs_each_microbatch(n)]
             some = [n for n in again if n in self._cheap and kept[n]]
             dear = float(sum(kept[n] for n in nodes if n not in self._cheap))
             cheap = float(sum(kept[n] for n in nodes if n in self._cheap))
-            work = [whole_work(self._captured, counted) for counted in (again, some)]
+            work = [unsharded_work(self._captured, counted) for counted in (again, some)]
             found.append(_Region(dear, cheap, *work))
         return found
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import groupby
 
-from autopar.cost.footprint import LASTING, AtPeak
+from autopar.cost.footprint import CONSTANT_KINDS, AtPeak
 from autopar.pipeline.memory.memory_timeline import ProgramCourse
 from autopar.pipeline.memory.step_memory import Held
 from autopar.pipeline.memory.step_timeline import course_by_call, course_of_step
@@ -84,7 +84,7 @@ def _with_lasting(
     lasting = held.gathered - candidate.passing_copies(rank)
     span, end = candidate.seconds, max((end for _, end, _ in samples), default=0.0)
     all_samples = [*samples, (end, span, {"gradients": held.gradients})]
-    stays = {kind: getattr(held, kind) for kind in LASTING}
+    stays = {kind: getattr(held, kind) for kind in CONSTANT_KINDS}
     whole = [
         # Seconds that are added up one by one end a rounding late.
         (

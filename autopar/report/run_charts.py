@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from autopar.cost.whole_work import model_flops
+from autopar.cost.unsharded_work import model_flops
 from autopar.errors import InvalidInput
 from autopar.layout import DTYPE_NAMES
 from autopar.pipeline.simulation.gantt import Gantt

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.cluster import AxisLink
-from autopar.cost.copy_groups import in_order
+from autopar.cost.copy_groups import in_mesh_order
 from autopar.pipeline.memory.step_memory import Part
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.simulation.step_price import sums_along
@@ -71,7 +71,12 @@ def _of_program(candidate: Candidate) -> Iterator[_Sent]:
         for collective in candidate.prices.collectives(node):
             times = part if collective.when == "step" else runs * len(stages_of_node)
             sent = collective.sent(mesh.degree(collective.axes)) * times
-            yield in_order(collective.axes, mesh), collective.what or collective.kind, sent, times
+            yield (
+                in_mesh_order(collective.axes, mesh),
+                collective.what or collective.kind,
+                sent,
+                times,
+            )
 
 
 def _of_pipeline(candidate: Candidate, pipelining: Pipelining) -> Iterator[_Sent]:

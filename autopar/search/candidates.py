@@ -15,9 +15,16 @@ from autopar.capture.captured import Captured
 from autopar.capture.origins import copied_parameter
 from autopar.cluster import Device
 from autopar.cost.cluster_price import ClusterPrice
-from autopar.cost.deferred_reductions import weight_seconds
-from autopar.cost.joint_kernels import Computed, messages_inside
-from autopar.cost.operator_costs import ShardSizes, Work, facts_of, kept_extra, seconds, work
+from autopar.cost.deferred_reductions import weight_gradient_seconds
+from autopar.cost.joint_kernels import ComputeSeconds, joint_message_cost
+from autopar.cost.operator_costs import (
+    OperatorWork,
+    ShardSizes,
+    extra_saved_bytes,
+    facts_of,
+    operator_seconds,
+    operator_work,
+)
 from autopar.cost.state_price import NodeCost
 from autopar.errors import unforeseen
 from autopar.layout import Parts, Placement, axes_of, parts_of
@@ -45,7 +52,7 @@ class Candidates:
     inside: Array  # seconds of movements that a kernel brings along, both ways
     inside_forward: Array  # of these, of a kernel that ranks carry out together
     extra: Array  # bytes kept for backward besides inputs and output
-    work: Work
+    operator_work: OperatorWork
 
     @property
     def outputs(self) -> Placements:
@@ -60,7 +67,7 @@ class Candidates:
     def weight_seconds(self) -> Array:
         """Of a linear, what the gradient of its weight takes."""
         assert self.facts is not None
-        return weight_seconds(self.facts, self.backward)
+        return weight_gradient_seconds(self.facts, self.backward)
 
     @cached_property
     def least(self) -> float:
@@ -78,7 +85,7 @@ class Candidates:
             self.inside[kept],
             self.inside_forward[kept],
             self.extra[kept],
-            Work(*(part[kept] for part in self.work)),
+            OperatorWork(*(part[kept] for part in self.work)),
         )
 
 
@@ -134,8 +141,8 @@ class NodeClasses:
         if rule.is_heavy and not every:
             strategies = [strategy for strategy in strategies if not strategy.passes]
         pieces = ShardSizes(rule, strategies, self.mesh)
-        done = work(facts, pieces)
-        forward, backward = seconds(facts, done, self.device)
+        done = operator_work(facts, pieces)
+        forward, backward = operator_seconds(facts, done, self.device)
         if copied_parameter(node) is not None:  # made once a step
             forward = forward / self.microbatches
         learns = tuple(info(value).differentiable for value in inputs)
@@ -146,7 +153,7 @@ class NodeClasses:
             forward,
             backward,
             *self._moved(node, facts, strategies, pieces, (forward, backward)),
-            kept_extra(facts, pieces),
+            extra_saved_bytes(facts, pieces),
             done,
         )
 
@@ -162,7 +169,7 @@ class NodeClasses:
         found, forward = np.zeros(len(strategies)), np.zeros(len(strategies))
         if facts.rule.kernels or facts.rule.joints:
             for i, (strategy, *own) in enumerate(zip(strategies, *computed)):
-                together = self._together(facts, strategy, Computed(*map(float, own)))
+                together = self._together(facts, strategy, ComputeSeconds(*map(float, own)))
                 expanded = self._inside(node, facts, strategy, pieces, i)
                 found[i] = expanded + together.forward + together.backward
                 forward[i] = together.forward
@@ -183,9 +190,9 @@ class NodeClasses:
             total += self.price.seconds("all_gather", (axis,), rows * columns * itemsize)
         return total
 
-    def _together(self, facts: Facts, strategy: Strategy, computed: Computed) -> NodeCost:
+    def _together(self, facts: Facts, strategy: Strategy, computed: ComputeSeconds) -> NodeCost:
         """What a joint kernel takes besides."""
-        return messages_inside(facts, strategy, self.price, self.device.overlap, computed)
+        return joint_message_cost(facts, strategy, self.price, self.device.overlap, computed)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -208,7 +215,7 @@ def _mark(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:
         whole,
         tuple(Placements([Placement.whole(getattr(v, "ndim", 0))]) for v in info(node).values),
         *(nothing,) * 5,
-        Work(*(nothing,) * 6, np.zeros((1, len(NO_WORK)))),
+        OperatorWork(*(nothing,) * 6, np.zeros((1, len(NO_WORK)))),
     )
 
 

@@ -25,9 +25,9 @@ from autopar.capture.origins import copied_parameter, is_of_parameters, summed_p
 from autopar.capture.regions import runs
 from autopar.cluster import Cluster
 from autopar.cost.cluster_price import ClusterPrice
-from autopar.cost.footprint import HELD, parameter_bytes
+from autopar.cost.footprint import HELD_KINDS, parameter_bytes
 from autopar.cost.saved_tensors import SavedTensors
-from autopar.cost.state_price import Beside
+from autopar.cost.state_price import OverlappedWork
 from autopar.errors import InvalidInput
 from autopar.layout import ParameterPlacement, Parts, Placement
 from autopar.mesh import Mesh
@@ -194,7 +194,7 @@ class CostGraphBuilder:
 
     def _held(self, node: fx.Node, places: ParameterPlacement) -> float:
         """The bytes of a parameter at the moment that is counted."""
-        held = dict(zip(HELD, parameter_bytes(node, places, self.mesh)))
+        held = dict(zip(HELD_KINDS, parameter_bytes(node, places, self.mesh)))
         return float(sum(held.values()) - (0 if self.counts_gradients else held["gradients"]))
 
     def _look_at(self, node: fx.Node) -> None:
@@ -403,7 +403,9 @@ class CostGraphBuilder:
         forward, backward = (self.edges.same(part, "beside") for part in parts)
         readings = second.readings or self.readings[value.name]
         names = [reader] if reader else [reading.reader for reading in readings]
-        beside = Beside(forward, backward, any(info(self.nodes[name]).learns for name in names))
+        beside = OverlappedWork(
+            forward, backward, any(info(self.nodes[name]).learns for name in names)
+        )
         regions = {self.regions[name].name if name in self.remade else None for name in names}
         again = late is None and len(regions) == 1 and None not in regions
         about = first.states, second.states, late, kept, beside, again

@@ -16,10 +16,10 @@ from torch import fx
 
 from autopar.capture.origins import state_bytes
 from autopar.cluster import Cluster
-from autopar.collectives.redistribution import FREE, steps
+from autopar.collectives.redistribution import FREE, possible_movements
 from autopar.cost.cluster_price import ClusterPrice
 from autopar.cost.footprint import parameter_bytes
-from autopar.cost.state_price import Beside, NodeCost, StatePrice
+from autopar.cost.state_price import NodeCost, OverlappedWork, StatePrice
 from autopar.layout import ALL_PLACES, Layout, ParameterPlacement, Parts, Placement, axes_of
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates
@@ -66,7 +66,7 @@ class EdgeCosts:
         second: Placements,
         late: DeferredReduction | None,
         kept: str,
-        beside: Beside,
+        beside: OverlappedWork,
         again: bool = False,
     ) -> tuple[Array, Array | None]:
         """Seconds and bytes from each of the `first` states to each of the `second`.
@@ -128,7 +128,7 @@ class EdgeCosts:
         parameter: fx.Node,
         first: Placements,
         second: Placements,
-        beside: Beside,
+        beside: OverlappedWork,
     ) -> tuple[Array, Array]:
         """Seconds that cutting the states of the `parameter` that a value is, or is made of, adds
         to summing its gradient, and bytes that are more than those of states that are cut over all
@@ -165,7 +165,12 @@ class EdgeCosts:
         return cost.forward + cost.backward + (once + there) * self.share
 
     def _hidden(
-        self, value: fx.Node, first: Placements, second: Placements, cost: Array, beside: Beside
+        self,
+        value: fx.Node,
+        first: Placements,
+        second: Placements,
+        cost: Array,
+        beside: OverlappedWork,
     ) -> Array:
         """What gradients of weights hide of the reduction that brings back the gradient of a value.
 
@@ -175,7 +180,8 @@ class EdgeCosts:
         wanted = [(j, state) for j, state in enumerate(second) if state.pending]
         for i, start in enumerate(first):
             single = {
-                end: movement for movement, end, _ in steps(start, self.mesh, self._parts(value))
+                end: movement
+                for movement, end, _ in possible_movements(start, self.mesh, self._parts(value))
             }
             for j, state in wanted:
                 if (movement := single.get(state)) is None or movement.backward in FREE:
@@ -195,7 +201,7 @@ class EdgeCosts:
         second: Placements,
         cost: Array,
         late: DeferredReduction,
-        beside: Beside,
+        beside: OverlappedWork,
     ) -> Array:
         """The same costs where gradients are summed over the axes on which a parameter is stored
         whole when backward has gone past it."""

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.collectives import Price
-from autopar.collectives.redistribution import FREE, TIE, local_elements, steps
+from autopar.collectives.redistribution import FREE, TIE, local_elements, possible_movements
 from autopar.layout import Layout, Parts, Placement
 from autopar.mesh import Mesh
 
@@ -85,7 +85,7 @@ class ReshardTable:
         grouped = defaultdict(list)
         evenly: dict[tuple[tuple[int, int], ...], int] = {}  # dims that must be cut evenly
         for state in found:  # grows while it is walked
-            for movement, after, cuts in steps(state, mesh, parts):
+            for movement, after, cuts in possible_movements(state, mesh, parts):
                 if after not in self.index:
                     self.index[after] = len(found)
                     found.append(after)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.collectives.joint_kernels import Cut, Group, JointKernel
+from autopar.collectives.joint_kernels import JointKernel, KernelGroup, ShardedDim
 from autopar.mesh import Mesh
 from autopar.strategies.kernels import KERNELS, Kernel
 from autopar.strategies.rule import Dim, Rule
@@ -43,22 +43,22 @@ class KernelCall:
         """Of the piece of the factor that `rank` has."""
         return self.rule.bounds(self.name, self.strategy, mesh, rank)[0]
 
-    def group(self, mesh: Mesh, rank: int) -> Group:
+    def group(self, mesh: Mesh, rank: int) -> KernelGroup:
         """Those who carry it out together with `rank`, and what each has of its tensors."""
         rule = self.rule
         members = next(group for group in mesh.groups(self.axes) if rank in group)
         pieces = rule.pieces(self.name, self.strategy, mesh, members)
 
-        def cut(dims: Sequence[Dim], factor: str | None) -> Cut | None:
+        def cut(dims: Sequence[Dim], factor: str | None) -> ShardedDim | None:
             at = next((at for at, dim in enumerate(dims) if factor in dim), None)
             if at is None or factor is None:
                 return None
             inner = math.prod(rule.sizes[one] for one in dims[at][1:])
             own = ((start * inner, length * inner) for start, length in pieces[factor])
-            return Cut(at, tuple(own))
+            return ShardedDim(at, tuple(own))
 
         inputs, outputs = rule.factors_of(self.name)
-        return Group(
+        return KernelGroup(
             len(members),
             members.index(rank),
             tuple(map(cut, rule.inputs, inputs)),

@@ -41,13 +41,13 @@ class DrawsByPlace(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
             return function(*args, **kwargs)
         device = _device_of(args, kwargs)
-        before = _state(device)
+        before = _generator_state(device)
         self._same = self._same + 1 if before == self._state else 0
         given = args[0].clone() if is_mutable(function) else None
         result = function(*args, **kwargs)
         # Another state than this stands before the next call, unless it is one that runs again.
-        self._state = before if _state(device) == before else b""
-        with _as_node(function, args, kwargs, result) as (node, values):
+        self._state = before if _generator_state(device) == before else b""
+        with _call_as_node(function, args, kwargs, result) as (node, values):
             self._place(node, values, given, (before, self._same))
         return result
 
@@ -88,7 +88,7 @@ def _device_of(args: Any, kwargs: Any) -> torch.device:
     return torch.device(told) if told is not None else next(read, torch.get_default_device())
 
 
-def _state(device: torch.device) -> bytes:
+def _generator_state(device: torch.device) -> bytes:
     """Of the generator of a device, from which it draws; the others' stand still."""
     if device.type == "cpu":
         return torch.get_rng_state().numpy().tobytes()
@@ -97,7 +97,7 @@ def _state(device: torch.device) -> bytes:
 
 
 @contextmanager
-def _as_node(
+def _call_as_node(
     function: Callable[..., Any], args: Any, kwargs: Any, result: Any
 ) -> Iterator[tuple[fx.Node, dict[fx.Node, Any]]]:
     """A call as one of a graph, and its tensors, of which the graph keeps none: its nodes refer to

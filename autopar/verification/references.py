@@ -24,12 +24,12 @@ from autopar.capture.loss import index_of_loss
 from autopar.errors import InvalidInput
 from autopar.strategies.node_info import info
 from autopar.verification.captured_draws import DrawsByPlace
-from autopar.verification.tolerance import TELLING, Tolerance, Tolerances, widened
+from autopar.verification.tolerance import PROVING_LIMIT, Tolerance, Tolerances, to_double_precision
 
-EQUAL = 1e-9  # a relative error that is none, whatever rounding may do
+EXACT_ERROR = 1e-9  # a relative error that is none, whatever rounding may do
 _SHOWN = 3  # elements of a tensor that differs
 Tensors = Mapping[str, Tensor]
-Call = tuple[tuple, Mapping[str, Any]]  # arguments, and those with names
+CallArguments = tuple[tuple, Mapping[str, Any]]  # arguments, and those with names
 
 
 class CapturedModule(nn.Module):
@@ -52,7 +52,7 @@ class CapturedModule(nn.Module):
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """What a few steps of training leave behind."""
 
     losses: Sequence[Tensor]
@@ -118,25 +118,25 @@ class Difference:
         return f"first value that differs between {self.between}: {self.where}{shown}{at}"
 
 
-def own_dtype(model: nn.Module) -> torch.dtype:
+def model_dtype(model: nn.Module) -> torch.dtype:
     """In which a model runs as it is: that of its first parameter with a fraction."""
     dtypes = (parameter.dtype for parameter in model.parameters())
     return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
 
-def in_double(
-    model: nn.Module, call: Call, as_it_is: bool = False
-) -> tuple[nn.Module, Call, torch.dtype]:
+def to_double(
+    model: nn.Module, call: CallArguments, as_it_is: bool = False
+) -> tuple[nn.Module, CallArguments, torch.dtype]:
     """Copies of the model and its inputs in float64, if it runs so, or else as they are."""
 
     def double(leaf: Any) -> Any:
         is_real = isinstance(leaf, Tensor) and leaf.dtype.is_floating_point
         return leaf.detach().double().requires_grad_(leaf.requires_grad) if is_real else leaf
 
-    own = own_dtype(model)
+    own = model_dtype(model)
     if not as_it_is and own is not torch.float64:
         precise, inputs = own_copy(model).double(), pytree.tree_map(double, call)
-        with suppress(Exception), same_numbers(0):  # if it fails as it is too, that is told
+        with suppress(Exception), seeded(0):  # if it fails as it is too, that is told
             trial = own_copy(precise)
             loss_of(trial(*inputs[0], **inputs[1])).backward()
             return precise, inputs, torch.float64
@@ -149,10 +149,10 @@ def loss_of(outputs: Any) -> Tensor:
     learned = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
     with suppress(InvalidInput):
         return leaves[index_of_loss(outputs, learned)]
-    return sum_of(leaf for leaf, learns in zip(leaves, learned) if learns)
+    return weighted_sum(leaf for leaf, learns in zip(leaves, learned) if learns)
 
 
-def sum_of(values: Iterable[Tensor]) -> Tensor:
+def weighted_sum(values: Iterable[Tensor]) -> Tensor:
     """A number to differentiate where a model has no loss: no two elements weigh the same."""
     terms = [torch.zeros((), dtype=torch.float64)]
     for value in values:
@@ -169,7 +169,7 @@ def train(
     collect: Callable[[Iterable[tuple[str, Tensor]]], Tensors],
     steps: int,
     rate: float | None,
-) -> tuple[Trained, float]:
+) -> tuple[TrainingResult, float]:
     """Some steps of plain descent with momentum and decay; and the rate that was taken.
 
     `module` holds parameters and buffers, `collect` makes whole copies of them. `step` runs forward
@@ -181,25 +181,25 @@ def train(
     outputs, first, buffers = {}, {}, {}
     optimizer: torch.optim.Optimizer | None = None
     for number in range(steps):
-        with same_numbers(number):
+        with seeded(number):
             loss, given = step()
         losses.append(loss.detach().clone())
         if number == 0:
             outputs, first = dict(given), dict(gradients())
             buffers = dict(collect(module.named_buffers()))
-            rate = rate or _rate(held, first.values())
+            rate = rate or _learning_rate(held, first.values())
             if any(parameter.requires_grad for parameter in held):
                 optimizer = torch.optim.SGD(held, rate, momentum=0.9, weight_decay=1e-2)
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
     state = {**collect(module.named_parameters()), **collect(module.named_buffers())}
-    return Trained(losses, outputs, first, buffers, state), rate or 0.0
+    return TrainingResult(losses, outputs, first, buffers, state), rate or 0.0
 
 
 def train_module(
-    module: nn.Module, model: nn.Module, call: Call, steps: int, rate: float | None = None
-) -> tuple[Trained, float]:
+    module: nn.Module, model: nn.Module, call: CallArguments, steps: int, rate: float | None = None
+) -> tuple[TrainingResult, float]:
     """Train a module on one device; `model` is the one that holds its parameters and buffers."""
 
     def step() -> tuple[Tensor, Tensors]:
@@ -217,7 +217,7 @@ def train_module(
     return train(model, step, gradients, copies, steps, rate)
 
 
-def run_step(module: nn.Module, call: Call) -> tuple[Tensor, Any]:
+def run_step(module: nn.Module, call: CallArguments) -> tuple[Tensor, Any]:
     """Forward and backward: the loss, and the outputs."""
     args, kwargs = in_own_containers(call)
     outputs = module(*args, **kwargs)
@@ -227,9 +227,11 @@ def run_step(module: nn.Module, call: Call) -> tuple[Tensor, Any]:
     return loss, outputs
 
 
-def compare(found: Trained, expected: Trained, tolerances: Tolerances) -> list[Comparison]:
+def compare_training(
+    found: TrainingResult, expected: TrainingResult, tolerances: Tolerances
+) -> list[Comparison]:
     """Everything that two trainings left behind, side by side."""
-    largest = max((_largest(grad) for grad in expected.gradients.values()), default=1.0)
+    largest = max((_largest_element(grad) for grad in expected.gradients.values()), default=1.0)
     sizes = {"loss": 0.0, "gradient": largest}  # by which floors are measured
     rows = []
     for (kind, ours), theirs in zip(found.results.items(), expected.results.values()):
@@ -241,8 +243,8 @@ def compare(found: Trained, expected: Trained, tolerances: Tolerances) -> list[C
     return rows
 
 
-def first_module(
-    model: nn.Module, captured: Captured, call: Call, tolerances: Tolerances
+def first_different_module(
+    model: nn.Module, captured: Captured, call: CallArguments, tolerances: Tolerances
 ) -> Difference | None:
     """The first module whose result no value of the captured program is equal to.
 
@@ -252,7 +254,7 @@ def first_module(
     made: list[tuple[str, Tensor]] = []
     program = CapturedModule(own_copy(model), captured)  # from the same buffers
     args, kwargs = in_own_containers(call)
-    with same_numbers(0), DrawsByPlace(), _results_of(model, made):
+    with seeded(0), DrawsByPlace(), _record_results(model, made):
         model(*args, **kwargs)
     known: dict[torch.Size, list[tuple[fx.Node, Tensor]]] = {}
 
@@ -262,7 +264,7 @@ def first_module(
         return value
 
     program.change = note
-    with same_numbers(0):
+    with seeded(0):
         program(*call[0], **call[1])
     nodes = {id(node): node for pairs in known.values() for node, _ in pairs}.values()
     of_value = tolerances.inside(captured.graph)
@@ -281,26 +283,26 @@ def first_module(
             continue
         inside = [n for n in nodes if f"{info(n).module}.".startswith(f"{path}.")]
         close = [(n, v) for n, v in known.get(value.shape, ()) if n in inside]
-        shown = _shown(close[-1][1]) if close else "nothing of this shape"
+        shown = _tensor_text(close[-1][1]) if close else "nothing of this shape"
         sources = (info(n).source for n in inside if n.op == "call_function")
         source = next((line for line in sources if line), None)
         where = f"result of {path or 'the model'}"
-        return Difference("plain and captured", where, (_shown(value), shown), source)
+        return Difference("plain and captured", where, (_tensor_text(value), shown), source)
     return None
 
 
-def difference_of(node: fx.Node, expected: Tensor, found: Tensor, tolerance: Tolerance) -> Any:
+def value_difference(node: fx.Node, expected: Tensor, found: Tensor, tolerance: Tolerance) -> Any:
     """A `Difference` if a node's value in a parallel program is another than in the captured."""
     if _is_near(found, expected, tolerance):
         return None
     module = info(node).module
     where = f"{node.name}, {info(node).type}" + (f", in {module}" if module else "")
-    shown = _shown(expected), _shown(found)
+    shown = _tensor_text(expected), _tensor_text(found)
     return Difference("captured and parallel", where, shown, info(node).source)
 
 
 @contextmanager
-def same_numbers(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Random operators draw the same numbers in every program; the caller's stay his."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -308,7 +310,7 @@ def same_numbers(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def _results_of(model: nn.Module, made: list[tuple[str, Tensor]]) -> Iterator[None]:
+def _record_results(model: nn.Module, made: list[tuple[str, Tensor]]) -> Iterator[None]:
     """Gather the tensors that modules give, in the order in which they are done."""
 
     def note(path: str) -> Callable[..., None]:
@@ -337,31 +339,31 @@ def _comparison(
 ) -> Comparison:
     error = math.inf
     if found is not None and expected is not None:
-        error = _relative(found, expected, tolerance.floor * size)
+        error = _relative_error(found, expected, tolerance.floor * size)
     allowed = tolerance.relative
-    ok = error <= (allowed if allowed <= TELLING else EQUAL)
+    ok = error <= (allowed if allowed <= PROVING_LIMIT else EXACT_ERROR)
     return Comparison(kind, name, _norm(expected), _norm(found), error, allowed, ok)
 
 
 def _is_near(found: Tensor, expected: Tensor, tolerance: Tolerance) -> bool:
-    return _relative(found, expected, tolerance.floor) <= tolerance.relative
+    return _relative_error(found, expected, tolerance.floor) <= tolerance.relative
 
 
-def _relative(found: Tensor, expected: Tensor, floor: float) -> float:
+def _relative_error(found: Tensor, expected: Tensor, floor: float) -> float:
     """The largest difference, relative to the largest element; NaN and inf are equal to theirs."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return math.inf
-    one, other = widened(found), widened(expected)
+    one, other = to_double_precision(found), to_double_precision(expected)
     if expected.numel() == 0 or torch.equal(one, other):
         return 0.0
     off = (one - other).abs()
     off = off.where((one != other) & ~(one.isnan() & other.isnan()), 0.0)
-    error = float(off.max()) / max(_largest(other), floor, torch.finfo(torch.float64).tiny)
+    error = float(off.max()) / max(_largest_element(other), floor, torch.finfo(torch.float64).tiny)
     return math.inf if math.isnan(error) else error
 
 
-def _largest(value: Tensor) -> float:
-    wide = widened(value)
+def _largest_element(value: Tensor) -> float:
+    wide = to_double_precision(value)
     finite = wide[wide.isfinite()].abs()
     return float(finite.max()) if finite.numel() else 0.0
 
@@ -369,20 +371,20 @@ def _largest(value: Tensor) -> float:
 def _norm(value: Tensor | None) -> float | None:
     if value is None:
         return None
-    return float(widened(value).norm()) if value.ndim else float(value.detach().real)
+    return float(to_double_precision(value).norm()) if value.ndim else float(value.detach().real)
 
 
-def _rate(parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> float:
+def _learning_rate(parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> float:
     """A step changes the parameters by about a hundredth."""
-    size, slope = (_total(values) for values in (parameters, gradients))
+    size, slope = (_total_norm(values) for values in (parameters, gradients))
     return 1e-2 * (size or 1.0) / slope if slope and math.isfinite(slope) else 1e-2
 
 
-def _total(values: Iterable[Tensor]) -> float:
+def _total_norm(values: Iterable[Tensor]) -> float:
     return math.hypot(*(_norm(value.flatten()) or 0.0 for value in values))
 
 
-def _shown(value: Tensor) -> str:
+def _tensor_text(value: Tensor) -> str:
     first = ", ".join(f"{x:.6g}" for x in value.detach().flatten()[:_SHOWN].tolist())
     more = ", ..." if value.numel() > _SHOWN else ""
     shape = "×".join(map(str, value.shape)) or "a number"

@@ -17,18 +17,24 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
 from autopar.capture.fake import own_copy
-from autopar.verification.references import Call, CapturedModule, Trained, compare, train_module
-from autopar.verification.tolerance import Result, Tolerances, eps_of, widened
+from autopar.verification.references import (
+    CallArguments,
+    CapturedModule,
+    TrainingResult,
+    compare_training,
+    train_module,
+)
+from autopar.verification.tolerance import ResultKey, Tolerances, eps_of, to_double_precision
 
-DRAWS = 4  # by chance, one may leave a number nearly where it was
+TRIALS = 4  # by chance, one may leave a number nearly where it was
 
 
-def measure(
+def measure_tolerances(
     captured: Captured,
     model: nn.Module,
-    call: Call,
+    call: CallArguments,
     own: torch.dtype,
-    exact: Trained,
+    exact: TrainingResult,
     rate: float,
 ) -> Tolerances:
     """The tolerance of each result of a program that runs in `own`, and left `exact` behind."""
@@ -36,21 +42,21 @@ def measure(
     if widest.are_one:
         return widest
     every = replace(widest, strict=widest.coarse)
-    moved: dict[Result, float] = {}
-    for seed in range(DRAWS):
+    moved: dict[ResultKey, float] = {}
+    for seed in range(TRIALS):
         other = own_copy(model)
         program = CapturedModule(other, captured)
-        program.change = _Mover(captured, widest.eps, seed)
+        program.change = _Perturbation(captured, widest.eps, seed)
         found, _ = train_module(program, other, call, len(exact.losses), rate)
-        for row in compare(found, exact, every):
+        for row in compare_training(found, exact, every):
             place = row.kind, row.name
             moved[place] = max(moved.get(place, 0.0), row.error)
     return replace(widest, moved=_at_least_one_unit(moved, exact, widest.eps))
 
 
 def _at_least_one_unit(
-    moved: Mapping[Result, float], exact: Trained, eps: float
-) -> dict[Result, float]:
+    moved: Mapping[ResultKey, float], exact: TrainingResult, eps: float
+) -> dict[ResultKey, float]:
     """A coarse result is itself rounded."""
     units = {
         (kind, name): eps_of(value.dtype)
@@ -61,7 +67,7 @@ def _at_least_one_unit(
     return {place: max(value, units.get(place, 0.0)) for place, value in moved.items()}
 
 
-class _Mover:
+class _Perturbation:
     """Moves each coarse value as it is made."""
 
     def __init__(self, captured: Captured, eps: float, seed: int) -> None:
@@ -74,25 +80,29 @@ class _Mover:
         return pytree.tree_map_only(Tensor, self._moved, value)
 
     def _moved(self, value: Tensor) -> Tensor:
-        return _Moved.apply(value, self.generator) if eps_of(value.dtype) > self.eps else value
+        return (
+            _PerturbFunction.apply(value, self.generator)
+            if eps_of(value.dtype) > self.eps
+            else value
+        )
 
 
-class _Moved(torch.autograd.Function):
+class _PerturbFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, generator: torch.Generator) -> Tensor:
         ctx.generator = generator
-        return _by_units(value, generator)
+        return _perturb(value, generator)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _by_units(gradient, ctx.generator), None
+        return _perturb(gradient, ctx.generator), None
 
 
-def _by_units(value: Tensor, generator: torch.Generator) -> Tensor:
+def _perturb(value: Tensor, generator: torch.Generator) -> Tensor:
     """Each element one to two units in its last place away; what would leave the dtype, not."""
     draws = 2 * torch.rand(value.shape, generator=generator) - 1
     units = (draws + draws.sign()).to(value.device)
-    fine = widened(value)
+    fine = to_double_precision(value)
     moved = fine * (1 + eps_of(value.dtype) * units)
     fits = moved.to(value.dtype).to(fine.dtype).isfinite()
     return moved.where(fits, fine).to(value.dtype)

@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 from autopar.capture.captured import Captured
 from autopar.strategies.node_info import info
 
-TELLING = 0.1  # a relative error that is allowed beyond this proves nothing
-TIMES = 8  # what is allowed, in moves that were measured
-Result = tuple[str, str]  # kind and name, as of a `Comparison`
+PROVING_LIMIT = 0.1  # a relative error that is allowed beyond this proves nothing
+SAFETY_FACTOR = 8  # what is allowed, in moves that were measured
+ResultKey = tuple[str, str]  # kind and name, as of a `Comparison`
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Tolerances:
     strict: Tolerance  # of what no coarse number reaches
     coarse: Tolerance  # the widest
     eps: float  # numbers with a larger one are coarse
-    moved: Mapping[Result, float] = field(default_factory=dict)  # by rounding, relative
+    moved: Mapping[ResultKey, float] = field(default_factory=dict)  # by rounding, relative
 
     @classmethod
     def at_most(cls, captured: Captured, own: torch.dtype) -> Tolerances:
         """Before anything is measured, of a program that runs in `own`."""
-        coarsest = max(map(eps_of, _rounded(captured)), default=0.0)
+        coarsest = max(map(eps_of, _computed_dtypes(captured)), default=0.0)
         eps = min(eps_of(own), coarsest)
         return cls(Tolerance.of(eps), Tolerance.of(coarsest), eps)
 
@@ -63,7 +63,7 @@ class Tolerances:
 
     def of(self, kind: str, name: str) -> Tolerance:
         """Of a result."""
-        moved = TIMES * self.moved.get((kind, name), 0.0)
+        moved = SAFETY_FACTOR * self.moved.get((kind, name), 0.0)
         if not moved:
             return self.strict
         relative = min(max(moved, self.strict.relative), self.coarse.relative)
@@ -71,10 +71,10 @@ class Tolerances:
 
     def inside(self, graph: fx.Graph) -> dict[str, Tolerance]:
         """Of each value of a graph, to find where a difference begins."""
-        coarse = Tolerance(min(self.coarse.relative, TELLING), self.coarse.floor)
+        coarse = Tolerance(min(self.coarse.relative, PROVING_LIMIT), self.coarse.floor)
         found: dict[str, Tolerance] = {}
         for node in graph.nodes:
-            made = _dtypes(node) if node.op == "call_function" else []
+            made = _dtypes_of(node) if node.op == "call_function" else []
             is_coarse = any(eps_of(dtype) > self.eps for dtype in made)
             reached = is_coarse or any(found[n.name] is coarse for n in node.all_input_nodes)
             found[node.name] = coarse if reached else self.strict
@@ -86,18 +86,18 @@ def eps_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
-def widened(value: Tensor) -> Tensor:
+def to_double_precision(value: Tensor) -> Tensor:
     """In double precision, where every operator is there: float8 has not even `equal`."""
     return value.detach().to(torch.complex128 if value.is_complex() else torch.float64)
 
 
-def _rounded(captured: Captured) -> set[torch.dtype]:
+def _computed_dtypes(captured: Captured) -> set[torch.dtype]:
     """The dtypes of what a program computes, its parameters and buffers among it."""
     kept = captured.parameters.keys() | captured.buffers.keys()
     made = (n for n in captured.graph.nodes if n.op == "call_function" or n.name in kept)
-    return {dtype for node in made for dtype in _dtypes(node)}
+    return {dtype for node in made for dtype in _dtypes_of(node)}
 
 
-def _dtypes(node: fx.Node) -> list[torch.dtype]:
+def _dtypes_of(node: fx.Node) -> list[torch.dtype]:
     leaves = pytree.tree_leaves(info(node).val)
     return [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 import autopar as ap
-from autopar.verification.references import sum_of
+from autopar.verification.references import weighted_sum
 
 WIDTH = 8
 
@@ -137,5 +137,5 @@ def test_verify_then_compares_all_that_learns():
     leaves = list(model(x).values())
     found = ap.verify(model, (x,), mesh=ap.Mesh(dp=2), mode="propagate", steps=1)
     assert found.ok, found
-    expected = [float(sum_of(leaves).detach())]
+    expected = [float(weighted_sum(leaves).detach())]
     assert [row.expected for row in found.parallel if row.kind == "loss"] == expected

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from autopar.collectives import Movement, move, operator_call, redistribute
 from autopar.collectives.deferred_linears import linears
-from autopar.collectives.redistribution import LinkPrice, steps
+from autopar.collectives.redistribution import LinkPrice, possible_movements
 from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
 from tests.collectives.spaces import all_states, random_gradient, random_value
@@ -59,7 +59,7 @@ def check_movements(mesh: Mesh, shape: tuple[int, ...], rank: int, names: dict) 
     count = 0
     parts = IN_PARTS.get((mesh, shape), ())
     for layout, pending in all_states(mesh, len(shape), parts):
-        for movement, placed, cuts in steps(Placement(layout, pending), mesh, parts):
+        for movement, placed, cuts in possible_movements(Placement(layout, pending), mesh, parts):
             if any(shape[dim] % degree for dim, degree in cuts):
                 continue
             count += 1

@@ -8,7 +8,13 @@ import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.collectives import Movement, operator_call, torch_operators
-from autopar.collectives.joint_kernels import Group, Shift, Steps, in_lock_step, on_process
+from autopar.collectives.joint_kernels import (
+    KernelGroup,
+    RingShift,
+    Steps,
+    drive_on_process,
+    in_lock_step,
+)
 from autopar.errors import VerifierError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -37,12 +43,12 @@ def test_what_one_sends_to_itself_arrives_as_its_own(group: str) -> None:
     sent = torch.arange(3.0)
 
     def kernel() -> Steps:
-        coming = yield Shift((sent,), 1, (sent.shape,))
+        coming = yield RingShift((sent,), 1, (sent.shape,))
         (came,) = yield coming
         came += 1
         return came
 
-    for drive in (on_process(group, Group(1, 0)), in_lock_step):
+    for drive in (drive_on_process(group, KernelGroup(1, 0)), in_lock_step):
         (came,) = drive([kernel()])
         assert came.tolist() == [1.0, 2.0, 3.0]
         assert sent.tolist() == [0.0, 1.0, 2.0]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autopar.collectives import Movement, from_ranks, move, to_ranks, virtual_movements
-from autopar.collectives.redistribution import steps
+from autopar.collectives.redistribution import possible_movements
 from autopar.errors import ExecutionError
 from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
@@ -50,7 +50,7 @@ def test_every_movement_keeps_the_value_and_is_adjoint(mesh: Mesh, shape: tuple[
     random = torch.Generator().manual_seed(0)
     count = 0
     for layout, pending in all_states(mesh, len(shape)):
-        for movement, placed, cuts in steps(Placement(layout, pending), mesh):
+        for movement, placed, cuts in possible_movements(Placement(layout, pending), mesh):
             if any(shape[dim] % degree for dim, degree in cuts):
                 continue
             count += 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from autopar.cost.gather_groups import groups_of
+from autopar.cost.gather_groups import gather_groups
 
 
 @dataclass(frozen=True)
@@ -39,5 +39,5 @@ def model() -> list[Read]:
 def test_groups_are_blocks_as_far_as_a_buffer_holds_them(
     buffer_bytes: int, expected: list[list[int]]
 ) -> None:
-    groups = groups_of(model(), lambda read: read.size, buffer_bytes)
+    groups = gather_groups(model(), lambda read: read.size, buffer_bytes)
     assert [[read.size for read in group] for group in groups] == expected

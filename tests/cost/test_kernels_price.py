@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar as ap
 from autopar.cluster import Cluster
 from autopar.cluster.machines import Link, Node
-from autopar.collectives.joint_kernels import Cut, Group, alone
+from autopar.collectives.joint_kernels import KernelGroup, ShardedDim, drive_without_messages
 from autopar.cost.cluster_price import ClusterPrice
-from autopar.cost.joint_kernels import Computed, messages_inside, traffic_of
-from autopar.cost.operator_costs import ShardSizes, facts_of, work
+from autopar.cost.joint_kernels import ComputeSeconds, joint_call, joint_message_cost
+from autopar.cost.operator_costs import ShardSizes, facts_of, operator_work
 from autopar.strategies import Strategy
 from autopar.strategies.node_info import info
 from autopar.strategies.rule import Facts
@@ -46,7 +46,7 @@ def flops(causal: bool, strategy: Strategy, queries: int = 8, keys: int = 8) -> 
     rule = captured.priced[node.name]
     assert rule is not None
     facts = facts_of(node, rule, node.all_input_nodes)
-    done = work(facts, ShardSizes(rule, [strategy], mesh))
+    done = operator_work(facts, ShardSizes(rule, [strategy], mesh))
     assert info(node).learns
     return float(done.flops[0]), float(done.backward_flops[0])
 
@@ -160,24 +160,24 @@ def of_pieces(way: str, learns: bool = True) -> tuple[Facts, Strategy]:
 @pytest.mark.parametrize("way", ["gather", "scatter"])
 def test_pieces_of_a_product_are_priced_by_the_bytes_that_they_move(way: str, learns: bool) -> None:
     (facts, strategy), mesh = of_pieces(way, learns), ap.Mesh(x=4)
-    done = work(facts, ShardSizes(facts.rule, [strategy], mesh))
-    inside = traffic_of(facts, strategy, mesh)
+    done = operator_work(facts, ShardSizes(facts.rule, [strategy], mesh))
+    inside = joint_call(facts, strategy, mesh)
     assert inside is not None
     assert inside.traffic.further is not None
     forward, backward = inside.traffic.further
-    rows = Cut(0, tuple((4 * at, 4) for at in range(4)))
+    rows = ShardedDim(0, tuple((4 * at, 4) for at in range(4)))
     if way == "gather":
-        group = Group(4, 0, (rows, None), (None,), (learns, True))
+        group = KernelGroup(4, 0, (rows, None), (None,), (learns, True))
         x, weight, grad = torch.ones(4, 64), torch.ones(8, 64), torch.ones(16, 8)
     else:
-        group = Group(4, 0, (None, None), (rows,), (learns, True))
+        group = KernelGroup(4, 0, (None, None), (rows,), (learns, True))
         x, weight, grad = torch.ones(16, 16), torch.ones(32, 16), torch.ones(4, 32)
     with Moved() as moved:
-        alone([inside.kernel.forward(group, x, weight)])
+        drive_without_messages([inside.kernel.forward(group, x, weight)])
     assert moved.read == done.read + 3 * forward.read
     assert moved.written == done.written + 3 * forward.written
     with Moved() as moved:
-        alone([inside.kernel.backward(group, (x, weight), None, grad)])
+        drive_without_messages([inside.kernel.backward(group, (x, weight), None, grad)])
     unread = 0 if learns else weight.nbytes  # which counts as read for its own gradient
     assert moved.read == done.backward_read - unread + 3 * backward.read
     assert moved.written == done.backward_written + 3 * backward.written
@@ -192,7 +192,7 @@ def test_computing_in_pieces_takes_no_less(way: str, bandwidth: float, far: floa
     device = replace(made, bandwidth=bandwidth, near_bytes=20e3, far_seconds=far, overhead=0.0)
     machines = Cluster((Node(device, 4, Link(0.0, 1e30)),), Link(0.0, 1e30))
     price = ClusterPrice(machines, ap.Mesh(x=4), 1 << 20)
-    found = messages_inside(facts, strategy, price, 0.0, Computed(0.0, 0.0))
+    found = joint_message_cost(facts, strategy, price, 0.0, ComputeSeconds(0.0, 0.0))
     assert min(found.forward, found.backward) >= 0
     if bandwidth == 1e9 and far:
         assert min(found.forward, found.backward) > 1e-6

@@ -11,18 +11,18 @@ import pytest
 
 from autopar.cluster.calibration import (
     _GUESS,
-    _measure,
-    far_of,
+    _run_measurement,
+    far_memory_cost,
     fit_links,
     measured_node,
-    printed,
+    output_of,
 )
-from autopar.cluster.measure import BYTES, middle, overlapped
+from autopar.cluster.measure import BYTES, nested_medians, overlap_share
 from autopar.errors import ExecutionError
 
 
 def test_two_processes_measure_themselves() -> None:
-    figures = _measure(2)
+    figures = _run_measurement(2)
     node = measured_node(2, 2, figures)
     assert node.devices == 2
     assert node.device.peak("f32") > 1e8
@@ -37,14 +37,14 @@ def test_two_processes_measure_themselves() -> None:
 
 
 def test_what_caches_hold_is_where_the_line_through_two_sizes_begins() -> None:
-    assert far_of([(6e6, 2e-3), (10e6, 6e-3)]) == pytest.approx((4e6, 1e-9))
-    assert far_of([(6e6, 5e-3), (10e6, 6e-3)]) == pytest.approx((0.0, 0.25e-9))
-    assert far_of([(6e6, -1e-3), (10e6, 6e-3)]) == far_of([]) == (0.0, 0.0)
+    assert far_memory_cost([(6e6, 2e-3), (10e6, 6e-3)]) == pytest.approx((4e6, 1e-9))
+    assert far_memory_cost([(6e6, 5e-3), (10e6, 6e-3)]) == pytest.approx((0.0, 0.25e-9))
+    assert far_memory_cost([(6e6, -1e-3), (10e6, 6e-3)]) == far_memory_cost([]) == (0.0, 0.0)
 
 
 def test_of_several_measurements_the_medians_count() -> None:
     found = [{"rates": {"f32": rate}, "links": [["shift", 2, rate]]} for rate in (3.0, 9.0, 1.0)]
-    assert middle(found) == {"rates": {"f32": 3.0}, "links": [["shift", 2, 3.0]]}
+    assert nested_medians(found) == {"rates": {"f32": 3.0}, "links": [["shift", 2, 3.0]]}
 
 
 def test_noise_never_gives_an_endless_bandwidth() -> None:
@@ -106,7 +106,7 @@ time.sleep(600)
 def test_what_takes_too_long_ends_with_all_that_it_started(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with pytest.raises(ExecutionError, match="a process of its own") as caught:
-        printed([sys.executable, "-c", _FORKS, str(path)], seconds=2.0)
+        output_of([sys.executable, "-c", _FORKS, str(path)], seconds=2.0)
     assert "more than 2 seconds" in str(caught.value)
     assert "measure=False" in str(caught.value)
     with open(path, "w") as held:
@@ -115,12 +115,12 @@ def test_what_takes_too_long_ends_with_all_that_it_started(tmp_path: Path) -> No
 
 def test_what_fails_says_why() -> None:
     with pytest.raises(ExecutionError, match="a process of its own") as caught:
-        printed([sys.executable, "-c", "raise SystemExit('no cores')"], seconds=60.0)
+        output_of([sys.executable, "-c", "raise SystemExit('no cores')"], seconds=60.0)
     assert "it failed: no cores" in str(caught.value)
 
 
 def test_overlap_is_what_both_together_spare() -> None:
-    assert overlapped(alone=4.0, moved=2.0, together=4.0) == 1
-    assert overlapped(alone=4.0, moved=2.0, together=4.5) == 0.75
-    assert overlapped(alone=4.0, moved=2.0, together=6.5) == 0  # worse than one after the other
-    assert overlapped(alone=4.0, moved=2.0, together=3.9) == 1  # noise
+    assert overlap_share(alone=4.0, moved=2.0, together=4.0) == 1
+    assert overlap_share(alone=4.0, moved=2.0, together=4.5) == 0.75
+    assert overlap_share(alone=4.0, moved=2.0, together=6.5) == 0  # worse than one after the other
+    assert overlap_share(alone=4.0, moved=2.0, together=3.9) == 1  # noise

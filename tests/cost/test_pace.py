@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.cluster.pace import Pace, Step, fit_pace, keep_pace, kept_pace
+from autopar.cluster.pace import MeasuredStep, Pace, cache_pace, cached_pace, fit_pace
 from autopar.errors import InvalidInput
 
 
@@ -19,20 +19,22 @@ def test_the_factors_of_steps_are_found(pace: Pace) -> None:
     for _ in range(10):
         compute, communication = generator.uniform(0.01, 0.1), generator.uniform(0.0, 0.1)
         measured = compute * pace.compute + communication * pace.communication
-        steps.append(Step(compute, communication, measured * generator.uniform(0.98, 1.02)))
+        steps.append(MeasuredStep(compute, communication, measured * generator.uniform(0.98, 1.02)))
     found = fit_pace(steps)
     assert found.compute == pytest.approx(pace.compute, rel=0.05)
     assert found.communication == pytest.approx(pace.communication, rel=0.08)
 
 
 def test_what_nothing_shows_stays() -> None:
-    found = fit_pace([Step(0.1, 0.0, 0.2), Step(0.2, 0.0, 0.4)])
+    found = fit_pace([MeasuredStep(0.1, 0.0, 0.2), MeasuredStep(0.2, 0.0, 0.4)])
     assert found.compute == pytest.approx(2.0, rel=0.03)
     assert found.communication == pytest.approx(1.0, rel=0.03)
 
 
-@pytest.mark.parametrize("steps", [[], [Step(0.0, 0.0, 2.0)], [Step(0.0, 1.0, 1.0)]])
-def test_of_what_no_step_has_the_pace_is_as_the_constants_say(steps: list[Step]) -> None:
+@pytest.mark.parametrize(
+    "steps", [[], [MeasuredStep(0.0, 0.0, 2.0)], [MeasuredStep(0.0, 1.0, 1.0)]]
+)
+def test_of_what_no_step_has_the_pace_is_as_the_constants_say(steps: list[MeasuredStep]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = fit_pace(steps)
@@ -70,17 +72,17 @@ def test_what_is_no_factor_is_refused(factors) -> None:
 
 def test_a_pace_is_kept_for_so_many_devices_of_a_kind(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    keep_pace(Pace(1.5, 2.5), "H100", 8)
-    assert kept_pace("H100", 8) == Pace(1.5, 2.5)
-    assert kept_pace("H100", 4) == kept_pace("A100", 8) == Pace()
+    cache_pace(Pace(1.5, 2.5), "H100", 8)
+    assert cached_pace("H100", 8) == Pace(1.5, 2.5)
+    assert cached_pace("H100", 4) == cached_pace("A100", 8) == Pace()
 
 
 @pytest.mark.parametrize("text", ["", '{"compute": 1.', "[]", '{"compute": NaN}', '{"speed": 1}'])
 def test_a_file_that_holds_no_pace_is_none(text: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    keep_pace(Pace(1.5, 2.5), "H100", 8)
+    cache_pace(Pace(1.5, 2.5), "H100", 8)
     (path,) = tmp_path.glob("autopar/*.json")
     path.write_text(text)
-    assert kept_pace("H100", 8) == Pace()
-    keep_pace(Pace(1.5, 2.5), "H100", 8)
-    assert kept_pace("H100", 8) == Pace(1.5, 2.5)
+    assert cached_pace("H100", 8) == Pace()
+    cache_pace(Pace(1.5, 2.5), "H100", 8)
+    assert cached_pace("H100", 8) == Pace(1.5, 2.5)

@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 
 import autopar as ap
 from autopar.collectives.deferred_linears import linears
-from autopar.cost.deferred_reductions import linears_together
+from autopar.cost.deferred_reductions import mergeable_linears
 from autopar.passes import LocalSetting, localize
 from autopar.passes.linear_reductions import hide_reductions
 from tests import models
@@ -29,7 +29,7 @@ def joined(
     hide_reductions(graph, LocalSetting(once=True, is_split=split))
     graph.lint()
     if not split:  # the plan counts on the same
-        together = linears_together(plan.program.graph.nodes)
+        together = mergeable_linears(plan.program.graph.nodes)
         counts = [len(node.args[3:]) // 2 for node in graph.nodes if node.target is linears]
         assert [len(readers) for readers in together] == counts
     return [node for node in graph.nodes if node.target is linears]

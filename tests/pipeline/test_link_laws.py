@@ -17,8 +17,8 @@ import pytest
 
 import autopar as ap
 from autopar.cluster import Cluster, Device, Level, Link, Node
-from autopar.cluster.cluster_part import Line
-from autopar.cost.operator_costs import ShardSizes, work
+from autopar.cluster.cluster_part import PipelineLine
+from autopar.cost.operator_costs import ShardSizes, operator_work
 from autopar.cost.rooflines import COLLECTIVES
 from autopar.mesh import Mesh
 from autopar.planner.candidate import Candidate
@@ -135,7 +135,9 @@ class Busy:
                 device = self.candidate.cluster.weakest([rank])
                 for node in nodes:
                     for facts, strategy in info(node).calls if info(node).movement is None else ():
-                        done = work(facts, ShardSizes(facts.rule, [strategy], self.candidate.mesh))
+                        done = operator_work(
+                            facts, ShardSizes(facts.rule, [strategy], self.candidate.mesh)
+                        )
                         flops = float(done.flops[0] + done.backward_flops[0])
                         forward, backward = done.read + done.written, done.backward_read
                         moved = float((forward + backward + done.backward_written)[0])
@@ -146,7 +148,7 @@ class Busy:
         return found
 
     @property
-    def _line(self) -> Line:
+    def _line(self) -> PipelineLine:
         assert self.candidate.line is not None
         return self.candidate.line
 

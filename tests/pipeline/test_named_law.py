@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autopar as ap
-from autopar.cost.operator_costs import ShardSizes, facts_of, work
+from autopar.cost.operator_costs import ShardSizes, facts_of, operator_work
 from autopar.planner.candidate import Alternative
 from autopar.strategies import Strategy, tensor_inputs
 from tests.models import Case, gpt, mlp
@@ -76,7 +76,7 @@ def least_seconds(plan: ap.Plan) -> float:
         rule = plan.captured.rules[node.name] if node.op == "call_function" else None
         if rule is not None:
             facts = facts_of(node, rule, tensor_inputs(node))
-            uncut = work(facts, ShardSizes(rule, [Strategy()], plan.mesh))
+            uncut = operator_work(facts, ShardSizes(rule, [Strategy()], plan.mesh))
             seconds += float((uncut.flops + uncut.backward_flops)[0]) / device.peak(facts.dtype)
     return seconds * plan.microbatches / plan.cluster.devices
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar.cost.bucket_prices import Travel, sums_of
-from autopar.cost.copy_groups import copied_in, copy_groups
+from autopar.cost.bucket_prices import BucketConfig, program_buckets
+from autopar.cost.copy_groups import copied_parameters, copy_groups
 from autopar.plan.runtime_program import Program
 from autopar.runtime.backends.stage_ranks import StageRanks, Users
 from autopar.runtime.parameters.gradient_buckets import BucketEntry, make_buckets
@@ -95,9 +95,9 @@ def test_stages_bring_and_sum_together_what_the_runtime_does(
     assert states == "whole" or any(len(group.kind.stages) > 1 for group in made)
     buckets = buckets_of(program)
     for stage in program.stages:
-        own = copy_groups(copied_in(stage.graph.nodes, inner).values(), inner, buffer_bytes)
+        own = copy_groups(copied_parameters(stage.graph.nodes, inner).values(), inner, buffer_bytes)
         wanted = [group for group in made if stage.index in group.kind.stages]
         assert {(g.kind, g.names) for g in own} == {(g.kind, g.names) for g in wanted}
-        sums = sums_of(stage.graph, inner, Travel(buffer_bytes))
+        sums = program_buckets(stage.graph, inner, BucketConfig(buffer_bytes))
         summed = [[info(g.parameter).origin[1] for g in one.gradients] for one in sums]
         assert summed == [names for stages, names in buckets if stage.index in stages]

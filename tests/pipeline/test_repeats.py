@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar.capture.regions import blocks
-from autopar.cost.repeats import Repeats
-from autopar.cost.saved_tensors import KeptOnce
-from autopar.cost.time_report import NodePrices, program_run
+from autopar.cost.repeats import EqualBlocks
+from autopar.cost.saved_tensors import SavedBytesCache
+from autopar.cost.time_report import NodePrices, program_run_cost
 from autopar.passes import change_recomputation
 from autopar.passes.flow import flow_of
 from autopar.pipeline.stages.stage_tables import StageCosts
@@ -64,17 +64,20 @@ def test_what_repeats_is_what_would_be_seen(
 ) -> None:
     plan = plan_of(case_of(name), states, recompute, mode)
     graph, mesh = plan.program.graph, plan.mesh
-    repeats = Repeats.of(graph)
+    repeats = EqualBlocks.of(graph)
     if name in ("gpt", "fused", "megatron") and recompute != CUT:
         assert len(repeats.twins) > len(graph.nodes) / 3
     prices = NodePrices(machines(4, *EVEN), mesh, BUFFER_BYTES)
-    along, (once, each) = prices.along(repeats), (KeptOnce(mesh, repeats), KeptOnce(mesh))
+    along, (once, each) = (
+        prices.along(repeats),
+        (SavedBytesCache(mesh, repeats), SavedBytesCache(mesh)),
+    )
     for node in graph.nodes:
         assert along(node) == prices(node)
         assert once.own(node) == each.own(node)
         assert once.through(node) == each.through(node)
         assert once.remade(node) == each.remade(node)
-    assert program_run(graph, prices, repeats) == program_run(graph, prices)
+    assert program_run_cost(graph, prices, repeats) == program_run_cost(graph, prices)
 
 
 @pytest.mark.parametrize(("states", "recompute", "mode"), WAYS[1:4])
@@ -84,7 +87,7 @@ def test_a_line_of_what_repeats_is_that_of_all_nodes(
     plan = plan_of(case_of("fused"), states, recompute, mode)
     prices = NodePrices(machines(4, *EVEN), plan.mesh, BUFFER_BYTES)
     flow, other = (flow_of(plan.captured, plan.program.graph) for _ in range(2))
-    vars(other)["repeats"] = Repeats()
+    vars(other)["repeats"] = EqualBlocks()
     assert flow.repeats.twins
     lines = [
         StageCosts(flow, plan.mesh, [prices.along(flow.repeats)]),
@@ -107,7 +110,7 @@ def test_regions_that_repeat_are_marked_as_each_by_itself(name: str, how: str) -
     for kinds in (decided, decided | {list(decided)[4]: ap.Recompute("full")}):
         about = graph, captured, replace(decisions, recompute=kinds), price
         for one, other in zip(
-            change_recomputation(*about, Repeats.of(graph)).nodes,
+            change_recomputation(*about, EqualBlocks.of(graph)).nodes,
             change_recomputation(*about).nodes,
         ):
             marks = [(n.region, n.remade, n.dropped, n.away) for n in (info(one), info(other))]
@@ -132,5 +135,5 @@ class Uneven(nn.Module):
 def test_blocks_that_differ_are_none_of_a_run(odd: int | None) -> None:
     case = Case("uneven", Uneven(odd), (torch.randn(4, 8),))
     graph = plan_of(case, "whole", None, "propagate").program.graph
-    modules = {info(node).module for node in Repeats.of(graph).twins}
+    modules = {info(node).module for node in EqualBlocks.of(graph).twins}
     assert ("layers.4" in modules) == (odd is None)

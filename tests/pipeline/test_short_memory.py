@@ -14,7 +14,7 @@ from autopar import Cluster, Mesh
 from autopar.capture import capture
 from autopar.capture.regions import blocks
 from autopar.capture.shortened import shortened
-from autopar.cluster.cluster_part import Line
+from autopar.cluster.cluster_part import PipelineLine
 from autopar.cost.footprint import program_memory
 from autopar.passes.microbatches import cut_batch
 from autopar.passes.stages import Stage, StageCut, cut_stage
@@ -29,7 +29,7 @@ from autopar.strategies.node_info import info
 from tests import models
 
 LAYERS, MESH = 20, Mesh(x=2, y=2)
-CLUSTER, LINE = Cluster.local(8, measure=False), Line("pp", 2, MESH.size)
+CLUSTER, LINE = Cluster.local(8, measure=False), PipelineLine("pp", 2, MESH.size)
 MAKERS = {"gpt2": models.gpt2, "llama": models.llama}
 RECOMPUTED = {
     "": None,
@@ -129,7 +129,7 @@ def test_programs_take_the_same(model: str, recompute: str, states: str) -> None
 def test_buckets_and_groups_of_any_size_are_the_same(
     monkeypatch: pytest.MonkeyPatch, states: str, buffer_bytes: int
 ) -> None:
-    monkeypatch.setattr(autopar.cost.bucket_prices, "LEAST_CUT_BYTES", 20_000)
+    monkeypatch.setattr(autopar.cost.bucket_prices, "MIN_SHARDED_BYTES", 20_000)
     both = placed("gpt2", "", states, buffer_bytes)
     assert_same(in_step(both.short), in_step(both.long))
     assert_as_large(held(both.short), held(both.long))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar import Cluster, Mesh
 from autopar.capture import capture
-from autopar.cluster.cluster_part import Line
+from autopar.cluster.cluster_part import PipelineLine
 from autopar.errors import InvalidInput
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.memory.step_memory import Part
@@ -30,7 +30,7 @@ from tests.pipeline.models import residuals
 STAGES, PARTS, MESH = 2, 4, Mesh(pp=2, dp=2)
 SAMPLED = [name for name in NAMED if name != "zero2"]
 CLUSTER = Cluster.preset("dgx-a100")
-LINE = Line.of(MESH, "pp")
+LINE = PipelineLine.of(MESH, "pp")
 
 
 def test_an_order_is_weighed_under_one_name() -> None:
@@ -84,7 +84,9 @@ CASES = {
 
 
 @cache
-def _whole(name: str = "gpt", parts: int = PARTS, line: Line = LINE) -> tuple[Candidate, Regions]:
+def _whole(
+    name: str = "gpt", parts: int = PARTS, line: PipelineLine = LINE
+) -> tuple[Candidate, Regions]:
     """A program of one micro-batch, its batch cut over two ranks."""
     case, inner = CASES[name](), MESH.without("pp")
     captured = capture(case.model, case.args, case.kwargs)
@@ -136,7 +138,7 @@ def test_no_way_holds_less_than_is_told(
     name: str, stages: int, states: str, schedules: str
 ) -> None:
     mesh, parts = Mesh(pp=stages, dp=2), 2 * stages
-    whole, regions = _whole(name, parts, Line.of(mesh, "pp"))
+    whole, regions = _whole(name, parts, PipelineLine.of(mesh, "pp"))
     request = Request(CLUSTER, "data", math.inf, False, "pp", mesh, stages, parts)
     laid = whole.placed(NAMED[states])
     program = StagedProgram(laid, stages, request, regions, (), Tried())

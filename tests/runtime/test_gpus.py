@@ -80,15 +80,15 @@ def test_the_links_of_a_kind_are_those_of_its_preset(machine: Any) -> None:
     ],
 )
 def test_kinds_by_name(name: str, kind: str | None) -> None:
-    found = gpus.known(name)
+    found = gpus.known_gpu(name)
     assert (found and found.name) == kind
 
 
 def test_a_gpu_of_no_known_kind_is_measured(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(1, "GPU of tomorrow")
-    on_cpu = gpus.measured(CPU, "tomorrow")
+    on_cpu = gpus.measure_gpu(CPU, "tomorrow")
     assert on_cpu.peak("f32") > 1e8
-    monkeypatch.setattr(gpus, "measured", lambda device, name: on_cpu)
+    monkeypatch.setattr(gpus, "measure_gpu", lambda device, name: on_cpu)
     assert ap.Cluster.local(1).device.flops == on_cpu.flops
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import autopar as ap
 from autopar.base.files import NewFile, replacing, write_file
-from autopar.cluster.calibration import kept
+from autopar.cluster.calibration import read_cached
 from autopar.pipeline import save, schedule, simulate
 
 X = torch.linspace(-1, 1, 32).view(8, 4)
@@ -168,7 +168,7 @@ def test_a_cache_that_cannot_be_written_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert kept("numbers", list, lambda: [1, 2]) == [1, 2]
+    assert read_cached("numbers", list, lambda: [1, 2]) == [1, 2]
     with full_after(2), pytest.raises(ap.InvalidInput, match="cache of this machine's constants"):
-        kept("numbers", list, lambda: [3, 4], again=True)
-    assert kept("numbers", list, lambda: [5, 6]) == [1, 2]
+        read_cached("numbers", list, lambda: [3, 4], again=True)
+    assert read_cached("numbers", list, lambda: [5, 6]) == [1, 2]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autopar.collectives.joint_kernels import in_groups, joined
+from autopar.collectives.joint_kernels import drive_groups, run_joint_kernel
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.strategies import (
@@ -227,7 +227,7 @@ class Reference:
             values = dict(zip(self.nodes, leaves))
             own = placed_arguments(arguments, self.rule, strategy, mesh, rank)
             calls.append(fx.map_arg(own, lambda n: values[n]))  # noqa: B023
-        outputs = joined(call.joint, groups, in_groups(mesh.groups(call.axes)), calls)
+        outputs = run_joint_kernel(call.joint, groups, drive_groups(mesh.groups(call.axes)), calls)
         if not any(slopes):
             return outputs, []
         roots = [(o, s) for own, given in zip(outputs, slopes) for o, s in _roots(own, given)]

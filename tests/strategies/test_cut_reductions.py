@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autopar.collectives import joint_kernels
-from autopar.cost.joint_kernels import traffic_of
+from autopar.cost.joint_kernels import joint_call
 from autopar.mesh import Mesh
 from autopar.strategies import KernelCall
 from autopar.strategies.kernels.recurrences import LINEAR_SCAN
@@ -50,7 +50,7 @@ def test_gradients_beside_infinite_numbers(name: str) -> None:
 def _moved(asked: Any) -> float:
     """By one member of two, to the other."""
     match asked:
-        case joint_kernels.Gather(tensor) | joint_kernels.Sum(tensor):
+        case joint_kernels.AllGather(tensor) | joint_kernels.AllReduce(tensor):
             return tensor.nbytes
     raise AssertionError(asked)
 
@@ -77,13 +77,13 @@ def test_what_travels_is_what_is_predicted(name: str, monkeypatch: pytest.Monkey
     target, args, kwargs = MOVING[name]
     case, mesh = Case(name, target, args, kwargs, tolerance=0.1), Mesh(x=2)
     reference = Reference(case)
-    moved, deliver = list[float](), joint_kernels._delivered
+    moved, deliver = list[float](), joint_kernels._deliver
 
     def delivered(asked: list[Any]) -> list[tuple[Tensor, ...]]:
         moved.append(max(map(_moved, asked)))
         return deliver(asked)
 
-    monkeypatch.setattr(joint_kernels, "_delivered", delivered)
+    monkeypatch.setattr(joint_kernels, "_deliver", delivered)
     learns = tuple(value.is_floating_point() for value in reference.values)
     sizes = tuple(value.element_size() for value in reference.values)
     dtypes = tuple(output.dtype for output in reference.outputs)
@@ -95,7 +95,7 @@ def test_what_travels_is_what_is_predicted(name: str, monkeypatch: pytest.Monkey
             continue
         moved.clear()
         reference.check(strategy, mesh)
-        inside = traffic_of(facts, strategy, mesh)
+        inside = joint_call(facts, strategy, mesh)
         assert inside is not None
         traffic = inside.traffic
         said = traffic.forward + (traffic.backward if any(learns) else ())

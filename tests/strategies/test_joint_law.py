@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autopar.collectives import joint_kernels
-from autopar.cost.operator_costs import ShardSizes, kept_extra
+from autopar.cost.operator_costs import ShardSizes, extra_saved_bytes
 from autopar.mesh import Mesh
 from autopar.strategies import KernelCall, Strategy
 from autopar.strategies.rule import Facts
@@ -46,7 +46,7 @@ WITH_JOINTS = [case for case in CASES if is_together(case)]
 @pytest.mark.parametrize("case", WITH_JOINTS, ids=lambda case: case.name)
 def test_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     reference, kept = Reference(case), list[int]()
-    facts, forward = facts_of(reference), joint_kernels._Joined.forward
+    facts, forward = facts_of(reference), joint_kernels._JointFunction.forward
 
     def watched(ctx: Any, call: Any, *tensors: Any) -> Any:
         found, saved = forward(ctx, call, *tensors), iter(())
@@ -56,7 +56,7 @@ def test_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
             kept.append(sum({one.data_ptr(): one.nbytes() for one in own}.values()))
         return found
 
-    monkeypatch.setattr(joint_kernels._Joined, "forward", staticmethod(watched))
+    monkeypatch.setattr(joint_kernels._JointFunction, "forward", staticmethod(watched))
     for mesh in (Mesh(x=2), Mesh(x=3)):
         for strategy, call in together_on(reference, mesh):
             if not any(facts.differentiable) or call.kernel.name in BY_VALUES:
@@ -68,7 +68,7 @@ def test_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
             # A search knows one answer for all strategies, and adds what is besides.
             inputs = {*own.inputs_for(facts.differentiable)}
             besides = inputs & {*usual.inputs_for(facts.differentiable)}
-            said = kept_extra(facts, pieces)[0]
+            said = extra_saved_bytes(facts, pieces)[0]
             said += sum(pieces.inputs(facts)[place][0] for place in besides)
             if own.output and usual.output:
                 said += sum(size[0] for size in pieces.outputs(facts))

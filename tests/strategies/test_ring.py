@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.collectives.joint_kernels import Cut, Group, Shift, Steps, in_lock_step
+from autopar.collectives.joint_kernels import (
+    KernelGroup,
+    RingShift,
+    ShardedDim,
+    Steps,
+    in_lock_step,
+)
 from autopar.layout import chunk
 from autopar.strategies.kernels.attention import attention_blocks
 from autopar.strategies.kernels.attention.attention_blocks import AttentionOptions
@@ -40,9 +46,11 @@ def cut(x: Tensor, count: int) -> list[Tensor]:
     return [x.narrow(-2, *piece) for piece in pieces(x.shape[-2], count)]
 
 
-def cuts_of(query: Tensor, key: Tensor, count: int) -> tuple[tuple[Cut, ...], tuple[Cut, ...]]:
+def cuts_of(
+    query: Tensor, key: Tensor, count: int
+) -> tuple[tuple[ShardedDim, ...], tuple[ShardedDim, ...]]:
     """Of what attention reads, and gives."""
-    rows, columns = (Cut(x.ndim - 2, pieces(x.shape[-2], count)) for x in (query, key))
+    rows, columns = (ShardedDim(x.ndim - 2, pieces(x.shape[-2], count)) for x in (query, key))
     return (rows, columns, columns), (rows,)
 
 
@@ -54,7 +62,7 @@ def around(
     cuts = cuts_of(query, key, count)
     learns = mask is not None and mask.requires_grad
     needs = (True,) * 3 + (learns,) * (mask is not None) + (False,) * ("drawn" in options)
-    groups = [Group(count, index, *cuts, needs) for index in range(count)]
+    groups = [KernelGroup(count, index, *cuts, needs) for index in range(count)]
     is_cut = mask is not None and mask.ndim > 1 and mask.shape[-2] == query.shape[-2]
     masks: list[Any] = [mask] * count
     if mask is not None and is_cut:
@@ -194,7 +202,7 @@ def counted(steps: Steps, went: list[int]) -> Steps:
     try:
         while True:
             asked = steps.send(answer)
-            if isinstance(asked, Shift):
+            if isinstance(asked, RingShift):
                 went.append(sum(tensor.nbytes for tensor in asked.tensors))
             answer = yield asked
     except StopIteration as end:
@@ -209,7 +217,7 @@ def test_traffic(kernel: Any, count: int) -> None:
     is_causal, length = kernel is CAUSAL_RING, 24
     inputs = [torch.randn(1, heads, length, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     cuts = cuts_of(*inputs[:2], count)
-    groups = [Group(count, index, *cuts, (True,) * 3) for index in range(count)]
+    groups = [KernelGroup(count, index, *cuts, (True,) * 3) for index in range(count)]
     parts = list(zip(*(cut(x, count) for x in inputs)))
     went: list[list[list[int]]] = [[[] for _ in range(count)] for _ in range(2)]
     about = {"is_causal": is_causal, "enable_gqa": True}
@@ -240,7 +248,7 @@ def test_what_is_kept_falls_with_the_number_of_ranks() -> None:
     for count in (1, 2, 4):
         cuts = cuts_of(*inputs[:2], count)
         parts = zip(*(cut(x, count) for x in inputs))
-        groups = (Group(count, index, *cuts) for index in range(count))
+        groups = (KernelGroup(count, index, *cuts) for index in range(count))
         results = in_lock_step(
             [RING.forward(group, *own, is_causal=True) for group, own in zip(groups, parts)]
         )

@@ -18,7 +18,7 @@ from typing import ClassVar
 from torch import fx
 
 from autopar.capture.node_classes import constants_of
-from autopar.cost.bucket_prices import Travel
+from autopar.cost.bucket_prices import BucketConfig
 from autopar.cost.gather_groups import numbered_modules
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow
@@ -39,7 +39,9 @@ class StageMemories:
     _seen: ClassVar[dict[Hashable, tuple[StageMemory, list[str]]]] = {}
     _size: ClassVar[int] = 0  # of all keys
 
-    def __init__(self, mesh: Mesh, travel: Travel, known: dict[str, int] | None = None) -> None:
+    def __init__(
+        self, mesh: Mesh, travel: BucketConfig, known: dict[str, int] | None = None
+    ) -> None:
         """`known`: the forms of calls by name, as far as programs with these calls were looked at;
         what is found is added."""
         self.mesh, self.travel = mesh, travel

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.capture.origins import taken_copies
-from autopar.cost.copy_groups import copied_in, copy_groups
+from autopar.cost.copy_groups import copied_parameters, copy_groups
 from autopar.cost.gather_groups import LIVE_GROUPS
-from autopar.cost.saved_tensors import remade_for
+from autopar.cost.saved_tensors import recomputed_for
 from autopar.mesh import Mesh
 from autopar.passes.gathers import is_read_again, readers_of
 from autopar.strategies.node_info import RecomputeRegion, info
@@ -38,7 +38,7 @@ class Passing:
 
     def __init__(self, graph: fx.Graph, mesh: Mesh, buffer_bytes: int) -> None:
         self.asks: list[Ask] = []
-        copied = copied_in(graph.nodes, mesh)
+        copied = copied_parameters(graph.nodes, mesh)
         groups = copy_groups(copied.values(), mesh, buffer_bytes)
         self.groups = [group for group in groups if not group.kind.lasts]
         self._sizes = [float(group.bytes(mesh)) for group in self.groups]
@@ -153,7 +153,7 @@ class _Backward:
         region = info(node).region
         if region is None or region in self._remade or not info(node).learns:
             return
-        wanted = remade_for(node, self._mesh)
+        wanted = recomputed_for(node, self._mesh)
         if region.is_full and wanted:
             self._remade.add(region)
             inside = self._inside[region]

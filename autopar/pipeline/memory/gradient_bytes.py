@@ -12,7 +12,13 @@ from torch import fx
 
 from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
-from autopar.cost.bucket_prices import Learned, SumOf, Travel, places_of, sums_of
+from autopar.cost.bucket_prices import (
+    BucketConfig,
+    ParameterGradient,
+    PlannedBucket,
+    placement_of,
+    program_buckets,
+)
 from autopar.mesh import Mesh
 from autopar.pipeline.memory.memory_holders import Held
 from autopar.strategies.node_info import info
@@ -24,19 +30,19 @@ class Sums:
     """Follows the gradients of a program's parameters."""
 
     def __init__(
-        self, graph: fx.Graph, mesh: Mesh, travel: Travel, times: int | None = None
+        self, graph: fx.Graph, mesh: Mesh, travel: BucketConfig, times: int | None = None
     ) -> None:
         """`times`: as many are those that stand for others."""
         self._mesh = mesh
-        self._sums = sums_of(graph, mesh, travel, times)
+        self._sums = program_buckets(graph, mesh, travel, times)
         self._last = self._sums[-1] if self._sums else None
         self._sum_of = {_key(g): (one, g) for one in self._sums for g in one.gradients}
         self._missing = {one: {_key(g) for g in one.gradients} for one in self._sums}
         self._place = {one: at for at, one in enumerate(self._sums)}
-        self._complete: list[SumOf] = []  # and not begun
+        self._complete: list[PlannedBucket] = []  # and not begun
         self._held = Held()  # those that do not stay as they are
-        self._going_on: SumOf | None = None  # it is cut
-        self._first: dict[SumOf, float] = {}  # bytes of the gradients that come to stay
+        self._going_on: PlannedBucket | None = None  # it is cut
+        self._first: dict[PlannedBucket, float] = {}  # bytes of the gradients that come to stay
         self._learned: dict[Key, float] = {}
         self.there = 0.0  # those that are there
         # By how many bytes there is more in the last run, which sums what has added up.
@@ -97,7 +103,7 @@ class Sums:
         if all_:
             self._finish()
 
-    def _go_on(self, one: SumOf) -> None:
+    def _go_on(self, one: PlannedBucket) -> None:
         if one.waits:
             for gradient in one.gradients:
                 if _key(gradient) in self._learned:
@@ -125,12 +131,12 @@ class Sums:
             self.there += size
 
     def _kept(self, parameter: fx.Node) -> float:
-        places, whole = places_of(parameter), tuple(info(parameter).val.shape)
+        places, whole = placement_of(parameter), tuple(info(parameter).val.shape)
         if "gradient" in places.on_host:
             return 0.0
         elements = local_elements(places.gradient.dims, whole, self._mesh)
         return float(elements * state_bytes(parameter).gradient)
 
 
-def _key(gradient: Learned) -> Key:
+def _key(gradient: ParameterGradient) -> Key:
     return gradient.parameter, gradient.copy

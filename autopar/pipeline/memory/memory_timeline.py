@@ -21,9 +21,9 @@ from itertools import groupby
 from torch import fx
 
 from autopar.capture.origins import copied_parameter
-from autopar.cost.bucket_prices import Travel
-from autopar.cost.deferred_reductions import linears_together
-from autopar.cost.saved_tensors import Kept, KeptOnce, Storage, source, storage
+from autopar.cost.bucket_prices import BucketConfig
+from autopar.cost.deferred_reductions import mergeable_linears
+from autopar.cost.saved_tensors import SavedBytes, SavedBytesCache, Storage, source, storage
 from autopar.mesh import Mesh
 from autopar.pipeline.memory import moments
 from autopar.pipeline.memory.call_memory import HANDED_ON, CallMemories
@@ -44,10 +44,10 @@ class ProgramCourse:
         graph: fx.Graph,
         mesh: Mesh,
         roots: Sequence[fx.Node],
-        travel: Travel,
+        travel: BucketConfig,
         is_split: bool = False,
         times: int | None = None,
-        known: KeptOnce | None = None,
+        known: SavedBytesCache | None = None,
     ) -> None:
         """`roots`: of the results, those whose gradients backward begins with. `times`: as many are
         the blocks that those calls stand for which stand for several, or as they say themselves.
@@ -56,7 +56,7 @@ class ProgramCourse:
         self._calls = CallMemories(mesh, travel.kernels)
         calls = [n for n in graph.nodes if n.op == "call_function" and not is_result(n)]
         # Linears whose backward is one, by the last of them.
-        self._together = {} if is_split else {some[-1]: some for some in linears_together(calls)}
+        self._together = {} if is_split else {some[-1]: some for some in mergeable_linears(calls)}
         self._nodes = _in_order(calls, self._together.values())
         self._rows = _standing_for_others(self._nodes, times)
         self._values, self._flowing = Held(), Held()
@@ -66,7 +66,7 @@ class ProgramCourse:
         for node in self._nodes:
             if (region := info(node).region) is not None:
                 self._inside.setdefault(region, []).append(node)
-        self.once = known or KeptOnce(mesh)
+        self.once = known or SavedBytesCache(mesh)
         self._whole: set[RecomputeRegion] = set()  # those that were made again in full
         self._again: set[Hashable] = set()  # what was made again
         # Of each region, what is read again, by the calls that make it.
@@ -315,7 +315,7 @@ class ProgramCourse:
                 self._values.take(("again", key), new[key])
                 self._saved.setdefault(one, []).append(("again", key))
 
-    def _on_the_way(self, region: RecomputeRegion, made: Sequence[fx.Node]) -> Kept:
+    def _on_the_way(self, region: RecomputeRegion, made: Sequence[fx.Node]) -> SavedBytes:
         """What others of the region read of that from which values are made again."""
         if region not in self._read:
             read = self._read[region] = {}

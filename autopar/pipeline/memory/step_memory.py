@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from autopar.cost.bucket_prices import Travel
-from autopar.cost.footprint import kept_once
+from autopar.cost.bucket_prices import BucketConfig
+from autopar.cost.footprint import distinct_saved_bytes
 from autopar.cost.gather_groups import LIVE_GROUPS
-from autopar.cost.saved_tensors import KeptOnce
+from autopar.cost.saved_tensors import SavedBytesCache
 from autopar.mesh import Mesh
 from autopar.passes.stages import Stage
 from autopar.pipeline.memory.memory_timeline import ProgramCourse
@@ -108,12 +108,12 @@ class StageMemory:
         graph: fx.Graph,
         mesh: Mesh,
         roots: Sequence[fx.Node],
-        travel: Travel,
+        travel: BucketConfig,
         is_split: bool = False,
         sends: Sequence[fx.Node] = (),
         statistics: Sequence[fx.Node] = (),
         times: int | None = None,
-        known: KeptOnce | None = None,
+        known: SavedBytesCache | None = None,
     ) -> StageMemory:
         """Of a program whose backward begins at `roots`; in a pipeline it sends some results.
         `times`: as many are the blocks that one stands for, or as its nodes say."""
@@ -150,7 +150,7 @@ class StageMemory:
         if is_split:
             made[Part.W : Part.W_ONLY + 1] = _running(course.weights)
             made[[Part.W, Part.W_ONLY], KINDS.index("gradients")] -= early
-        host = kept_once(graph.nodes, course.once.on_host, times)
+        host = distinct_saved_bytes(graph.nodes, course.once.on_host, times)
         about = made, course.learned, course.at_once, host
         after = passing.after_forward, passing.after_backward
         of_forward, of_backward = (tuple(left.index(one) for one in groups) for groups in after)
@@ -162,7 +162,7 @@ class StageMemory:
         stage: Stage,
         mesh: Mesh,
         is_split: bool,
-        travel: Travel,
+        travel: BucketConfig,
         times: int | None = None,
     ) -> StageMemory:
         """Of a stage of a pipeline."""

@@ -8,8 +8,8 @@ from functools import lru_cache
 from itertools import pairwise
 
 from autopar.cluster import AxisLink, Cluster
-from autopar.cluster.cluster_part import Line
-from autopar.cluster.links import Way
+from autopar.cluster.cluster_part import PipelineLine
+from autopar.cluster.links import MessageLink
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.simulation.action_times import Passage, Passages
 from autopar.pipeline.stages.stage_cost import StageCost
@@ -18,7 +18,9 @@ from autopar.pipeline.stages.stage_hardware import Standing
 Placement = tuple[tuple[int, ...], ...]
 
 
-def passages(made: Schedule, stages: Sequence[StageCost], cluster: Cluster, line: Line) -> Passages:
+def passages(
+    made: Schedule, stages: Sequence[StageCost], cluster: Cluster, line: PipelineLine
+) -> Passages:
     """What each message of a schedule takes, where `stages` receive what they do."""
     ways, found = ways_of(cluster, line, made.placement), {}
     for pipe, places in enumerate(made.placement):
@@ -30,14 +32,14 @@ def passages(made: Schedule, stages: Sequence[StageCost], cluster: Cluster, line
     return found
 
 
-def _passage(way: Way, size: float) -> Passage:
+def _passage(way: MessageLink, size: float) -> Passage:
     return Passage(size / way.bandwidth, way.alpha, way.is_inside)
 
 
 def standings(
     placement: Placement,
     cluster: Cluster,
-    line: Line,
+    line: PipelineLine,
     kinds: Sequence[int],
     spare: Sequence[float],
 ) -> list[Standing]:
@@ -59,7 +61,9 @@ def standings(
 
 
 @lru_cache(maxsize=256)
-def ways_of(cluster: Cluster, line: Line, placement: Placement) -> Mapping[tuple[int, int], Way]:
+def ways_of(
+    cluster: Cluster, line: PipelineLine, placement: Placement
+) -> Mapping[tuple[int, int], MessageLink]:
     """What messages take between the places of stages that follow one another, both ways."""
     return cluster.message_ways(line.ranks, _pairs(placement))
 
@@ -72,6 +76,6 @@ def _pairs(placement: Placement) -> Iterator[tuple[int, int]]:
 
 
 @lru_cache(maxsize=256)
-def replica_links(cluster: Cluster, line: Line, groups: Placement) -> Sequence[AxisLink]:
+def replica_links(cluster: Cluster, line: PipelineLine, groups: Placement) -> Sequence[AxisLink]:
     """What groups of as many places each have between them, all of them busy at once."""
     return cluster.replica_links(line.ranks, groups)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.cluster import AxisLink, Cluster
-from autopar.cluster.cluster_part import Line
+from autopar.cluster.cluster_part import PipelineLine
 from autopar.cost.collective import Collective
-from autopar.cost.copy_groups import groups_in, used_bytes
+from autopar.cost.copy_groups import copy_groups_of_nodes, live_copy_bytes
 from autopar.cost.footprint import Memory
 from autopar.cost.rooflines import collective_seconds
 from autopar.cost.state_price import SUMS
-from autopar.cost.time_report import ROUNDED, Cost, Run
+from autopar.cost.time_report import ROUNDED, Cost, RunCost
 from autopar.passes.stages import StageCut
 from autopar.pipeline.memory.step_memory import (
     StageMemory,
@@ -33,7 +33,7 @@ from autopar.strategies.node_info import ParameterReaders
 def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
     """The simulated step, latency and sums of gradients included."""
     made, stages = pipelining.schedule, pipelining.stages
-    line = Line.of(pipelining.mesh, pipelining.axis)
+    line = PipelineLine.of(pipelining.mesh, pipelining.axis)
     sums, shared = [stage.synced for stage in stages], dict[tuple[int, ...], float]()
     along = sums_along(pipelining)
     for one, link in zip(along, _links_of(along, cluster, line)):
@@ -91,7 +91,7 @@ def sums_along(pipelining: Pipelining) -> list[SumAlong]:
     return found
 
 
-def _links_of(along: Sequence[SumAlong], cluster: Cluster, line: Line) -> list[AxisLink]:
+def _links_of(along: Sequence[SumAlong], cluster: Cluster, line: PipelineLine) -> list[AxisLink]:
     """What the places of each sum have between them: copies of stages at the same time, stages that
     share parameters alone."""
     copies = tuple(one.places for one in along if len(one.stages) == 1)
@@ -101,7 +101,7 @@ def _links_of(along: Sequence[SumAlong], cluster: Cluster, line: Line) -> list[A
     return links
 
 
-def pipeline_cost(pipelining: Pipelining, run: Run, timeline: Timeline) -> Cost:
+def pipeline_cost(pipelining: Pipelining, run: RunCost, timeline: Timeline) -> Cost:
     """The parts of a simulated step; `run` is one micro-batch (or part) through all stages."""
     once, cast, stages = Cost.of(run), run.worked.cast, pipelining.stages
     busy, made = max(timeline.busy), pipelining.schedule
@@ -167,7 +167,7 @@ def memory_by_place(
     found = []
     for rank, own in enumerate(held):
         kept = kept_in_step(made, rank, taken)
-        used = used_bytes(groups_in(own, mesh, buffer_bytes, readers), mesh)
+        used = live_copy_bytes(copy_groups_of_nodes(own, mesh, buffer_bytes, readers), mesh)
         memory = Memory.of(own, mesh, kept, used=used).keeping(kept_in_python)
         on_host = memory.host_activations + host_in_step(made, rank, taken)
         memory = replace(memory, host_activations=on_host)

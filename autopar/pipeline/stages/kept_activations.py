@@ -6,7 +6,13 @@ from collections.abc import Hashable, Sequence
 
 from torch import fx
 
-from autopar.cost.saved_tensors import Kept, KeptOnce, Storage, local_bytes, most_remade
+from autopar.cost.saved_tensors import (
+    SavedBytes,
+    SavedBytesCache,
+    Storage,
+    local_bytes,
+    peak_recomputed_bytes,
+)
 from autopar.passes.flow import Flow
 from autopar.pipeline.memory.call_memory import HANDED_ON, CallMemories
 from autopar.pipeline.stages.spans import Spans
@@ -15,7 +21,7 @@ from autopar.strategies.node_info import RecomputeRegion, info
 from autopar.strategies.results import is_result, values_of
 
 
-def kept_by_stages(flow: Flow, known: KeptOnce, halves: Halves) -> tuple[Spans, Spans]:
+def kept_by_stages(flow: Flow, known: SavedBytesCache, halves: Halves) -> tuple[Spans, Spans]:
     """What stages keep of one micro-batch from forward to backward, besides what they received.
 
     Then what they keep from the gradients of their inputs to those of their weights.
@@ -47,18 +53,18 @@ def kept_by_stages(flow: Flow, known: KeptOnce, halves: Halves) -> tuple[Spans, 
 class Halves:
     """Of an operator, what the gradients of weights are made of, where they are put off."""
 
-    def __init__(self, flow: Flow, known: KeptOnce) -> None:
+    def __init__(self, flow: Flow, known: SavedBytesCache) -> None:
         self._flow, self._known = flow, known
         self._calls = CallMemories(known.mesh)
-        self._found: dict[fx.Node, Kept] = {}
+        self._found: dict[fx.Node, SavedBytes] = {}
         self._handed_on: dict[Hashable, bool] = {}  # by call and input
 
-    def __call__(self, node: fx.Node) -> Kept:
+    def __call__(self, node: fx.Node) -> SavedBytes:
         if node not in self._found:
             self._found[node] = self._of(node)
         return self._found[node]
 
-    def _of(self, node: fx.Node) -> Kept:
+    def _of(self, node: fx.Node) -> SavedBytes:
         weights, region = self._flow.weight_inputs.get(node), info(node).region
         if weights is None:
             if not self._flow.is_weight(node):
@@ -104,7 +110,9 @@ class Halves:
 class Remade:
     """What stages of a program make again in backward."""
 
-    def __init__(self, flow: Flow, known: KeptOnce, halves: Halves, stretch: Stretch) -> None:
+    def __init__(
+        self, flow: Flow, known: SavedBytesCache, halves: Halves, stretch: Stretch
+    ) -> None:
         self.flow, self._known, self._halves, self._stretch = flow, known, halves, stretch
         inside: dict[RecomputeRegion, list[fx.Node]] = {}
         for node in flow.graph.nodes:
@@ -134,5 +142,5 @@ class Remade:
         if about not in self._found:
             stage, known = self.flow.made_in(start, end), self._known
             stays = [self._halves] if is_split else []
-            self._found[about] = most_remade(stage, known.mesh, known, *stays)
+            self._found[about] = peak_recomputed_bytes(stage, known.mesh, known, *stays)
         return self._found[about]

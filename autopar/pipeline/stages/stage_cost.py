@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.cost.footprint import HELD, Held
+from autopar.cost.footprint import HELD_KINDS, HeldBytes
 from autopar.cost.state_price import NodeCost
 
 WORK = ("forward", "backward")
 _ONCE = ("summed", "gathering", "updated", "cast")  # seconds, once a step
 SECONDS = (*WORK, "again", "reduced", *_ONCE)
-BYTES = ("sums", *HELD)
+BYTES = ("sums", *HELD_KINDS)
 ONCE = slice(SECONDS.index(_ONCE[0]), len(SECONDS))
 COLUMNS = (*SECONDS, *BYTES)
 
@@ -72,6 +72,6 @@ def imbalance(stages: Sequence[StageCost]) -> float:
     return max(seconds) / mean - 1 if mean else 0.0
 
 
-def columns_of(price: NodeCost, sums: int, held: Held) -> list[float]:
+def columns_of(price: NodeCost, sums: int, held: HeldBytes) -> list[float]:
     own = price._asdict() | {"gathering": price.gathered}
     return [*(own[name] for name in SECONDS), sums, *held]

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from autopar.cost.footprint import HELD, held_bytes, parameter_bytes, summed_bytes
-from autopar.cost.saved_tensors import KeptOnce
+from autopar.cost.footprint import HELD_KINDS, held_bytes, parameter_bytes, summed_gradient_bytes
+from autopar.cost.saved_tensors import SavedBytesCache
 from autopar.cost.state_price import NodeCost
 from autopar.errors import InvalidInput
 from autopar.layout import ParameterPlacement
@@ -91,7 +91,7 @@ class StageCosts:
         self.stretch: Stretch = Stretch.of(flow) if known is None else known.stretch
         stretch = self.stretch
         if like is None:
-            once = KeptOnce(mesh, flow.repeats)
+            once = SavedBytesCache(mesh, flow.repeats)
             halves = Halves(flow, once)
             kept = kept_by_stages(flow, once, halves)
             self.kept, self.weight_halves = (spans.stretched(stretch) for spans in kept)
@@ -180,7 +180,7 @@ class StageCosts:
 
     def _rows_of(self, node: fx.Node, costs: Sequence[PriceOf]) -> Rows:
         """The columns of one node, for each kind of machines."""
-        held, sums = self._held_by(node), summed_bytes(node, info(node).places, self.mesh)
+        held, sums = self._held_by(node), summed_gradient_bytes(node, info(node).places, self.mesh)
         return [columns_of(cost(node), sums, held) for cost in costs]
 
     def restated(
@@ -203,7 +203,7 @@ class StageCosts:
             at = places[node.name]
             mark, before = self._rows[node.name]
             held = parameter_bytes(node, at, self.mesh)
-            sums = summed_bytes(node, at, self.mesh)
+            sums = summed_gradient_bytes(node, at, self.mesh)
             rows = [columns_of(cost(node, at), sums, held) for cost in costs]
             made._rows[node.name] = mark, rows
             more = np.array(rows) - np.array(before)
@@ -232,7 +232,7 @@ class StageCosts:
 
     def held(self, bounds: Sequence[tuple[int, int]], gradients: bool = True) -> float:
         """The bytes of states that stages with these first and last points hold together."""
-        kinds = [name in HELD and (gradients or name != "gradients") for name in COLUMNS]
+        kinds = [name in HELD_KINDS and (gradients or name != "gradients") for name in COLUMNS]
         size = sum(self._alone[end, 0] - self._alone[start, 0] for start, end in bounds)
         for readers, rows in self._shared:
             if any(((readers >= start) & (readers < end)).any() for start, end in bounds):
@@ -289,7 +289,7 @@ class StageCosts:
         return self._times[key]
 
     def _table(self, bounds: Sequence[int]) -> StageTable:
-        forward, backward, *held = np.moveaxis(self.sums(bounds, of=(*WORK, *HELD)), -1, 0)
+        forward, backward, *held = np.moveaxis(self.sums(bounds, of=(*WORK, *HELD_KINDS)), -1, 0)
         received = np.array([*map(self.received, bounds[:-1]), 0])
         holding = np.array(self._holding)[list(bounds)]
         return StageTable(

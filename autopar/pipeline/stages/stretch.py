@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from autopar.cost.repeats import Repeats
+from autopar.cost.repeats import EqualBlocks
 from autopar.passes.flow import Flow
 from autopar.strategies.node_info import info
 
@@ -128,7 +128,7 @@ class Stretch:
 NO_STRETCH = Stretch()
 
 
-def is_alike(graph: fx.Graph, repeats: Repeats) -> bool:
+def is_alike(graph: fx.Graph, repeats: EqualBlocks) -> bool:
     """Whether a rewritten program has equal blocks beside what stands for several, if it does."""
     calls = [n for n in graph.nodes if n.op == "call_function" and info(n).times > 1]
     if not calls:

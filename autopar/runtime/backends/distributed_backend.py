@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from autopar._torch.communication import wait_for
 from autopar._torch.tensors import local_of
-from autopar.collectives.eager_movements import LateSum
+from autopar.collectives.eager_movements import DeferredSum
 from autopar.cost.copy_groups import copy_groups
 from autopar.layout import Layout, TensorType
 from autopar.passes import localize
@@ -83,7 +83,7 @@ class TorchBackend(Backend):
         self.placing = TensorPlacer(self.mesh, ranks.inner, device, self.device_mesh)
         self._kept = ParameterStorage(program, device)
         self.constants: dict[str, Tensor] = {}  # those that have been read, this rank's pieces
-        self._late: list[LateSum] = []
+        self._late: list[DeferredSum] = []
         self._works: list[dist.Work] = []
         # Groups are made here: none in the middle of a step.
         self._line = ranks.group(range(self.schedule.ranks), purpose="line")

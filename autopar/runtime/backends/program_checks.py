@@ -29,15 +29,15 @@ from autopar.runtime.module import programs
 from autopar.runtime.module.batch_checks import require_same_batch
 from autopar.text.source_lines import frames_to_caller
 from autopar.verification.references import (
-    Call,
+    CallArguments,
     CapturedModule,
-    compare,
-    first_module,
-    in_double,
-    own_dtype,
+    compare_training,
+    first_different_module,
+    model_dtype,
+    to_double,
     train_module,
 )
-from autopar.verification.rounding import measure
+from autopar.verification.rounding import measure_tolerances
 
 
 class Checks:
@@ -76,26 +76,26 @@ class Checks:
             _require_same_frozen([learns for _, learns in everyones])
 
 
-def _require_plain(model: nn.Module, captured: Captured, call: Call) -> None:
+def _require_plain(model: nn.Module, captured: Captured, call: CallArguments) -> None:
     """Refuse to train a program that export has made another than the model's.
 
     In coarse numbers little is seen, so the model is captured and compared in float64 as well.
     """
     if captured.example.precision is not None:  # which is for the plan to change, not for export
         captured = capture(model, *call)
-    _compare(model, captured, call, own_dtype(model))
-    precise, inputs, dtype = in_double(model, call)
+    _compare(model, captured, call, model_dtype(model))
+    precise, inputs, dtype = to_double(model, call)
     if dtype not in {parameter.dtype for parameter in model.parameters()}:
         _compare(precise, capture(precise, *inputs), inputs, dtype)
 
 
-def _compare(model: nn.Module, captured: Captured, call: Call, dtype: torch.dtype) -> None:
+def _compare(model: nn.Module, captured: Captured, call: CallArguments, dtype: torch.dtype) -> None:
     plain, other = own_copy(model), own_copy(model)
     with torch.enable_grad():
         expected, rate = train_module(plain, plain, call, steps=1)
         found, _ = train_module(CapturedModule(other, captured), other, call, 1, rate)
-        tolerances = measure(captured, model, call, dtype, found, rate)
-    rows = compare(found, expected, tolerances)
+        tolerances = measure_tolerances(captured, model, call, dtype, found, rate)
+    rows = compare_training(found, expected, tolerances)
     unknown = [row for row in rows if not row.ok and not row.differs]
     if unknown:
         warnings.warn(
@@ -105,7 +105,7 @@ def _compare(model: nn.Module, captured: Captured, call: Call, dtype: torch.dtyp
         )
     wrong = [row for row in rows if row.differs]
     if wrong:
-        difference = first_module(model, captured, call, tolerances)
+        difference = first_different_module(model, captured, call, tolerances)
         raise ExecutionError(
             "the captured program computes what the plain model does",
             got="\n".join([*map(str, wrong[:3]), *([str(difference)] if difference else [])]),

@@ -19,7 +19,7 @@ from autopar.mesh import Mesh
 from autopar.passes.gradient_sync import pending_axes
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results
-from autopar.verification.tolerance import eps_of, widened
+from autopar.verification.tolerance import eps_of, to_double_precision
 
 
 class ReplicaCheck:
@@ -94,7 +94,7 @@ def same(one: Tensor, other: Tensor) -> bool:
         return torch.equal(one, other)
     if one.dtype.itemsize > 1 and torch.equal(one, other):  # float8 has no equal
         return True
-    one, other = widened(one), widened(other)
+    one, other = to_double_precision(one), to_double_precision(other)
     finite = one[one.isfinite()].abs()
     share = min(1e4 * eps, max(2**-4, eps))  # coarse numbers: some units in the last place
     tolerance = share * float(finite.max()) if finite.numel() else 0.0
@@ -102,7 +102,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    return float((widened(one) - widened(other)).abs().max())
+    return float((to_double_precision(one) - to_double_precision(other)).abs().max())
 
 
 def _shapes(node: fx.Node, mesh: Mesh) -> list[tuple[int, ...]]:

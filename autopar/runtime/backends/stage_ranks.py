@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from autopar.cost.copy_groups import in_order
+from autopar.cost.copy_groups import in_mesh_order
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.localize import Axes
@@ -87,9 +87,9 @@ class Users:
     def key(self, route: ParameterMovement) -> SumKey:
         """What a parameter has in common with those that are summed over the same ranks."""
         mesh, kept = self._program.mesh, {*route.places.optimizer.axes}
-        each = in_order({*route.summed.axes} - {*route.leaf.axes}, mesh)
-        last = in_order(kept - {*route.summed.axes}, mesh)
-        whole = in_order({*route.pending} - kept, mesh)
+        each = in_mesh_order({*route.summed.axes} - {*route.leaf.axes}, mesh)
+        last = in_mesh_order(kept - {*route.summed.axes}, mesh)
+        whole = in_mesh_order({*route.pending} - kept, mesh)
         adds = route.dtype != route.reduce and not each
         goes_down = route.places.goes_up is not None
         is_there = "gradient" in route.places.on_host

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from autopar._torch.leaf_gradients import keep_gradients_unshared
 from autopar.capture.origins import gathered_parameter
 from autopar.collectives import Movement, from_ranks, move, to_ranks
-from autopar.collectives.joint_kernels import in_groups, joined
+from autopar.collectives.joint_kernels import drive_groups, run_joint_kernel
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.passes import localize
@@ -197,12 +197,12 @@ class VirtualGraph:
         assert call is not None
         kernel, groups = call.joint, [call.group(self.mesh, rank) for rank in ranks]
         given = [arguments_of(node, self.mesh, rank) for rank in ranks]
-        drive = in_groups(self.mesh.groups(call.axes))
+        drive = drive_groups(self.mesh.groups(call.axes))
         is_one = not has_results(node)
 
         def run(values: Environment) -> Value:
             calls = [fx.map_arg(own, lambda v: values[v][rank]) for rank, own in enumerate(given)]  # noqa: B023
-            found = joined(kernel, groups, drive, calls)
+            found = run_joint_kernel(kernel, groups, drive, calls)
             return [outputs[0] if is_one else outputs for outputs in found]  # type: ignore[misc]
 
         return run

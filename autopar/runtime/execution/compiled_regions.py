@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.collectives.eager_movements import finish_sum, start_sum, sum_later
+from autopar.collectives.eager_movements import defer_sum, finish_sum, start_sum
 from autopar.passes.gathers import NO_GROUP, leave_copies, watch_readers
 from autopar.runtime.execution.block_groups import MARKS, Together
 from autopar.runtime.execution.region_calls import find_inputs
@@ -43,7 +43,7 @@ from autopar.strategies.kernels.keyed_draws import DrawPlace
 from autopar.strategies.node_info import info
 
 Function = Callable[..., Any]
-_NEVER_COMPILED = (start_sum, finish_sum, sum_later, attention, EXPERTS, CHOSEN_PRODUCTS)
+_NEVER_COMPILED = (start_sum, finish_sum, defer_sum, attention, EXPERTS, CHOSEN_PRODUCTS)
 _LEAST_CALLS = 2  # calls: fewer are not worth it
 
 

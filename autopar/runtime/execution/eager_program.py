@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from autopar._torch.operators import python_call
-from autopar.collectives.eager_movements import EAGER, LateSum, sum_later
+from autopar.collectives.eager_movements import EAGER, DeferredSum, defer_sum
 from autopar.mesh import Mesh
 from autopar.passes import LocalSetting, ParameterCopies, run_local_passes
 from autopar.passes.flow import copy_subgraph
@@ -44,7 +44,7 @@ class EagerProgram:
 
 def compile_graph(
     graph: fx.Graph,
-    late: list[LateSum] | None = None,
+    late: list[DeferredSum] | None = None,
     outputs: int = 0,
     whole: fx.Graph | None = None,
     mesh: Mesh | None = None,
@@ -67,7 +67,7 @@ def compile_graph(
 
     def sum_for_caller(x: Tensor, group: str, pending: bool) -> Tensor:
         assert late is not None
-        return sum_later(x, group, late)
+        return defer_sum(x, group, late)
 
     quick = copy_subgraph(graph, graph.nodes)
     returned = 0 if late is None else outputs
@@ -85,7 +85,7 @@ def compile_graph(
     for node in quick.nodes:
         if node.target in coming:
             node.target = coming[node.target]
-        elif node.target is sum_later:
+        elif node.target is defer_sum:
             node.target = sum_for_caller
         elif node.target in EAGER:
             node.target = EAGER[node.target]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.collectives.movement import apart, together
+from autopar.collectives.movement import join_parts, split_parts
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
@@ -58,7 +58,7 @@ def join_pieces(piece: Tensor, type_: TensorType, mesh: Mesh, groups: Groups, ra
     if parts := layout.parts:
         inside, shape = layout.seen(type_.shape)
         seen = TensorType(shape, type_.dtype, inside)
-        return together(join_pieces(apart(piece, parts), seen, mesh, groups, rank), parts)
+        return join_parts(join_pieces(split_parts(piece, parts), seen, mesh, groups, rank), parts)
     for dim, axes in enumerate(layout.dims):
         for count in reversed(range(len(axes))):
             axis, layout = axes[count], layout.with_dim(dim, axes[:count])

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopar._torch.autograd import backward_pass_number, call_after_backward, will_receive_gradient
-from autopar.collectives import require_one
+from autopar.collectives import require_single_gradient
 from autopar.errors import InvalidInput
 from autopar.plan.runtime_program import Program
 from autopar.runtime.backends.world import World, require_living
@@ -81,7 +81,7 @@ class DirectCalls:
 
         Which it is is the same on all ranks, whatever each of them finds there.
         """
-        require_one(grad)
+        require_single_gradient(grad)
         if torch.is_grad_enabled():
             raise InvalidInput(
                 "on processes a call has gradients, and these have none of their own",

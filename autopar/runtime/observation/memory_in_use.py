@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from autopar._torch.allocator_profile import AllocatorProfile
 from autopar._torch.tensors import local_of, memory_of
-from autopar.cost.footprint import HOST, Memory
+from autopar.cost.footprint import HOST_PREFIX, Memory
 from autopar.errors import InvalidInput, require_one_of
 from autopar.plan.plan import Plan
 from autopar.plan.runtime_program import Program
@@ -177,7 +177,7 @@ def local_bytes(tensors: TensorsByKind, device: torch.device) -> HeldBytes:
             if memory_of(tensor) in seen:
                 continue
             seen.add(memory_of(tensor))
-            place = kind if tensor.device.type == device.type else f"{HOST}{kind}"
+            place = kind if tensor.device.type == device.type else f"{HOST_PREFIX}{kind}"
             sizes[place] = (sizes.get(place) or 0) + tensor.untyped_storage().nbytes()
     return sizes
 
@@ -225,14 +225,16 @@ def compare_with_plan(
     planned, on_gpu = memory.to_json(), device is not None and device.type == "cuda"
     kinds = {}
     for kind in KINDS:
-        host_bytes = planned.get(f"{HOST}{kind}", 0.0)
+        host_bytes = planned.get(f"{HOST_PREFIX}{kind}", 0.0)
         device_bytes = planned[kind]
         if not on_gpu:  # a CPU's gradients are on the host already, so they do not count twice
             is_shared = kind == "gradients"
             device_bytes = max(device_bytes, host_bytes) if is_shared else device_bytes + host_bytes
         kinds[kind] = KindBytes(held.get(kind), device_bytes)
-        if on_gpu and (host_bytes or held.get(f"{HOST}{kind}")):
-            kinds[f"{HOST}{kind}"] = KindBytes(held.get(f"{HOST}{kind}", 0), host_bytes)
+        if on_gpu and (host_bytes or held.get(f"{HOST_PREFIX}{kind}")):
+            kinds[f"{HOST_PREFIX}{kind}"] = KindBytes(
+                held.get(f"{HOST_PREFIX}{kind}", 0), host_bytes
+            )
     if on_gpu:
         stats = torch.cuda.memory_stats(device)
         kinds["peak"] = KindBytes(stats["allocated_bytes.all.peak"], memory.peak)

@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch.communication import PendingWork, wait_for
 from autopar._torch.tensors import add_each, copy_each, dtensors_like, joined_flat, split_like
-from autopar.collectives.eager_movements import LateSum
-from autopar.cost.bucket_prices import ALONE_BYTES, buckets_of
+from autopar.collectives.eager_movements import DeferredSum
+from autopar.cost.bucket_prices import SINGLE_BUCKET_BYTES, fill_buckets
 from autopar.runtime.backends.host_copies import Copied, HostLink
 from autopar.runtime.parameters.flat_buffers import TensorPieces
 from autopar.runtime.parameters.piece_exchange import PieceExchange
@@ -129,7 +129,7 @@ class GradientBucket:
 
     @property
     def alone(self) -> bool:
-        return not self.is_cut and len(self.slots) == 1 and self.size >= ALONE_BYTES
+        return not self.is_cut and len(self.slots) == 1 and self.size >= SINGLE_BUCKET_BYTES
 
     def sum(self, summed: ReductionSpec, is_last: bool) -> Collectives:
         """Sum what backward has made since the last time; in the end over all ranks."""
@@ -242,7 +242,7 @@ def make_buckets(
     keys = {kind(slot, key): key for slot, key in slots}
     return [
         GradientBucket(keys[found[0][1]], [slot for slot, _ in found], keys[found[0][1]] in cut)
-        for found in buckets_of(kinds, limits, buffer_bytes)
+        for found in fill_buckets(kinds, limits, buffer_bytes)
     ]
 
 
@@ -371,7 +371,7 @@ class GradientSync:
         grads |= place_gradients(alone, take_gradients([slot.leaf for slot in alone]))
         return {name: grad for name, grad in grads.items() if name in reached}
 
-    def takes_along(self, late: LateSum) -> bool:
+    def takes_along(self, late: DeferredSum) -> bool:
         """Whether a bucket of the coming pass sums a number of the program as well."""
         for bucket in self.buckets:
             group = self._sums[bucket.key].group

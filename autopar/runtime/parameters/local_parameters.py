@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from autopar._torch.autograd import backward_pass_number
 from autopar._torch.leaf_gradients import keep_gradients_unshared
 from autopar._torch.tensors import local_of, version_of
-from autopar.cost.bucket_prices import cut_bytes
-from autopar.cost.copy_groups import CopyGroup, largest_group
+from autopar.cost.bucket_prices import sharded_bucket_bytes
+from autopar.cost.copy_groups import CopyGroup, largest_group_bytes
 from autopar.mesh import Mesh
 from autopar.passes import ParameterCopies
 from autopar.passes.localize import Axes
@@ -70,7 +70,9 @@ class LocalParameters:
     def cut_bytes(self, stages: tuple[int, ...]) -> int:
         """What a bucket holds of gradients that are cut, of parameters that these stages read: all
         ranks that sum them see the same groups of copies."""
-        return cut_bytes(largest_group(self._plans, stages, self._mesh) if self._mesh else 0)
+        return sharded_bucket_bytes(
+            largest_group_bytes(self._plans, stages, self._mesh) if self._mesh else 0
+        )
 
     @property
     def age(self) -> int:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.cost.copy_groups import Copied, copied_in
+from autopar.cost.copy_groups import CopiedParameter, copied_parameters
 from autopar.errors import InvalidInput
 from autopar.plan.runtime_program import Program
 from autopar.strategies.node_info import info
 
 
 @dataclass(frozen=True)
-class ParameterMovement(Copied):
+class ParameterMovement(CopiedParameter):
     """Of one parameter."""
 
     placeholder: str
@@ -37,7 +37,7 @@ def parameter_movements(program: Program) -> dict[str, ParameterMovement]:
         for node in stage.nodes.values()
         if (known := info(node).readers) is not None
     }
-    copied = copied_in(program.placeholders.values(), program.mesh, readers)
+    copied = copied_parameters(program.placeholders.values(), program.mesh, readers)
     found = {}
     for placeholder, name in program.captured.parameters.items():
         own = copied[program.placeholders[placeholder]]

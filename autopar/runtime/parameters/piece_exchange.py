@@ -28,9 +28,9 @@ from autopar._torch.communication import (
     wait_for,
 )
 from autopar._torch.tensors import copy_each
-from autopar.collectives.point_to_point import Scattered, go_by_messages, send_and_receive
+from autopar.collectives.point_to_point import ScatteredSum, send_and_receive, uses_messages
 from autopar.collectives.torch_operators import movable
-from autopar.cost.bucket_prices import goes_straight
+from autopar.cost.bucket_prices import is_sent_directly
 from autopar.runtime.backends.host_copies import Copied, HostLink
 from autopar.runtime.parameters.flat_buffers import Packing, TensorPieces, pack_tensors
 
@@ -68,14 +68,14 @@ class PieceExchange:
         """`has_straight`: large pieces may go straight, where that is better."""
         self.group, self._own, self._dtype = group, tensors[0].own, dtype
         self._members = len(tensors[0].bounds)
-        self._sends_itself = go_by_messages(device, group)
+        self._sends_itself = uses_messages(device, group)
         # What lies on a GPU and is moved by gloo travels through the host.
         on_host = device.type == "cuda" and moves_through_host(group)
         self._carrier = torch.device("cpu") if on_host else device
         is_better = self._sends_itself and has_straight
         is_large = [
             is_better
-            and goes_straight(one.shape, one.dim, math.prod(one.shape_of(0)) * dtype.itemsize)
+            and is_sent_directly(one.shape, one.dim, math.prod(one.shape_of(0)) * dtype.itemsize)
             for one in tensors
         ]
         self._large = [at for at, large in enumerate(is_large) if large]
@@ -192,7 +192,7 @@ class PieceExchange:
         sent = self._rows([terms[at].contiguous() for at in self._large])
         for row, packed_part in zip(sent, () if flat is None else flat.view(self._members, -1)):
             row.append(packed_part)
-        way.then = Scattered(sent, part, self._own, self.group).wait
+        way.then = ScatteredSum(sent, part, self._own, self.group).wait
         return part, way
 
     def _rows(self, large: Sequence[Tensor]) -> list[list[Tensor]]:

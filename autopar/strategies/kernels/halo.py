@@ -17,7 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.collectives.joint_kernels import Group, JointKernel, Piece, Steps, Trade, Traffic
+from autopar.collectives.joint_kernels import (
+    AllToAll,
+    CommVolume,
+    JointKernel,
+    KernelGroup,
+    Piece,
+    Steps,
+)
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -39,7 +46,7 @@ class WindowOperator:
 class _WindowCall:
     """A call on one rank: which dim is cut, and where."""
 
-    group: Group
+    group: KernelGroup
     window: WindowOperator
 
     @property
@@ -76,7 +83,7 @@ class _WindowCall:
         members, index = range(self.group.count), self.group.index
         sent = tuple(x.narrow(self.window.dim, *self.shared(index, other)) for other in members)
         shapes = [self._sized(x, self.shared(other, index)[1]) for other in members]
-        found = yield (yield Trade(sent, shapes))
+        found = yield (yield AllToAll(sent, shapes))
         return self._padded(torch.cat(found, self.window.dim))
 
     def blank(self, x: Tensor) -> Tensor:
@@ -99,7 +106,7 @@ class _WindowCall:
         lengths = [self.shared(other, index)[1] for other in members]
         sent = tuple(slope.split(lengths, self.window.dim))
         mine = [self.shared(index, other) for other in members]
-        found = yield (yield Trade(sent, [self._sized(x, length) for _, length in mine]))
+        found = yield (yield AllToAll(sent, [self._sized(x, length) for _, length in mine]))
         total = torch.zeros_like(x)
         for (start, length), part in zip(mine, found):
             total.narrow(self.window.dim, start, length).add_(part)
@@ -135,12 +142,12 @@ def _joint(name: str, along: Along, keeps: bool = True) -> JointKernel:
     """The kernel of an operator whose first argument is in pieces: `along` gives its window along
     one dim, counted from the last, by its arguments. `keeps`: backward reads what forward did."""
 
-    def call_of(group: Group, ndim: int, arguments: Mapping[str, Any]) -> _WindowCall:
+    def call_of(group: KernelGroup, ndim: int, arguments: Mapping[str, Any]) -> _WindowCall:
         cut = group.input(0)
         times = group.output().size // cut.size
         return _WindowCall(group, along(cut.dim - ndim, {**arguments, "times": times}))
 
-    def forward(group: Group, **arguments: Any) -> Steps:
+    def forward(group: KernelGroup, **arguments: Any) -> Steps:
         x = next(iter(arguments.values()))
         call = call_of(group, x.ndim, arguments)
         rows = yield from call.rows(x)
@@ -149,7 +156,7 @@ def _joint(name: str, along: Along, keeps: bool = True) -> JointKernel:
         rest = [*tensors], arguments | dict.fromkeys(tensors), x.shape
         return (out,), tuple(tensors.values()) if keeps else (), rest
 
-    def backward(group: Group, saved: Sequence[Tensor], rest: Any, grad: Tensor) -> Steps:
+    def backward(group: KernelGroup, saved: Sequence[Tensor], rest: Any, grad: Tensor) -> Steps:
         names, arguments, shape = rest
         call = call_of(group, len(shape), arguments | dict(zip(names, saved)))
         x = saved[0] if keeps else grad.new_zeros(()).expand(shape)
@@ -184,10 +191,10 @@ def _traffic(
     inputs: Sequence[float],
     outputs: Sequence[float],
     needs: Sequence[bool],
-) -> Traffic:
+) -> CommVolume:
     """Of the halo alone; mostly to and from two neighbours."""
     halo = (("shift", inputs[0]),)
-    return Traffic(halo, halo * (keeps + needs[0]), (1, 2))
+    return CommVolume(halo, halo * (keeps + needs[0]), (1, 2))
 
 
 # What is read along one dim, and how it is computed there.

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.collectives.joint_kernels import Gather, Group, JointKernel, Steps, Traffic
+from autopar.collectives.joint_kernels import AllGather, CommVolume, JointKernel, KernelGroup, Steps
 
 
 def scan_states(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
@@ -121,7 +121,7 @@ LINEAR_SCAN = torch.ops.autopar.linear_scan.default
 
 
 def cut_linear_scan(
-    group: Group, a: Tensor, b: Tensor, start: Tensor | None = None, dim: int = -1
+    group: KernelGroup, a: Tensor, b: Tensor, start: Tensor | None = None, dim: int = -1
 ) -> Steps:
     """One's own states, and what becomes of the last one before."""
     first = None if group.index or start is None else _wide(start)
@@ -131,7 +131,7 @@ def cut_linear_scan(
 
 
 def cut_linear_scan_backward(
-    group: Group, saved: Sequence[Tensor], rest: tuple[int, bool], grad: Tensor
+    group: KernelGroup, saved: Sequence[Tensor], rest: tuple[int, bool], grad: Tensor
 ) -> Steps:
     """The same the other way round."""
     (a, h, before), (dim, has_start) = saved, rest
@@ -154,7 +154,7 @@ def _carried(
     """The states of the piece that is number `index`, along the first dim, and the one before."""
     h = scan_states(a, b, start)
     last = h[-1] if len(h) else h.new_zeros(h.shape[1:])
-    totals = yield (yield Gather(torch.stack([a.prod(0), last])))
+    totals = yield (yield AllGather(torch.stack([a.prod(0), last])))
     before = torch.zeros_like(last) if start is None else start
     if index:
         for factor, end in (totals[::-1] if is_reversed else totals)[:index]:
@@ -165,10 +165,10 @@ def _carried(
 
 def _traffic(
     count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
-) -> Traffic:
+) -> CommVolume:
     """Two rows of each rank."""
     once = (("all_gather", 2 * count * outputs[0]),)
-    return Traffic(once, once, (2, 2))
+    return CommVolume(once, once, (2, 2))
 
 
 SCAN = JointKernel(cut_linear_scan, cut_linear_scan_backward, _traffic, is_wide=True)

@@ -19,7 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.collectives.joint_kernels import Gather, Group, JointKernel, Steps, Sum, Traffic
+from autopar.collectives.joint_kernels import (
+    AllGather,
+    AllReduce,
+    CommVolume,
+    JointKernel,
+    KernelGroup,
+    Steps,
+)
 
 Arguments = Mapping[str, Any]
 # The columns of a piece, from its elements, the dims and the arguments.
@@ -37,10 +44,10 @@ def _kernel(
 ) -> JointKernel:
     """The kernel of an operator whose columns are reduced and combined so."""
 
-    def forward(group: Group, self: Tensor, **arguments: Any) -> Steps:
+    def forward(group: KernelGroup, self: Tensor, **arguments: Any) -> Steps:
         dims = dims_of(self, arguments)
         own = torch.stack(reduce(_wide(self, arguments), dims, arguments))
-        parts = torch.stack((yield (yield Gather(own))))
+        parts = torch.stack((yield (yield AllGather(own))))
         counts = _counts(group, self, dims)
         found = combine([*parts.unbind(1)], counts, group.index, arguments)
         differs = self.is_floating_point()
@@ -50,7 +57,7 @@ def _kernel(
         return (shaped.to(dtype) if differs else shaped,), (self, *found) if differs else (), rest
 
     def backward(
-        group: Group, saved: Sequence[Tensor], rest: tuple[Arguments, int], grad: Tensor
+        group: KernelGroup, saved: Sequence[Tensor], rest: tuple[Arguments, int], grad: Tensor
     ) -> Steps:
         yield from ()
         (x, *found), (arguments, count) = saved, rest
@@ -70,9 +77,9 @@ def _traffic(
     inputs: Sequence[float],
     outputs: Sequence[float],
     needs: Sequence[bool],
-) -> Traffic:
+) -> CommVolume:
     """The columns of all ranks."""
-    return Traffic((("all_gather", columns * count * outputs[0]),), (), (2, 1))
+    return CommVolume((("all_gather", columns * count * outputs[0]),), (), (2, 1))
 
 
 def dims_of(x: Tensor, arguments: Arguments) -> list[int]:
@@ -88,7 +95,7 @@ def _wide(x: Tensor, arguments: Arguments) -> Tensor:
     return x.to(torch.promote_types(dtype, torch.float32)) if dtype.is_floating_point else x
 
 
-def _counts(group: Group, x: Tensor, dims: list[int]) -> list[int]:
+def _counts(group: KernelGroup, x: Tensor, dims: list[int]) -> list[int]:
     """The elements of each piece that make one of the result."""
     cut = group.input(0)
     beside = math.prod(x.shape[dim] for dim in dims if dim != cut.dim)
@@ -321,7 +328,7 @@ REDUCTIONS = (
 
 
 def cut_softmax(
-    group: Group,
+    group: KernelGroup,
     self: Tensor,
     dim: int,
     dtype: torch.dtype | None = None,
@@ -335,7 +342,7 @@ def cut_softmax(
 
 
 def cut_log_softmax(
-    group: Group,
+    group: KernelGroup,
     self: Tensor,
     dim: int,
     dtype: torch.dtype | None = None,
@@ -353,30 +360,30 @@ def _exponentiated(x: Tensor, dim: int, dtype: torch.dtype | None) -> Steps:
     most = _filled(wide, [dim % x.ndim], -math.inf)
     if x.shape[dim]:
         most = wide.amax(dim, keepdim=True)
-    found = yield (yield Gather(most))
+    found = yield (yield AllGather(most))
     shifted = wide - torch.stack(found).amax(0)
     exponentials = shifted.exp()
-    (total,) = yield (yield Sum(exponentials.sum(dim, keepdim=True)))
+    (total,) = yield (yield AllReduce(exponentials.sum(dim, keepdim=True)))
     return exponentials, total, shifted
 
 
 def cut_softmax_backward(
-    group: Group, saved: Sequence[Tensor], rest: tuple[int, torch.dtype], grad: Tensor
+    group: KernelGroup, saved: Sequence[Tensor], rest: tuple[int, torch.dtype], grad: Tensor
 ) -> Steps:
     """What all elements of a row have in common is one sum."""
     (out,), (dim, dtype) = saved, rest
     slope = _wide(grad * out, {})
-    (common,) = yield (yield Sum(slope.sum(dim, keepdim=True)))
+    (common,) = yield (yield AllReduce(slope.sum(dim, keepdim=True)))
     return ((slope - out * common).to(dtype),)
 
 
 def cut_log_softmax_backward(
-    group: Group, saved: Sequence[Tensor], rest: tuple[int, torch.dtype], grad: Tensor
+    group: KernelGroup, saved: Sequence[Tensor], rest: tuple[int, torch.dtype], grad: Tensor
 ) -> Steps:
     """As above, for which the probabilities are made again."""
     (out,), (dim, dtype) = saved, rest
     wide = _wide(grad, {})
-    (total,) = yield (yield Sum(wide.sum(dim, keepdim=True)))
+    (total,) = yield (yield AllReduce(wide.sum(dim, keepdim=True)))
     return ((wide - out.exp() * total).to(dtype),)
 
 
@@ -385,9 +392,9 @@ def _traffic_of_rows(
     inputs: Sequence[float],
     outputs: Sequence[float],
     needs: Sequence[bool],
-) -> Traffic:
+) -> CommVolume:
     """A number of each rank for each row, then a sum; one sum in backward."""
-    return Traffic(
+    return CommVolume(
         (("all_gather", count * outputs[0]), ("all_reduce", outputs[0])),
         (("all_reduce", outputs[0]),),
         (2, 1),

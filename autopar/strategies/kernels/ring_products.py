@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from autopar.collectives.joint_kernels import (
-    FurtherPiece,
-    Group,
+    CommVolume,
+    ExtraPiece,
     JointKernel,
-    Shift,
+    KernelGroup,
+    RingShift,
     Steps,
-    Traffic,
 )
 
 ROWS = -2  # the dim that travels
 
 
-def gathered_product(group: Group, input: Tensor, weight: Tensor, bias: None = None) -> Steps:
+def gathered_product(group: KernelGroup, input: Tensor, weight: Tensor, bias: None = None) -> Steps:
     """Rows of all members times one's own columns."""
     lengths = group.input(0).lengths
     out = input.new_empty(*input.shape[:ROWS], sum(lengths), weight.shape[0])
@@ -35,7 +35,7 @@ def gathered_product(group: Group, input: Tensor, weight: Tensor, bias: None = N
 
 
 def gathered_product_backward(
-    group: Group, saved: Sequence[Tensor], rest: None, grad: Tensor
+    group: KernelGroup, saved: Sequence[Tensor], rest: None, grad: Tensor
 ) -> Steps:
     """The rows come by once more, for the weight; the sums of their gradients come home."""
     input, weight = saved
@@ -53,7 +53,9 @@ def gathered_product_backward(
     return of_input, of_weight if group.needs[1] else None
 
 
-def scattered_product(group: Group, input: Tensor, weight: Tensor, bias: None = None) -> Steps:
+def scattered_product(
+    group: KernelGroup, input: Tensor, weight: Tensor, bias: None = None
+) -> Steps:
     """Of the sum of all members' products one's own rows."""
     lengths = group.output().lengths
     rows = input.split(lengths, ROWS)
@@ -62,7 +64,7 @@ def scattered_product(group: Group, input: Tensor, weight: Tensor, bias: None = 
 
 
 def scattered_product_backward(
-    group: Group, saved: Sequence[Tensor], rest: None, grad: Tensor
+    group: KernelGroup, saved: Sequence[Tensor], rest: None, grad: Tensor
 ) -> Steps:
     """The gradients of all rows come by."""
     input, weight = saved
@@ -82,7 +84,7 @@ def scattered_product_backward(
 
 
 def _around(
-    group: Group, lengths: Sequence[int], own: Tensor, use: Callable[[int, Tensor], None]
+    group: KernelGroup, lengths: Sequence[int], own: Tensor, use: Callable[[int, Tensor], None]
 ) -> Steps:
     """Each member's rows come by, one's own first."""
     at, here = group.index, own
@@ -90,13 +92,13 @@ def _around(
         coming = None
         if step < group.count - 1:
             before = (at - 1) % group.count
-            coming = yield Shift((here,), 1, (_with_rows(own, lengths[before]),))
+            coming = yield RingShift((here,), 1, (_with_rows(own, lengths[before]),))
         use(at, here)
         if coming is not None:
             (here,), at = (yield coming), before
 
 
-def _homeward(group: Group, lengths: Sequence[int], term: Callable[[int], Tensor]) -> Steps:
+def _homeward(group: KernelGroup, lengths: Sequence[int], term: Callable[[int], Tensor]) -> Steps:
     """The sum of all members' terms for one's own rows: it sets out from the next member, and each
     makes its own term while it comes."""
     index, count = group.index, group.count
@@ -105,7 +107,7 @@ def _homeward(group: Group, lengths: Sequence[int], term: Callable[[int], Tensor
         after = (index - 1 - step) % count
         shape = list(total.shape)
         shape[ROWS] = lengths[after]
-        coming = yield Shift((total,), 1, (shape,))
+        coming = yield RingShift((total,), 1, (shape,))
         own = term(after)
         (total,) = yield coming
         total += own
@@ -134,31 +136,31 @@ def _add_product(total: Tensor, slope: Tensor, x: Tensor, is_first: bool) -> Non
 
 def _gathered_traffic(
     count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
-) -> Traffic:
+) -> CommVolume:
     rows, weight = inputs
     once, rings = (("shift", rows),) * (count - 1), sum(needs)
     # Forward, and for the weight, each piece is of another member's rows. Sums of gradients of rows
     # come home: a term is made, and added.
-    of_rows = FurtherPiece(weight + 2 * rows, 2 * rows)
-    of_weight = FurtherPiece(rows + weight, weight)
-    further = FurtherPiece(weight + rows), _of_both(needs, of_rows, of_weight)
-    return Traffic(once, once * rings, (count - 1, rings * (count - 1)), further)
+    of_rows = ExtraPiece(weight + 2 * rows, 2 * rows)
+    of_weight = ExtraPiece(rows + weight, weight)
+    further = ExtraPiece(weight + rows), _of_both(needs, of_rows, of_weight)
+    return CommVolume(once, once * rings, (count - 1, rings * (count - 1)), further)
 
 
 def _scattered_traffic(
     count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
-) -> Traffic:
+) -> CommVolume:
     (_, weight), (rows,) = inputs, outputs
     once = (("shift", rows),) * (count - 1)
-    of_rows, of_weight = FurtherPiece(rows + weight), FurtherPiece(rows + weight, weight)
-    further = FurtherPiece(weight + 2 * rows, 2 * rows), _of_both(needs, of_rows, of_weight)
-    return Traffic(once, once, (count - 1, sum(needs) * (count - 1)), further)
+    of_rows, of_weight = ExtraPiece(rows + weight), ExtraPiece(rows + weight, weight)
+    further = ExtraPiece(weight + 2 * rows, 2 * rows), _of_both(needs, of_rows, of_weight)
+    return CommVolume(once, once, (count - 1, sum(needs) * (count - 1)), further)
 
 
-def _of_both(needs: Sequence[bool], *parts: FurtherPiece) -> FurtherPiece:
+def _of_both(needs: Sequence[bool], *parts: ExtraPiece) -> ExtraPiece:
     """Of the gradients that are asked for."""
     asked = [part for part, is_asked in zip(parts, needs) if is_asked]
-    return FurtherPiece(sum(one.read for one in asked), sum(one.written for one in asked))
+    return ExtraPiece(sum(one.read for one in asked), sum(one.written for one in asked))
 
 
 GATHERED = JointKernel(gathered_product, gathered_product_backward, _gathered_traffic, True)

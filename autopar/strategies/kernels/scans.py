@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autopar.collectives.joint_kernels import Gather, Group, JointKernel, Steps, Traffic
+from autopar.collectives.joint_kernels import AllGather, CommVolume, JointKernel, KernelGroup, Steps
 
 
-def cut_cumsum(group: Group, self: Tensor, dim: int, dtype: torch.dtype | None = None) -> Steps:
+def cut_cumsum(
+    group: KernelGroup, self: Tensor, dim: int, dtype: torch.dtype | None = None
+) -> Steps:
     """One's own sums, and what all ranks before have in total."""
-    totals = yield (yield Gather(self.sum(dim, keepdim=True, dtype=dtype)))
+    totals = yield (yield AllGather(self.sum(dim, keepdim=True, dtype=dtype)))
     out = self.cumsum(dim, dtype=dtype)
     for total in totals[: group.index]:
         out += total
@@ -20,11 +22,11 @@ def cut_cumsum(group: Group, self: Tensor, dim: int, dtype: torch.dtype | None =
 
 
 def cut_cumsum_backward(
-    group: Group, saved: Sequence[Tensor], rest: tuple[int, torch.dtype], grad: Tensor
+    group: KernelGroup, saved: Sequence[Tensor], rest: tuple[int, torch.dtype], grad: Tensor
 ) -> Steps:
     """Each element is in all sums from its own on."""
     dim, dtype = rest
-    totals = yield (yield Gather(grad.sum(dim, keepdim=True)))
+    totals = yield (yield AllGather(grad.sum(dim, keepdim=True)))
     found = grad.flip(dim).cumsum(dim).flip(dim)
     for total in totals[group.index + 1 :]:
         found += total
@@ -33,10 +35,10 @@ def cut_cumsum_backward(
 
 def _traffic(
     count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
-) -> Traffic:
+) -> CommVolume:
     """One row of each rank."""
     once = (("all_gather", count * outputs[0]),)
-    return Traffic(once, once, (1, 1))
+    return CommVolume(once, once, (1, 1))
 
 
 CUMSUM = JointKernel(cut_cumsum, cut_cumsum_backward, _traffic)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.collectives.single_backward import once
+from autopar.collectives.single_backward import forbid_double_grad
 from autopar.strategies.kernels.keyed_draws import (
     DrawPlace,
     columns_of,
@@ -86,7 +86,11 @@ class _Attention(torch.autograd.Function):
             found = _Attention._slopes(ctx, grad)
         read = tuple(x for x in ctx.saved_tensors[:4] if x is not None)
         remedy = "a dropout of 0 in it, or attention that is written as its parts"
-        return *once(found, read, [grad], "attention with dropout", remedy), None, None
+        return (
+            *forbid_double_grad(found, read, [grad], "attention with dropout", remedy),
+            None,
+            None,
+        )
 
     @staticmethod
     def _slopes(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -24,7 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autopar.collectives.joint_kernels import Group, JointKernel, Piece, Shift, Steps, Traffic
+from autopar.collectives.joint_kernels import (
+    CommVolume,
+    JointKernel,
+    KernelGroup,
+    Piece,
+    RingShift,
+    Steps,
+)
 from autopar.strategies.kernels.attention.attention_blocks import (
     AttentionBlock,
     AttentionOptions,
@@ -143,7 +150,7 @@ class _Member:
         if returning is not None:
             self._take(ring.steps[-1], (yield returning))
 
-    def _given(self, step: int) -> Shift:
+    def _given(self, step: int) -> RingShift:
         """To the member `step` places on, what it computes with then."""
         theirs = self._task_of_next(step)
         given: Tensors = ()
@@ -153,7 +160,7 @@ class _Member:
         own = self.ring.task(self.at, step)
         return _shift(step, given, own, self.queries, self.keys)
 
-    def _returned(self, step: int, found: Tensors) -> Shift:
+    def _returned(self, step: int, found: Tensors) -> RingShift:
         theirs = self._task_of_next(step)
         return _shift(-step, found, theirs, self.for_queries, self.for_keys)
 
@@ -181,7 +188,7 @@ class _Member:
 
 def _shift(
     step: int, given: Tensors, task: RingTask | None, queries: Tensors, keys: Tensors
-) -> Shift:
+) -> RingShift:
     """A message, and for another task one that comes. All are as many tensors."""
     shapes: list[tuple[int, ...]] = []
     if task is not None:
@@ -191,7 +198,7 @@ def _shift(
     longer = queries if len(queries) > len(keys) else keys
     places = zip_longest(given, longer)
     sent = tuple(like.new_empty(0) if one is None else one for one, like in places)
-    return Shift(sent, step, [*shapes, *[(0,)] * (len(longer) - len(shapes))])
+    return RingShift(sent, step, [*shapes, *[(0,)] * (len(longer) - len(shapes))])
 
 
 class _ForwardMember(_Member):
@@ -260,7 +267,7 @@ class _BackwardMember(_Member):
 
 
 def ring_attention(
-    group: Group,
+    group: KernelGroup,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -289,13 +296,13 @@ def ring_attention(
     return (output,), (query, key, value, output, member.sums, *given), (ring, is_grouped)
 
 
-def causal_ring_attention(group: Group, **arguments: Any) -> Steps:
+def causal_ring_attention(group: KernelGroup, **arguments: Any) -> Steps:
     """The same, whose traffic is that of causal queries that are cut as the keys are."""
     return (yield from ring_attention(group, **arguments))
 
 
 def ring_attention_backward(
-    group: Group, saved: Tensors, rest: tuple[Ring, bool], slope: Tensor
+    group: KernelGroup, saved: Tensors, rest: tuple[Ring, bool], slope: Tensor
 ) -> Steps:
     """The gradients of all tensors that were given."""
     ring, is_grouped = rest
@@ -342,10 +349,10 @@ def _traffic(
     outputs: Sequence[float],
     needs: Sequence[bool],
     **_: int,
-) -> Traffic:
+) -> CommVolume:
     """Keys and values of all others come, and their gradients go back."""
     once = (("shift", inputs[1] + inputs[2]),) * (count - 1)
-    return Traffic(once, once * 2, (count - 1, count - 1))
+    return CommVolume(once, once * 2, (count - 1, count - 1))
 
 
 def _causal_traffic(
@@ -355,7 +362,7 @@ def _causal_traffic(
     needs: Sequence[bool],
     e: int,
     itemsize: int,
-) -> Traffic:
+) -> CommVolume:
     """In each step some members get keys and values, and others queries, for which they return the
     output, with a number for each row; in backward these come with both and the gradient. In the
     last step it may be half."""
@@ -368,7 +375,7 @@ def _causal_traffic(
         forward += [("shift", max(keys, part * query)), ("shift", part * (output + sums))]
         backward.append(("shift", max(keys, part * (query + 2 * output + sums))))
         backward.append(("shift", max(keys, part * query)))
-    return Traffic(tuple(forward), tuple(backward), (count // 2, count // 2))
+    return CommVolume(tuple(forward), tuple(backward), (count // 2, count // 2))
 
 
 RING = JointKernel(ring_attention, ring_attention_backward, _traffic, True)

@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autopar.collectives.joint_kernels import Gather, Group, JointKernel, Steps, Trade, Traffic
+from autopar.collectives.joint_kernels import (
+    AllGather,
+    AllToAll,
+    CommVolume,
+    JointKernel,
+    KernelGroup,
+    Steps,
+)
 from autopar.strategies.kernels.experts.expert_kernels import Experts, as_rows, sum_dtype
 
 DOWN = 3  # which of its tensors are the experts
@@ -26,15 +33,15 @@ class _Route(NamedTuple):
     rows: tuple[Tensor, ...]
     comes: tuple[int, ...]
 
-    def out(self, x: Tensor) -> Trade:
+    def out(self, x: Tensor) -> AllToAll:
         """To where their experts are."""
         shapes = [(count, *x.shape[1:]) for count in self.comes]
-        return Trade(tuple(x[rows] for rows in self.rows), shapes)
+        return AllToAll(tuple(x[rows] for rows in self.rows), shapes)
 
-    def back(self, x: Tensor) -> Trade:
+    def back(self, x: Tensor) -> AllToAll:
         """To where they came from."""
         shapes = [(len(rows), *x.shape[1:]) for rows in self.rows]
-        return Trade(tuple(piece.contiguous() for piece in x.split(self.comes)), shapes)
+        return AllToAll(tuple(piece.contiguous() for piece in x.split(self.comes)), shapes)
 
     def added(self, tokens: int, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """For each token the sum of what has come back."""
@@ -46,7 +53,7 @@ class _Route(NamedTuple):
 
 
 def routed_experts(
-    group: Group, x: Tensor, chosen: Tensor, weights: Tensor, **arguments: Any
+    group: KernelGroup, x: Tensor, chosen: Tensor, weights: Tensor, **arguments: Any
 ) -> Steps:
     """The same arguments as the operator, of the tokens and the experts at hand."""
     pieces = group.input(DOWN).pieces
@@ -84,7 +91,7 @@ class _Rest(NamedTuple):
 
 
 def routed_experts_backward(
-    group: Group, saved: Sequence[Tensor], rest: _Rest, grad: Tensor
+    group: KernelGroup, saved: Sequence[Tensor], rest: _Rest, grad: Tensor
 ) -> Steps:
     """The gradients of tokens go to where their experts are, those of what these read come back."""
     route, kept = rest.route, iter(saved)
@@ -103,7 +110,7 @@ def routed_experts_backward(
     return of_x.view(x_shape), None, of_weights.view(weights_shape), *learned
 
 
-def _route(group: Group, chosen: Tensor, pieces: Sequence[tuple[int, int]]) -> Steps:
+def _route(group: KernelGroup, chosen: Tensor, pieces: Sequence[tuple[int, int]]) -> Steps:
     """Found from the choices, and from how many tokens each member sends to each; where no values
     are known, of routing that is balanced."""
     if chosen.is_meta:
@@ -116,7 +123,7 @@ def _route(group: Group, chosen: Tensor, pieces: Sequence[tuple[int, int]]) -> S
         for start, length in pieces
     )
     counts = torch.tensor([len(one) for one in rows], device=chosen.device)
-    sent = yield (yield Gather(counts))
+    sent = yield (yield AllGather(counts))
     comes = torch.stack(sent)[:, group.index].tolist()
     return _Route(rows, tuple(comes))
 
@@ -129,13 +136,13 @@ def _traffic(
     *,
     k: int,
     e: int,
-) -> Traffic:
+) -> CommVolume:
     """Of routing that is balanced."""
     copies = copies_of(k, e, count)
     counts, tokens = ("all_gather", 8.0 * count * count), ("all_to_all", copies * inputs[0])
     choices, weights = (("all_to_all", copies * size) for size in inputs[1:3])
     forward = counts, tokens, choices, weights, ("all_to_all", copies * outputs[0])
-    return Traffic(forward, (("all_to_all", copies * outputs[0]), tokens, weights))
+    return CommVolume(forward, (("all_to_all", copies * outputs[0]), tokens, weights))
 
 
 def copies_of(choices: int, experts: int, ranks: int) -> float:

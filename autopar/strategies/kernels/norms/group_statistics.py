@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autopar.collectives.joint_kernels import Group, JointKernel, Steps, Sum, Traffic
+from autopar.collectives.joint_kernels import AllReduce, CommVolume, JointKernel, KernelGroup, Steps
 
 
 def cut_group_norm(
-    group: Group,
+    group: KernelGroup,
     input: Tensor,
     num_groups: int,
     weight: Tensor | None,
@@ -22,8 +22,8 @@ def cut_group_norm(
 ) -> Steps:
     """The mean first, then the deviation from it: two small sums, which lose no digits."""
     x, count = _grouped(input, num_groups), _points(group, input, num_groups)
-    (mean,) = yield (yield Sum(x.sum(-1) / count))
-    (variance,) = yield (yield Sum((x - mean.unsqueeze(-1)).square().sum(-1) / count))
+    (mean,) = yield (yield AllReduce(x.sum(-1) / count))
+    (variance,) = yield (yield AllReduce((x - mean.unsqueeze(-1)).square().sum(-1) / count))
     inverse = torch.rsqrt(variance + eps)
     y = _normal(input, num_groups, mean, inverse)
     if weight is not None:
@@ -35,7 +35,7 @@ def cut_group_norm(
 
 
 def cut_group_norm_backward(
-    group: Group, saved: Sequence[Tensor], rest: tuple[int, bool], grad: Tensor
+    group: KernelGroup, saved: Sequence[Tensor], rest: tuple[int, bool], grad: Tensor
 ) -> Steps:
     """What all points of a group have in common are two sums."""
     input, *parameters, mean, inverse = saved
@@ -45,7 +45,7 @@ def cut_group_norm_backward(
     slope = wide * _along(parameters[0], wide) if parameters else wide
     grouped, around = _grouped(slope, num_groups), _grouped(normal, num_groups)
     terms = torch.stack((grouped.sum(-1), (grouped * around).sum(-1))) / count
-    ((common, along),) = yield (yield Sum(terms))
+    ((common, along),) = yield (yield AllReduce(terms))
     of_x = grouped - common.unsqueeze(-1) - around * along.unsqueeze(-1)
     of_input = (of_x * inverse.unsqueeze(-1)).view(input.shape).to(input.dtype)
     dims = [dim for dim in range(grad.ndim) if dim != 1]
@@ -73,7 +73,7 @@ def _along(vector: Tensor, x: Tensor) -> Tensor:
     return vector.view(-1, *(1,) * (x.ndim - 2))
 
 
-def _points(group: Group, x: Tensor, groups: int) -> int:
+def _points(group: KernelGroup, x: Tensor, groups: int) -> int:
     """Those of a group of one sample, of all pieces."""
     cut = group.input(0)
     beside = math.prod(size for dim, size in enumerate(x.shape) if dim not in (0, 1, cut.dim))
@@ -87,10 +87,10 @@ def _traffic(
     needs: Sequence[bool],
     n: int,
     g: int,
-) -> Traffic:
+) -> CommVolume:
     sums = 8.0 * n * g
     once = ("all_reduce", sums)
-    return Traffic((once, once), (("all_reduce", 2 * sums),), (2, 2))
+    return CommVolume((once, once), (("all_reduce", 2 * sums),), (2, 2))
 
 
 GROUP_NORM = JointKernel(cut_group_norm, cut_group_norm_backward, _traffic, told=("n", "g"))

@@ -10,22 +10,30 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.origins import copied_parameter
 from autopar.cluster import Device
-from autopar.cost.operator_costs import ShardSizes, Work, facts_of, seconds, work
+from autopar.cost.operator_costs import (
+    OperatorWork,
+    ShardSizes,
+    facts_of,
+    operator_seconds,
+    operator_work,
+)
 from autopar.mesh import Mesh
 from autopar.strategies import Strategy
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import tensor_inputs
 from autopar.strategies.rule import Facts
 
-WholeWork = list[tuple[Facts, Work, int]]  # of each kind of operator, and how many there are
+UnshardedWork = list[
+    tuple[Facts, OperatorWork, int]
+]  # of each kind of operator, and how many there are
 
 
-def is_counted(node: fx.Node) -> bool:
+def runs_each_microbatch(node: fx.Node) -> bool:
     """Whether every micro-batch runs a call on the devices."""
     return info(node).learns and not info(node).on_host and copied_parameter(node) is None
 
 
-def whole_work(captured: Captured, counted: Iterable[fx.Node]) -> WholeWork:
+def unsharded_work(captured: Captured, counted: Iterable[fx.Node]) -> UnshardedWork:
     """Of each kind of operator among those that are `counted`, and how many there are of it."""
     mesh, kinds = Mesh(x=1), dict[int, fx.Node]()
     counts = Counter[int]()
@@ -39,16 +47,18 @@ def whole_work(captured: Captured, counted: Iterable[fx.Node]) -> WholeWork:
         rule = captured.priced[node.name]
         assert rule is not None
         facts = facts_of(node, rule, tensor_inputs(node))
-        found.append((facts, work(facts, ShardSizes(rule, [Strategy()], mesh)), counts[kind]))
+        found.append(
+            (facts, operator_work(facts, ShardSizes(rule, [Strategy()], mesh)), counts[kind])
+        )
     return found
 
 
-def spread_seconds(whole: WholeWork, pieces: int, device: Device) -> tuple[float, float]:
+def spread_seconds(whole: UnshardedWork, pieces: int, device: Device) -> tuple[float, float]:
     """Seconds forward and backward of all of it, of each operator one of so many `pieces`."""
     forward = backward = 0.0
     for facts, done, count in whole:
-        part = Work(*(each / pieces for each in done))
-        once = seconds(facts, part, device)
+        part = OperatorWork(*(each / pieces for each in done))
+        once = operator_seconds(facts, part, device)
         forward += count * float(once[0][0])
         backward += count * float(once[1][0])
     return forward, backward
@@ -58,6 +68,6 @@ def model_flops(captured: Captured) -> float:
     """FLOPs of the products of a step, forward and backward, each once: no recomputation."""
     return sum(
         count * float(done.flops[0] + done.backward_flops[0])
-        for facts, done, count in whole_work(captured, captured.operators)
+        for facts, done, count in unsharded_work(captured, captured.operators)
         if facts.rule.product
     )

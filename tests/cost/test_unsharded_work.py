@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
-from autopar.cost.whole_work import model_flops
+from autopar.cost.unsharded_work import model_flops
 
 
 def test_products_count_forward_and_for_each_gradient() -> None:
