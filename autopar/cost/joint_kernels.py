@@ -42,10 +42,10 @@ def joint_call(facts: Facts, strategy: Strategy, mesh: Mesh) -> JointCall | None
     inputs = [float(size[0]) for size in pieces.inputs(facts)]
     outputs = [float(size[0]) for size in pieces.outputs(facts)]
     joint = facts.rule.joints.get(call.name)
-    if joint is not None and joint.beside is not None:
-        inputs[0] *= _moved_share(call, joint.beside, mesh)
-        if isinstance(joint.beside, int):
-            outputs[0] *= joint.beside / max(call.group(mesh, 0).output().lengths)
+    if joint is not None and joint.travelling_rows is not None:
+        inputs[0] *= _moved_share(call, joint.travelling_rows, mesh)
+        if isinstance(joint.travelling_rows, int):
+            outputs[0] *= joint.travelling_rows / max(call.group(mesh, 0).output().lengths)
     if kernel.is_wide:
         outputs[0] *= max(4 / facts.dtype.itemsize, 1)
     known = {**facts.rule.sizes, "itemsize": facts.dtype.itemsize}

@@ -43,7 +43,7 @@ class OperatorWork(NamedTuple):
     backward_flops: Array
     backward_read: Array
     backward_written: Array
-    between: Array  # by the parts of `rule.Between`
+    between: Array  # by the fields of `IntermediateWork`
 
 
 def _output_factor(joint: JointCut) -> str | None:
@@ -138,7 +138,7 @@ def operator_work(facts: Facts, pieces: ShardSizes) -> OperatorWork:
     """The work of one call under all strategies."""
     rule = facts.rule
     nothing = np.zeros(pieces.count)
-    between = np.multiply.outer(pieces.share(), rule.between)
+    between = np.multiply.outer(pieces.share(), rule.intermediate)
     if facts.is_view:
         return OperatorWork(*(nothing,) * 6, between)
     inputs, outputs = pieces.inputs(facts), pieces.outputs(facts)
@@ -214,7 +214,7 @@ def extra_saved_bytes(facts: Facts, pieces: ShardSizes) -> Array:
     usual = facts.rule.saved
     for extra in usual.extra:
         total = total + pieces.bytes(extra, facts.dtype)
-    for index, strategy in enumerate(pieces.strategies if facts.rule.kept else ()):
+    for index, strategy in enumerate(pieces.strategies if facts.rule.saved_by_joint else ()):
         own = facts.rule.saved_under(strategy)
         if own is not usual:
             total[index] = sum(pieces.bytes(extra, facts.dtype)[index] for extra in own.extra)

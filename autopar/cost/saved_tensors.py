@@ -104,7 +104,7 @@ class SavedTensors:
             kept = [storage(read[i]) for i in places] + [storage(node)] * saved.output
             return bool(saved.extra) or any(maker(value).name in own for value in kept)
 
-        return all(map(keeps, (facts.rule.saved, *facts.rule.kept.values())))
+        return all(map(keeps, (facts.rule.saved, *facts.rule.saved_by_joint.values())))
 
     def _is_there(self, value: str) -> bool:
         """Whether it is on the host anyway."""
@@ -128,7 +128,7 @@ def saved_values(captured: Captured, at_most: bool = False) -> dict[tuple[fx.Nod
         learns = [info(node).learns and info(value).learns for value in inputs]
         if rule is None or not any(learns):
             continue
-        ways = rule.saved, *rule.kept.values()
+        ways = rule.saved, *rule.saved_by_joint.values()
         read = combined(*(set(saved.inputs_for(learns)) for saved in ways))
         values = [storage(inputs[i]) for i in sorted(read)]
         values += [storage(node)] if some(saved.output for saved in ways) else []

@@ -293,7 +293,7 @@ class BatchCutter:
         if not info(node).val.dtype.is_floating_point:
             return None
         every = frozenset(range(len(rule.inputs)))
-        passes = [*rule.passes, every] if rule.adds or rule.rounds else rule.passes
+        passes = [*rule.passes, every] if rule.added_numbers or rule.rounds else rule.passes
         return next((members for members in passes if summed <= members), None)
 
     def _numbers_shared(
@@ -301,10 +301,10 @@ class BatchCutter:
     ) -> tuple[tuple, dict[str, Any]]:
         """The arguments of a term of the sum, with its part of a number that is added."""
         rule = self.captured.rules[node.name]
-        if rule is None or not rule.adds:
+        if rule is None or not rule.added_numbers:
             return args, kwargs
         declared = node.target._schema.arguments  # type: ignore[union-attr]
-        shares = {a.name: self.count if a.name in rule.adds else None for a in declared}
+        shares = {a.name: self.count if a.name in rule.added_numbers else None for a in declared}
         parts = [v if n is None else v / n for v, n in zip(args, shares.values())]
         named = {k: v if shares[k] is None else v / shares[k] for k, v in kwargs.items()}
         return tuple(parts), named

@@ -78,7 +78,7 @@ def local_call(
         )
     if known.start_of is None:
         function, args, kwargs = piece_call(
-            node, known.rule, known.strategy, known.type, mesh, rank
+            node, known.rule, known.strategy, types=known.type, mesh=mesh, rank=rank
         )
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu") if known.on_host else device

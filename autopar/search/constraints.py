@@ -282,7 +282,7 @@ def _require_joints(
     go with one another, or with what else is cut."""
     for factor in axes:
         cut = {other for other in axes if {*axes[other]} & {*axes[factor]}}
-        reason = rule.why_whole(factor) if rule.alone(factor) == factor else None
+        reason = rule.why_whole(factor) if rule.cut_alone(factor) == factor else None
         if axes[factor] and len(cut) == 1 and reason is not None:
             raise InvalidInput(
                 f"a dim that an operator keeps whole is not cut: {reason}",
@@ -302,7 +302,7 @@ def _require_joints(
         choices.setdefault(choice, []).append(axis)
     known = {choice: own for choice, own in choices.items() if choice is not None}
     fit = all(rule.fits(name, mesh.degree(known[name])) for name in known.keys() & rule.joints)
-    if len(known) < len(choices) or not fit or not rule.go_together(known, mesh):
+    if len(known) < len(choices) or not fit or not rule.can_combine(known, mesh):
         cuts = ", ".join(f"{factor!r} by {'@'.join(own)}" for factor, own in axes.items() if own)
         raise InvalidInput(
             "an operator has one joint, whose factors are large enough for all their axes",

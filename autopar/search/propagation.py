@@ -248,7 +248,7 @@ class _Propagation:
         if factor is None:
             return
         if (before := self.cuts[node].get(axis)) is None:
-            factor = self.rules[node].alone(factor)
+            factor = self.rules[node].cut_alone(factor)
         else:
             joint = self._joint(node, before, factor)
             if joint is None:
@@ -265,7 +265,7 @@ class _Propagation:
         an operator with annotated inputs."""
         rule = self.rules[node]
         if node.name not in self.constraints.bound or before in (factor, *rule.joints):
-            return rule.joint_that_follows(before, factor)
+            return rule.joint_after(before, factor)
         return rule.joint_of({before, factor})
 
     def _cut(self, node: fx.Node, axis: str, choice: str) -> None:
@@ -330,7 +330,7 @@ class _Propagation:
         for other, choice in (self.cuts[node] | {axis: factor}).items():
             cuts.setdefault(choice, []).append(other)
         degree = self.mesh.degree(cuts[factor])
-        return rule.fits(factor, degree) and rule.go_together(cuts, self.mesh)
+        return rule.fits(factor, degree) and rule.can_combine(cuts, self.mesh)
 
     def _agrees_with_marker(self, node: fx.Node, axis: str, factor: str) -> bool:
         dim = self.fixed[node].dim_of(axis)

@@ -6,11 +6,10 @@
     for strategy in rule.strategies(mesh):  # every way to give the mesh's axes to its factors
         rule.signature(strategy)            # layouts of inputs, gradients and outputs
 
-Where to look: `language.py` reads a line, `rule.py` says what follows from it, `registry.py` keeps
-the rules, `observed.py` has what is seen of calls without one, `local.py` makes one rank's call,
-`kernels/` holds the local functions that some cuts need, `kernel_calls.py` says which call needs
-which, and each file of `rules/` has the rules of a family of operators. A new operator is one line
-there.
+Reading order: `language.py` reads a line, `rule.py` says what follows from it, `registry.py` keeps
+the rules, and each file of `rules/` has the rules of a family of operators: a new operator is one
+line there. `observed_rules.py` serves calls without a rule, `local_calls.py` makes one rank's call.
+`kernels/` holds the local functions that some cuts need, `kernel_calls.py` says when.
 """
 
 import importlib

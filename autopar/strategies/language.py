@@ -6,15 +6,10 @@
     "n+ c ...+, c -> two c"               n and ... are summed although the shift lacks them
     "... h! -> ... h!, ..."               two results: the rows, and a number for each
 
-Tensors are parted by commas, dims by blanks. `!` marks a factor (or a group, or `...`) that stays
-whole. `+` marks one that is summed out although some input lacks it: the caller asserts that the
-output is the sum of what the pieces give. `...` stands for the dims that are not named, aligned
-from the right and broadcast: a dim of size 1 has no factor. They are called d0, d1, ... Inputs at
-the end may be absent. A tensor without dims is written as nothing.
-
->>> rule = parse("... i, o i -> ... o", ((8, 4, 16), (32, 16)))
->>> rule.inputs[0], dict(rule.sizes)
-((('d0',), ('d1',), ('i',)), {'d0': 8, 'd1': 4, 'i': 16, 'o': 32})
+Tensors are parted by commas, dims by blanks; a tensor without dims is written as nothing. `!` marks
+a factor (or a group, or `...`) that stays whole. `+` marks one that is summed out although some
+input lacks it: the output is the sum over the pieces. `...` stands for unnamed dims d0, d1, ...,
+aligned from the right and broadcast: a dim of size 1 has no factor. Last inputs may be absent.
 """
 
 from __future__ import annotations
@@ -35,13 +30,13 @@ Shape = Sequence[int]
 Passes = str | Iterable[Iterable[int]]
 Flops = float | Callable[[Mapping[str, int]], float]
 ELLIPSIS = "..."
-_OF_DOTS = re.compile(r"d\d+")  # the dims of `...`
+_ELLIPSIS_FACTOR = re.compile(r"d\d+")  # a dim of `...`
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*|[()!+])")
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """One line, read but not yet given sizes. The dim `("...",)` stands for any number of dims."""
+    """A line that is read, without sizes; the dim `("...",)` stands for any number of dims."""
 
     text: str
     inputs: tuple[tuple[Dim, ...], ...]
@@ -51,7 +46,7 @@ class Pattern:
 
     @classmethod
     def read(cls, text: str) -> Pattern:
-        """Read a line, or say what is malformed."""
+        """Read a line; raise InvalidInput where it is malformed."""
         if text.count("->") != 1:
             raise _malformed(text, "it has exactly one '->'")
         whole: set[str] = set()
@@ -68,8 +63,11 @@ class Pattern:
 
 
 class Options(TypedDict, total=False):
-    """What a line does not say. An operator is a product if its FLOPs are given, or if it has no
-    `cost` and sums over a factor that two inputs share, as `i` above."""
+    """The facts that a line does not say.
+
+    An operator is a product if its `flops` are given, or if it has no `cost` and sums over a factor
+    that two inputs share, as `i` above.
+    """
 
     sizes: Mapping[str, int] | None  # of factors that shapes do not determine
     # "all" (the inputs may be partial sums together), "each" (one at a time) or sets of inputs.
@@ -77,39 +75,39 @@ class Options(TypedDict, total=False):
     kernels: Mapping[str, str] | None  # by factor, what cutting it needs
     even: Iterable[str]  # factors that are cut only into equal pieces
     flops: Flops | None  # a number or a function of the sizes
-    # Without `flops`: of each point of all factors, twice if any is contracted.
+    # Without `flops`: FLOPs of each point of all factors, twice if any is contracted.
     cost: float | None
-    # What autograd keeps, as in "0 2 output": of a product that passes "each", a factor only if
+    # What autograd keeps, as in "0 2 output". A product that passes "each" keeps a factor only if
     # another one learns.
     saved: str
-    # What it keeps besides, as tensors of factors: "n h, int64: n" are one of the output's dtype
-    # and one of int64.
+    # Further tensors that it keeps, by factors: "n h, int64: n" are one of the output's dtype and
+    # one of int64.
     extra: str
 
 
-def require(pattern: Pattern, options: Options) -> None:
-    """Refuse options that a line does not know what to do with: they would be passed over."""
+def validate_options(pattern: Pattern, options: Options) -> None:
+    """Refuse options that name nothing of the line: they would be ignored."""
     known = _factors(pattern.inputs + pattern.outputs)
-    kept = _factors(extra.dims for extra in _extras(options))
+    saved = _factors(extra.dims for extra in _extras(options))
     inputs, passes = range(len(pattern.inputs)), options.get("passes", ())
 
     def refuse(requirement: str, got: object, remedy: str) -> NoReturn:
         raise InvalidInput(requirement, got=f"{got!r} with {pattern.text!r}", remedy=remedy)
 
-    def named(option: str, names: Iterable[str], factors: set[str]) -> None:
+    def require_factors(option: str, names: Iterable[str], factors: set[str]) -> None:
         for name in names:
-            if name not in factors and not (ELLIPSIS in known and _OF_DOTS.fullmatch(name)):
+            if name not in factors and not (ELLIPSIS in known and _ELLIPSIS_FACTOR.fullmatch(name)):
                 refuse(f"{option}= of a rule names factors of its line", name, "name one of them")
 
     kernels = options.get("kernels") or {}
-    named("kernels", kernels, known)
-    named("even", options.get("even", ()), known)
-    named("sizes", options.get("sizes") or {}, known | kept)
+    require_factors("kernels", kernels, known)
+    require_factors("even", options.get("even", ()), known)
+    require_factors("sizes", options.get("sizes") or {}, known | saved)
     for kernel in kernels.values():
         if kernel not in KERNELS:
             refuse("kernels= of a rule gives known ones", kernel, f"one of {', '.join(KERNELS)}")
     for members in () if isinstance(passes, str) else passes:
-        if not isinstance(members, Iterable) or not all(one in inputs for one in members):
+        if not isinstance(members, Iterable) or not all(number in inputs for number in members):
             rule = "passes= of a rule has sets of inputs, by their numbers"
             refuse(rule, members, "passes=[(0,)] for the first")
     for word in options.get("saved", "").split():
@@ -131,9 +129,13 @@ def parse(
     source: str | None = None,
     **options: Unpack[Options],
 ) -> Rule:
-    """The rule of one call: a line given the shapes of that call.
+    """Return the rule of one call: a line given the shapes of that call.
 
-    `slots` says which of the line's inputs are present (the first ones if not given).
+    `slots` says which of the line's inputs are present; None: the first ones.
+
+    >>> rule = parse("... i, o i -> ... o", ((8, 4, 16), (32, 16)))
+    >>> rule.inputs[0], dict(rule.sizes)
+    ((('d0',), ('d1',), ('i',)), {'d0': 8, 'd1': 4, 'i': 16, 'o': 32})
     """
     pattern = Pattern.read(text) if isinstance(text, str) else text
     present = range(len(input_shapes)) if slots is None else slots
@@ -141,30 +143,32 @@ def parse(
     binding = _Binding(pattern, input_shapes, output_shapes, sizes, source)
     if len(present) != len(input_shapes) or any(slot >= len(pattern.inputs) for slot in present):
         raise binding.unfit("names every tensor input")
-    used = [pattern.inputs[slot] for slot in present]
-    binding.collect(used)
-    inputs = tuple(binding.dims(dims, shape) for dims, shape in zip(used, input_shapes))
+    dims_of_inputs = [pattern.inputs[slot] for slot in present]
+    binding.collect(dims_of_inputs)
+    inputs = tuple(binding.dims(dims, shape) for dims, shape in zip(dims_of_inputs, input_shapes))
     outputs = tuple(
         binding.dims(dims, None if output_shapes is None else output_shapes[index])
         for index, dims in enumerate(pattern.outputs)
     )
-    named = {factor for tensor in inputs + outputs for dim in tensor for factor in dim}
-    kept = {name: size for name, size in binding.sizes.items() if size > 1 or name in named}
-    contracted = named - {factor for tensor in outputs for dim in tensor for factor in dim}
+    factors = {factor for tensor in inputs + outputs for dim in tensor for factor in dim}
+    factor_sizes = {
+        name: size for name, size in binding.sizes.items() if size > 1 or name in factors
+    }
+    contracted = factors - {factor for tensor in outputs for dim in tensor for factor in dim}
     # A factor of size 1 counts, too.
-    multiplies = options.get("cost") is None and _is_product(used, pattern.outputs)
+    multiplies = options.get("cost") is None and _is_product(dims_of_inputs, pattern.outputs)
     is_doubled = multiplies or (bool(contracted) and len(inputs) > 1)
-    flops = _flops(options, kept, is_doubled)
+    flops = _flops(options, factor_sizes, is_doubled=is_doubled)
     passes = _read_passes(options.get("passes", ()), len(inputs), present)
     kernels = options.get("kernels") or {}
     return Rule(
         inputs=inputs,
         outputs=outputs,
-        sizes=kept,
+        sizes=factor_sizes,
         whole=binding.names(pattern.whole),
         even=frozenset(options.get("even", ())),
         passes=passes,
-        kernels={f: name for f, name in kernels.items() if kept.get(f, 1) > 1},
+        kernels={f: name for f, name in kernels.items() if factor_sizes.get(f, 1) > 1},
         flops=flops,
         product=multiplies if options.get("flops") is None else flops > 0,
         text=pattern.text,
@@ -174,10 +178,10 @@ def parse(
     )
 
 
-def _flops(options: Options, sizes: Mapping[str, int], is_doubled: bool) -> float:
-    given, cost = options.get("flops"), options.get("cost")
-    if given is not None:
-        return given(sizes) if callable(given) else float(given)
+def _flops(options: Options, sizes: Mapping[str, int], *, is_doubled: bool) -> float:
+    flops, cost = options.get("flops"), options.get("cost")
+    if flops is not None:
+        return flops(sizes) if callable(flops) else float(flops)
     return (1.0 if cost is None else cost) * product(sizes) * (2 if is_doubled else 1)
 
 
@@ -188,11 +192,11 @@ def _saved(
     passes: Sequence[frozenset[int]],
 ) -> Saved:
     words = options.get("saved", "").split()
-    place = {slot: index for index, slot in enumerate(present)}
+    positions = {slot: index for index, slot in enumerate(present)}
     slots = [int(word) for word in words if word != "output"]
     factors = frozenset(i for members in passes if len(members) == 1 for i in members)
     return Saved(
-        tuple(place[slot] for slot in slots if slot in place),
+        tuple(positions[slot] for slot in slots if slot in positions),
         "output" in words,
         tuple(ExtraTensor(binding.dims(dims, None), dtype) for dims, dtype in _extras(options)),
         factors if len(factors) > 1 else frozenset(),
@@ -211,7 +215,7 @@ class _Binding:
     hidden: tuple[str, ...] = ()  # the factors of `...`
 
     def collect(self, used: Sequence[tuple[Dim, ...]]) -> None:
-        """Find every size, or say which shapes disagree."""
+        """Find every size; raise InvalidInput where shapes disagree."""
         tensors = list(zip(used, self.input_shapes))
         if self.output_shapes is not None:
             if len(self.output_shapes) != len(self.pattern.outputs):
@@ -244,8 +248,8 @@ class _Binding:
         return length
 
     def matched(self, dims: tuple[Dim, ...], shape: Shape) -> list[tuple[Dim, int, bool]]:
-        """Each dim of a tensor with its size, and whether it may be broadcast."""
-        found: list[tuple[Dim, int, bool]] = []
+        """Return each dim of a tensor with its size, and whether it may be broadcast."""
+        matches: list[tuple[Dim, int, bool]] = []
         if (ELLIPSIS,) not in dims and len(dims) != len(shape):
             raise self.unfit("names every dim of a tensor")
         at = 0
@@ -253,60 +257,60 @@ class _Binding:
             if dim == (ELLIPSIS,):
                 length = self.hidden_length(dims, shape)
                 names = self.hidden[len(self.hidden) - length :]
-                found += [((name,), shape[at + i], True) for i, name in enumerate(names)]
+                matches += [((name,), shape[at + i], True) for i, name in enumerate(names)]
                 at += length
             else:
-                found.append((dim, shape[at], False))
+                matches.append((dim, shape[at], False))
                 at += 1
-        return found
+        return matches
 
     def fix(self, factor: str, size: int) -> None:
         if self.sizes.setdefault(factor, size) != size:
             raise self.unfit(f"gives {factor!r} one size, not {self.sizes[factor]} and {size}")
 
     def solve(self, groups: list[tuple[Dim, int]]) -> None:
-        """Sizes of the factors of groups: at most one may be missing in each."""
+        """Find the sizes of the factors of groups, at most one of which may be missing in each."""
         while groups:
-            left = []
+            unsolved = []
             for dim, size in groups:
                 missing = [factor for factor in dim if factor not in self.sizes]
                 if len(missing) > 1:
-                    left.append((dim, size))
+                    unsolved.append((dim, size))
                     continue
                 known = math.prod(self.sizes[f] for f in dim if f in self.sizes)
                 if missing and known and size % known == 0:
                     self.sizes[missing[0]] = size // known
                 elif missing or known != size:
                     raise self.unfit(f"gives ({' '.join(dim)}) a product of {size}")
-            if len(left) == len(groups):
-                names = " ".join(left[0][0])
+            if len(unsolved) == len(groups):
+                names = " ".join(unsolved[0][0])
                 raise self.unfit(f"lets the sizes of ({names}) be found: pass sizes={{...}}")
-            groups = left
+            groups = unsolved
 
     def dims(self, dims: tuple[Dim, ...], shape: Shape | None) -> tuple[Dim, ...]:
-        """The factors of a tensor, those of size 1 left out."""
+        """Return the factors of a tensor's dims, without those of size 1."""
         if shape is not None:
             matched = self.matched(dims, shape)
             return tuple(
                 () if broadcast and size == 1 else self.large(dim)
                 for dim, size, broadcast in matched
             )
-        found: list[Dim] = []
+        factors: list[Dim] = []
         for dim in dims:
             if dim == (ELLIPSIS,):
-                found += [self.large((name,)) for name in self.hidden]
+                factors += [self.large((name,)) for name in self.hidden]
                 continue
             unknown = [factor for factor in dim if factor not in self.sizes]
             if unknown:
                 raise self.unfit(f"gives {unknown[0]!r} a size: pass sizes={{...}}")
-            found.append(self.large(dim))
-        return tuple(found)
+            factors.append(self.large(dim))
+        return tuple(factors)
 
     def large(self, dim: Dim) -> Dim:
         return tuple(factor for factor in dim if self.sizes[factor] != 1)
 
     def names(self, marked: frozenset[str]) -> frozenset[str]:
-        """The marked factors, `...` spelled out."""
+        """Return the marked factors, `...` spelled out."""
         return marked - {ELLIPSIS} | (set(self.hidden) if ELLIPSIS in marked else set())
 
     def unfit(self, requirement: str) -> InvalidInput:
@@ -324,7 +328,7 @@ class _Binding:
 def _read_tensor(part: str, text: str, whole: set[str], sums: set[str]) -> tuple[Dim, ...]:
     dims: list[Dim] = []
     group: list[str] | None = None
-    marked: list[str] = []  # what a following mark is about
+    marked: list[str] = []  # the factors that a following mark belongs to
     at = 0
     part = part.strip()
     while at < len(part):
@@ -363,13 +367,13 @@ def _read_tensor(part: str, text: str, whole: set[str], sums: set[str]) -> tuple
 
 
 def _extras(options: Options) -> list[ExtraTensor]:
-    """What is kept besides, as a line has it."""
+    """Return the further tensors that autograd keeps, without sizes."""
     extra = options.get("extra", "")
     return [_read_extra(part, extra) for part in extra.split(",")] if extra else []
 
 
 def _read_extra(part: str, text: str) -> ExtraTensor:
-    """A tensor of factors, after its dtype and a colon if that is not the output's."""
+    """Read a tensor of factors; a dtype and a colon precede it if it is not of the output's."""
     dtype, colon, dims = part.rpartition(":")
     if colon and not isinstance(getattr(torch, dtype.strip(), None), torch.dtype):
         raise _malformed(text, f"{dtype.strip()!r} is no dtype of torch")
@@ -378,10 +382,12 @@ def _read_extra(part: str, text: str) -> ExtraTensor:
 
 
 def _is_product(inputs: Sequence[Sequence[Dim]], outputs: Sequence[Sequence[Dim]]) -> bool:
-    """Whether two inputs share a factor that no output has."""
-    kept = {factor for dims in outputs for dim in dims for factor in dim}
-    lost = [factor for dims in inputs for dim in dims for factor in dim if factor not in kept]
-    return len(lost) > len(set(lost))
+    """Return whether two inputs share a factor that no output has."""
+    output_factors = {factor for dims in outputs for dim in dims for factor in dim}
+    contracted = [
+        factor for dims in inputs for dim in dims for factor in dim if factor not in output_factors
+    ]
+    return len(contracted) > len(set(contracted))
 
 
 def _read_passes(passes: Passes, count: int, present: Sequence[int]) -> tuple[frozenset[int], ...]:
@@ -397,9 +403,11 @@ def _read_passes(passes: Passes, count: int, present: Sequence[int]) -> tuple[fr
             got=repr(passes),
             remedy="passes='each' for an operator that is linear in each input",
         )
-    place = {slot: index for index, slot in enumerate(present)}
-    found = (frozenset(place[slot] for slot in members if slot in place) for members in passes)
-    return tuple(members for members in found if members)
+    positions = {slot: index for index, slot in enumerate(present)}
+    sets = (
+        frozenset(positions[slot] for slot in members if slot in positions) for members in passes
+    )
+    return tuple(members for members in sets if members)
 
 
 def _malformed(text: str, reason: str) -> InvalidInput:

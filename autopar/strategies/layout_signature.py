@@ -1,7 +1,7 @@
-"""Signature: the layouts that a strategy fixes; they follow from dims, whatever the sizes.
+"""Layout signatures: the layouts that a strategy fixes; they follow from dims, whatever the sizes.
 
-known = signatures(rule.inputs, rule.outputs, ...)
-known.of(Strategy.of(m="dp")).outputs[0]
+signatures = layout_signatures(inputs=rule.inputs, outputs=rule.outputs, ...)
+signatures.of(Strategy.of(m="dp")).outputs[0]
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ Dim = tuple[str, ...]  # the factors of one dim, outermost first; () for a dim o
 
 @dataclass(frozen=True)
 class LayoutSignature:
-    """The layouts that a strategy fixes. `gradients[i].partial` are the axes over which the
-    gradient of input i arrives as a partial sum although the input itself is a replica."""
+    """The layouts that a strategy fixes.
+
+    Over the axes `gradients[i].partial` the gradient of input i arrives as a partial sum.
+    """
 
     inputs: tuple[Layout, ...]
     gradients: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
 
     def wants(self, learns: Sequence[bool]) -> tuple[Placement, ...]:
-        """What is wanted of each input, those pending that take a gradient."""
+        """Return the placement of each input; gradients are pending of inputs that learn."""
         return tuple(
             Placement(layout, gradient.partial if learned else ())
             for layout, gradient, learned in zip(self.inputs, self.gradients, learns)
@@ -36,7 +38,8 @@ class LayoutSignature:
 
 
 @lru_cache(maxsize=1 << 12)
-def signatures(
+def layout_signatures(
+    *,
     inputs: tuple[tuple[Dim, ...], ...],
     outputs: tuple[tuple[Dim, ...], ...],
     passes: tuple[frozenset[int], ...],
@@ -44,13 +47,13 @@ def signatures(
     joints: tuple[tuple[str, JointCut], ...],
     parts: tuple[tuple[str, PartsCut], ...],
 ) -> LayoutSignatures:
-    """Those of all rules with these dims, and with what is said of them, as `Rule` has it."""
+    """Return the signatures that all rules with these dims share; arguments are `Rule`'s fields."""
     return LayoutSignatures(inputs, outputs, passes, gathered, dict(joints), dict(parts))
 
 
 @dataclass(frozen=True, eq=False)
 class LayoutSignatures:
-    """The signatures of some rules, by strategy, as they become known."""
+    """The signatures of rules with equal dims, by strategy, computed when first asked for."""
 
     inputs: tuple[tuple[Dim, ...], ...]
     outputs: tuple[tuple[Dim, ...], ...]
@@ -61,7 +64,7 @@ class LayoutSignatures:
     _known: dict[Strategy, LayoutSignature] = field(default_factory=dict)
 
     def of(self, strategy: Strategy) -> LayoutSignature:
-        """What `strategy` fixes."""
+        """Return the layouts that `strategy` fixes."""
         if strategy not in self._known:
             self._known[strategy] = self._of(strategy)
         return self._known[strategy]
@@ -72,20 +75,23 @@ class LayoutSignatures:
         for index, dims in enumerate(self.inputs):
             cuts = self._cuts(strategy, lambda joint: joint.inputs[index])  # noqa: B023
             through = [axis for axis, members in passed.items() if index in members]
-            beside = [axis for axis, members in passed.items() if index not in members]
+            bypassed = [axis for axis, members in passed.items() if index not in members]
             layout = _layout(dims, cuts, through)
             inputs.append(layout)
-            gradients.append(layout.with_partial([*_lacking(dims, cuts), *beside]))
+            gradients.append(layout.with_partial([*_lacking(dims, cuts), *bypassed]))
         for index, dims in enumerate(self.outputs):
             cuts = self._cuts(strategy, lambda joint: joint.outputs[index])  # noqa: B023
-            left = self.gathered | self.joints.keys()
-            summed = {factor: axes for factor, axes in cuts.items() if factor not in left}
+            whole = self.gathered | self.joints.keys()
+            summed = {factor: axes for factor, axes in cuts.items() if factor not in whole}
             outputs.append(_layout(dims, cuts, [*_lacking(dims, summed), *passed]))
         return LayoutSignature(tuple(inputs), tuple(gradients), tuple(outputs))
 
     def _cuts(self, strategy: Strategy, of: Callable[[Any], Any]) -> dict[str, Axes]:
-        """The axes of each factor in the tensor that a joint, or what is in parts, says the factor
-        `of`; those of one that leaves the tensor whole go by its name."""
+        """Return the axes of each factor of one tensor.
+
+        `of` gives a joint's factor of the tensor, or a cut in parts. One that leaves the tensor
+        whole goes by its own name.
+        """
         cuts = dict[str, Axes]()
         for name, axes in strategy.cuts:
             if (parts := self.parts.get(name)) is not None:
@@ -100,11 +106,13 @@ class LayoutSignatures:
 
 
 def _layout(dims: tuple[Dim, ...], cuts: Mapping[str, Axes], partial: Sequence[str]) -> Layout:
-    of_dims = (next((cuts[factor] for factor in dim if factor in cuts), ()) for dim in dims)
-    return Layout(*of_dims, partial=partial)
+    axes_of_dims = (next((cuts[factor] for factor in dim if factor in cuts), ()) for dim in dims)
+    return Layout(*axes_of_dims, partial=partial)
 
 
 def _lacking(dims: tuple[Dim, ...], cuts: Mapping[str, Axes]) -> list[str]:
-    """The axes that cut factors which a tensor has not."""
-    own = {factor for dim in dims for factor in dim}
-    return [axis for factor, axes in cuts.items() if factor not in own for axis in axes]
+    """Return the axes that cut factors which a tensor lacks."""
+    factors_of_tensor = {factor for dim in dims for factor in dim}
+    return [
+        axis for factor, axes in cuts.items() if factor not in factors_of_tensor for axis in axes
+    ]

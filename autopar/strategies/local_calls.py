@@ -1,4 +1,4 @@
-"""Local calls: what one rank runs of a node, when its inputs and output are cut.
+"""Local calls: the function and arguments that one rank runs for a node.
 
 Most operators take the pieces as they are. Those that carry sizes (reshapes, expand, creation) or
 counts of channels (grouped convolution, group norm) get those of the rank's piece; those that draw
@@ -31,7 +31,7 @@ LocalCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 def localize_arguments(
     node: fx.Node, types: Types, mesh: Mesh, rank: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a call on `rank`, tensors still the nodes' own.
+    """Return the arguments of a call on `rank`; its tensors are still the nodes.
 
     `types` are the global shapes of the outputs and their layouts.
     """
@@ -53,17 +53,19 @@ def localize_arguments(
 
 
 def joint_arguments(node: fx.Node, types: Types, mesh: Mesh) -> dict[str, Any]:
-    """Those of a call that ranks carry out together, by name. What a piece has others of, as counts
-    of channels, is the same on all ranks: such dims are cut evenly."""
+    """Return the arguments, by name, of a call that ranks carry out together.
+
+    Counts of channels and the like are the same on all ranks: such dims are cut evenly.
+    """
     args, kwargs = localize_arguments(node, types, mesh, 0)
-    given = OperatorCall(node).arguments
-    return {**given, **dict(zip(given, args)), **kwargs}
+    defaults = OperatorCall(node).arguments
+    return {**defaults, **dict(zip(defaults, args)), **kwargs}
 
 
 def placed_arguments(
     arguments: Mapping[str, Any], rule: Rule, strategy: Strategy, mesh: Mesh, rank: int
 ) -> dict[str, Any]:
-    """The same on `rank`, for whose piece of what is drawn they have the place."""
+    """Return `arguments` as `rank` gives them, each `DrawPlace` that of the rank's piece."""
     return {name: _of_piece(a, rule, strategy, mesh, rank) for name, a in arguments.items()}
 
 
@@ -71,11 +73,12 @@ def piece_call(
     node: fx.Node,
     rule: Rule | None,
     strategy: Strategy | None,
+    *,
     types: Types,
     mesh: Mesh,
     rank: int,
 ) -> LocalCall:
-    """Function and arguments on `rank`; without a rule, whole on every rank."""
+    """Return the function and arguments on `rank`; without a rule the call is whole."""
     traits = traits_of(node)
     takes_all = traits.takes_nothing or not node.all_input_nodes
     if rule is not None and strategy is not None and not takes_all:
@@ -106,7 +109,7 @@ def _of_piece(argument: Any, rule: Rule, strategy: Strategy, mesh: Mesh, rank: i
 def draw_place_of_piece(
     place: DrawPlace, rule: Rule, strategy: Strategy, mesh: Mesh, rank: int
 ) -> DrawPlace:
-    """Where the piece of a rank starts in what is drawn, which has the first dims of the output."""
+    """Return the place of a rank's piece in the whole that is drawn, in the output's first dims."""
     starts = []
     for dim, size in zip(rule.outputs[0], place.shape):
         first = rule.bounds(dim[0], strategy, mesh, rank)[0] if dim and size > 1 else 0

@@ -1,7 +1,7 @@
-"""NodeInfo: what is known of a node of a graph, each fact by its name and with its type.
+"""NodeInfo: the facts of a node of a graph, each by its name and with its type.
 
     info(node).type                     # what the value is, once layouts are assigned
-    info(node).types                    # that of each result of a call
+    info(node).types                    # the type of each result of a call
     info(node).sync = ("dp",)
 
 The facts stand in `node.meta` under the names here, so that fx copies them with a node.
@@ -38,8 +38,7 @@ class WeightInputs:
 
 @dataclass(frozen=True)
 class RecomputeRegion:
-    """A run of operators whose forward runs again in backward, whole or as far as it is cheap, or
-    which keeps elsewhere what backward reads."""
+    """A run of operators that backward computes again, or whose saved values are offloaded."""
 
     name: str  # as in decisions: a module may run several times
     how: Recompute
@@ -54,21 +53,21 @@ class RecomputeRegion:
 
 @dataclass(frozen=True)
 class ParameterReaders:
-    """Of a parameter."""
+    """The stages of a pipeline that read a parameter, and its first and last calls."""
 
-    stages: tuple[int, ...]  # of a pipeline, that read it
+    stages: tuple[int, ...]
     holders: tuple[int, ...]  # the places along the pipeline that hold one of these
     first: int  # in the program of all stages, the first call that reads it; -1: none
     last: int
 
     @property
     def is_own(self) -> bool:
-        """Whether one stage reads it."""
+        """Return whether a single stage reads the parameter."""
         return len(self.stages) == 1
 
 
 class NodeInfo:
-    """The facts of one node. Without a default one is there from the pass on that writes it."""
+    """The facts of one node; one without a default is absent until its pass has run."""
 
     def __init__(self, node: fx.Node) -> None:
         self.__dict__ = node.meta  # so that a fact is read as fast as any attribute
@@ -120,12 +119,12 @@ class NodeInfo:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The fake value of each result of a call; of most nodes one."""
+        """Return the fake value of each result of a call; most nodes have one."""
         return flat_values(self.val)
 
     @property
     def types(self) -> tuple[TensorType, ...]:
-        """The type of each result that is a tensor."""
+        """Return the type of each result that is a tensor."""
         return tuple(type_ for type_ in flat_values(self.type) if type_ is not None)
 
     def update(self, **facts: Any) -> None:
@@ -133,7 +132,7 @@ class NodeInfo:
         self.__dict__.update(facts)
 
     def end(self, results: Sequence[fx.Node]) -> None:
-        """What is known of the output of `results`."""
+        """Write the facts of a graph's output node, which returns `results`."""
         self.update(
             val=tuple(info(node).val for node in results),
             source=None,
@@ -146,14 +145,13 @@ info = NodeInfo  # info(node).type is read as "the type of node"
 
 
 def times_of(node: fx.Node, times: int | None = None) -> int:
-    """How often a node counts, where those that stand for others are as many as `times`, or as they
-    say themselves."""
-    own = info(node).times
-    return own if times is None or own == 1 else times
+    """Return how often a node counts: its `times`, or the given one if it stands for others."""
+    stored = info(node).times
+    return stored if times is None or stored == 1 else times
 
 
 def flat_values(values: Any) -> tuple[Any, ...]:
-    """What an operator gives, one after another."""
+    """Return an operator's results one after another, lists flattened."""
     if not isinstance(values, list | tuple):
         return (values,)
     return tuple(leaf for value in values for leaf in flat_values(value))

@@ -1,4 +1,4 @@
-"""Observed: what a call whose operator has no rule computes and keeps, seen on meta tensors.
+"""Observed rules: what a call without a rule computes and keeps, seen on meta tensors.
 
 It runs whole on every rank. torch itself counts the FLOPs of its parts, forward and backward, and
 autograd shows what it keeps. A call that cannot run without values is taken to keep all that it
@@ -27,7 +27,7 @@ TEXT = "no rule: whole on every rank"
 
 
 class SavedMemory(NamedTuple):
-    """Of one run of a call: which inputs it keeps, whether its output, and further storages."""
+    """The storages that one run of a call keeps: inputs by number, the output, and others."""
 
     inputs: tuple[int, ...]
     output: bool
@@ -35,24 +35,24 @@ class SavedMemory(NamedTuple):
 
 
 def observed_rule(node: fx.Node) -> Rule:
-    """A rule by which a call runs whole on every rank, with what is seen of its work."""
+    """Return a rule by which a call runs whole on every rank, with the work that is observed."""
     values = [info(input_).val for input_ in tensor_inputs(node)]
     sizes: dict[str, int] = {}
 
     def dims(value: Any, name: str) -> tuple[Dim, ...]:
-        found: list[Dim] = []
+        factors: list[Dim] = []
         for index, size in enumerate(getattr(value, "shape", ())):
             sizes[f"{name}_{index}"] = size
-            found.append((f"{name}_{index}",) if size != 1 else ())
-        return tuple(found)
+            factors.append((f"{name}_{index}",) if size != 1 else ())
+        return tuple(factors)
 
     inputs = tuple(dims(value, f"in{index}") for index, value in enumerate(values))
     outputs = tuple(dims(v, f"out{i}") for i, v in enumerate(info(node).values))
-    forward, backward, kept = _seen(node)
+    forward, backward, saved = _observe(node)
     sizes = {name: size for name, size in sizes.items() if size != 1}
     whole = frozenset(sizes)
-    sizes |= {f"kept{index}": size for index, size in enumerate(kept.further)}
-    extra = tuple(ExtraTensor(((f"kept{i}",),), torch.uint8) for i in range(len(kept.further)))
+    sizes |= {f"kept{index}": size for index, size in enumerate(saved.further)}
+    extra = tuple(ExtraTensor(((f"kept{i}",),), torch.uint8) for i in range(len(saved.further)))
     return Rule(
         inputs,
         outputs,
@@ -62,30 +62,35 @@ def observed_rule(node: fx.Node) -> Rule:
         backward_flops=backward,
         product=forward > 0,
         text=TEXT,
-        saved=Saved(kept.inputs, kept.output, extra),
+        saved=Saved(saved.inputs, saved.output, extra),
     )
 
 
-def _seen(node: fx.Node) -> tuple[float, float, SavedMemory]:
-    """FLOPs forward and backward on meta tensors; what is kept there, or on the device if more."""
+class _Observation(NamedTuple):
+    forward_flops: float
+    backward_flops: float
+    saved: SavedMemory
+
+
+def _observe(node: fx.Node) -> _Observation:
+    """Run a call on meta tensors, and on the fake device, whose memory counts if it is more."""
     values = [info(value).val for value in tensor_inputs(node)]
     try:
         with torch.enable_grad():
-            forward, backward, kept = _run(node, torch.device("meta"), info(node).differentiable)
+            seen = _run(node, torch.device("meta"), differentiate=info(node).differentiable)
+            saved = seen.saved
             mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
             if mode is not None:
                 with mode:
-                    *_, here = _run(node, info(node).values[0].device)
-                kept = max(kept, here, key=lambda one: _bytes(one, values))
+                    on_device = _run(node, info(node).values[0].device).saved
+                saved = max(saved, on_device, key=lambda memory: _bytes(memory, values))
     except Exception:  # whatever torch, or an operator of the user, raises without values
-        return 0.0, 0.0, SavedMemory(tuple(range(len(values))), True, ())
-    return forward, backward, kept._replace(further=(*kept.further, *_workspaces(node)))
+        return _Observation(0.0, 0.0, SavedMemory(tuple(range(len(values))), True, ()))
+    return seen._replace(saved=saved._replace(further=(*saved.further, *_workspaces(node))))
 
 
-def _run(
-    node: fx.Node, device: torch.device, differentiate: bool = False
-) -> tuple[float, float, SavedMemory]:
-    """One call on empty tensors of a device."""
+def _run(node: fx.Node, device: torch.device, *, differentiate: bool = False) -> _Observation:
+    """Run one call on empty tensors of a device."""
     leaves = {value: _leaf(value, device) for value in tensor_inputs(node)}
     args, kwargs = fx.map_arg((node.args, node.kwargs), leaves.__getitem__)
     # Through lists, since fx keeps its own immutable ones.
@@ -101,16 +106,16 @@ def _run(
     assert callable(node.target)
     with FlopCounterMode(display=False) as forward, saved_tensors_hooks(keep, lambda value: value):
         outputs = [x for x in flat_values(node.target(*args, **kwargs)) if isinstance(x, Tensor)]
-    kept = _kept(saved, list(leaves.values()), outputs)
-    given = [output for output in outputs if output.requires_grad]
+    memory = _saved_memory(saved, list(leaves.values()), outputs)
+    roots = [output for output in outputs if output.requires_grad]
     with FlopCounterMode(display=False) as backward:
-        if given and differentiate:
+        if roots and differentiate:
             learns = [leaf for leaf in leaves.values() if leaf.requires_grad]
-            seeds = [torch.ones_like(output) for output in given]
-            torch.autograd.grad(given, learns, seeds, allow_unused=True)
+            seeds = [torch.ones_like(output) for output in roots]
+            torch.autograd.grad(roots, learns, seeds, allow_unused=True)
     back = float(backward.get_total_flops())
     # torch counts no decompositions of matrices; each takes as much as one of its gradients.
-    return max(float(forward.get_total_flops()), back / 2), back, kept
+    return _Observation(max(float(forward.get_total_flops()), back / 2), back, memory)
 
 
 def _leaf(node: fx.Node, device: torch.device) -> Tensor:
@@ -119,38 +124,39 @@ def _leaf(node: fx.Node, device: torch.device) -> Tensor:
     return leaf.requires_grad_(info(node).differentiable)
 
 
-def _bytes(kept: SavedMemory, inputs: Sequence[Tensor]) -> int:
-    return sum(kept.further) + sum(inputs[index].nbytes for index in kept.inputs)
+def _bytes(memory: SavedMemory, inputs: Sequence[Tensor]) -> int:
+    return sum(memory.further) + sum(inputs[index].nbytes for index in memory.inputs)
 
 
 def _workspaces(node: fx.Node) -> Iterator[int]:
-    """What oneDNN keeps of an LSTM on a CPU, as measured: no empty tensor shows it. Of each layer
-    and direction it has a page, and for each sample and step numbers of gates and of states."""
+    """Yield the bytes that oneDNN keeps for each layer and direction of an LSTM on a CPU.
+
+    Measured, since no empty tensor shows them: a page, and gates and states of samples and steps.
+    """
     call = OperatorCall(node)
     if node.target is not torch.ops.aten.lstm.input or not info(node).differentiable:
         return
-    given: Tensor = call.outputs[0]
-    if given.device.type != "cpu" or given.dtype not in onednn_dtypes():
+    states: Tensor = call.outputs[0]
+    if states.device.type != "cpu" or states.dtype not in onednn_dtypes():
         return
-    rows = given.shape[0] * given.shape[1]
+    rows = states.shape[0] * states.shape[1]
     weights = call["params"][:: 4 if call["has_biases"] else 2]
     for weight in weights:
         gates, width = info(weight).val.shape
         size = 8 * rows * (gates // 4 + max(width, gates // 4))
-        yield size * (4 if given.dtype is torch.float32 else 3) + 2**15
+        yield size * (4 if states.dtype is torch.float32 else 3) + 2**15
 
 
-def _kept(
+def _saved_memory(
     saved: Sequence[Tensor], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> SavedMemory:
-    """Which inputs were kept, whether an output was, and the bytes of all other storages."""
-
+    """Return which inputs, whether an output, and which other storages are among `saved`."""
     sizes = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
     read = {memory_of(tensor) for tensor in inputs}
-    given = {memory_of(tensor) for tensor in outputs} - read
-    further = tuple(size for pointer, size in sizes.items() if pointer not in read | given)
+    new = {memory_of(tensor) for tensor in outputs} - read
+    further = tuple(size for pointer, size in sizes.items() if pointer not in read | new)
     return SavedMemory(
         tuple(index for index, tensor in enumerate(inputs) if memory_of(tensor) in sizes),
-        not given.isdisjoint(sizes),
+        not new.isdisjoint(sizes),
         tuple(size for size in further if size),
     )

@@ -1,12 +1,12 @@
-"""The registry: which rule belongs to which operator.
+"""The registry of rules by operator.
 
 One call registers a rule, for an operator of a library or a plain function:
 
     register_rule("aten.linear", "... i, o i -> ... o", passes="each", saved="0 1")
     register_rule(torch.ops.mine.rotate, "... d!, d! -> ... d!")
 
-Instead of a line it takes a function from `Call` (a node with its arguments by name) to a `Rule`,
-for operators whose rule depends on more than shapes. `rule_of(node)` finds the rule again.
+Instead of a line it takes a function from `OperatorCall` (a node with its arguments by name) to a
+`Rule`, for operators whose rule depends on more than shapes. `rule_of(node)` finds the rule again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from autopar.errors import InvalidInput, unforeseen
-from autopar.strategies.language import Flops, Options, Passes, Pattern, parse, require
+from autopar.strategies.language import Flops, Options, Passes, Pattern, parse, validate_options
 from autopar.strategies.node_info import flat_values, info
 from autopar.strategies.results import is_result
 from autopar.strategies.rule import Dim, ExtraTensor, Rule, Saved, product
@@ -34,7 +34,7 @@ Operator = Any  # OpOverload, OpOverloadPacket, operator of torch.library.custom
 
 
 class OperatorCall:
-    """One node, read: arguments by name with defaults, tensor inputs in order, shapes, dtypes."""
+    """A node as a call: arguments by name with defaults, tensor inputs in order, shapes."""
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node
@@ -48,7 +48,7 @@ class OperatorCall:
 
     @cached_property
     def _slots(self) -> tuple[tuple[int, fx.Node], ...]:
-        found, slot = [], 0
+        slots, slot = [], 0
         for name, value in self.arguments.items():
             items = value if isinstance(value, (list, tuple)) else (value,)
             holds = name in self._tensor_names or any(_is_tensor_node(item) for item in items)
@@ -56,18 +56,18 @@ class OperatorCall:
                 continue
             for item in items:
                 if _is_tensor_node(item):
-                    found.append((slot, item))
+                    slots.append((slot, item))
                 slot += 1
-        return tuple(found)
+        return tuple(slots)
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        """The tensor inputs in the order of the schema, lists flattened, absent ones skipped."""
+        """Return the tensor inputs that are present, in the schema's order, lists flattened."""
         return tuple(node for _, node in self._slots)
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Which of the tensor parameters each input fills."""
+        """Return the number of the tensor parameter that each input fills."""
         return tuple(slot for slot, _ in self._slots)
 
     @cached_property
@@ -80,7 +80,7 @@ class OperatorCall:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the (first) output."""
+        """Return the shape of the (first) output."""
         return tuple(self.outputs[0].shape)
 
     @property
@@ -88,17 +88,17 @@ class OperatorCall:
         return info(self.node).source
 
     def dim(self, value: int, ndim: int | None = None) -> int:
-        """A dim counted from the left; `ndim` is that of the first input if not given."""
+        """Return a dim counted from the left of `ndim` dims; None: those of the first input."""
         return value % max(len(self.shapes[0]) if ndim is None else ndim, 1)
 
     def dims(self) -> list[int]:
-        """Those that the argument `dim` or `dims` numbers; all where it is not given."""
-        given = self.get("dim", self.get("dims"))
-        given, every = [given] if isinstance(given, int) else given, range(len(self.shapes[0]))
-        return [self.dim(dim) for dim in given or every] if every else []
+        """Return the dims that the argument `dim` or `dims` numbers; all if it is None."""
+        numbers, every = self.get("dim", self.get("dims")), range(len(self.shapes[0]))
+        numbers = [numbers] if isinstance(numbers, int) else numbers
+        return [self.dim(dim) for dim in numbers or every] if every else []
 
     def parse(self, line: str | Pattern, **options: Unpack[Options]) -> Rule:
-        """The rule of this call by a line."""
+        """Return the rule of this call by a line."""
         outputs = [tuple(output.shape) for output in self.outputs]
         return parse(line, self.shapes, outputs, slots=self.slots, source=self.source, **options)
 
@@ -112,14 +112,14 @@ class OperatorCall:
         whole: Iterable[str | Dim] = (),
         passes: Iterable[Iterable[int]] = (),
         saved: Saved = Saved(),  # noqa: B008 (frozen)
-        kept: Mapping[str, Saved] = MappingProxyType({}),
+        saved_by_joint: Mapping[str, Saved] = MappingProxyType({}),
         **options: Any,
     ) -> Rule:
-        """The rule of this call from factors found by a function, those of size 1 left out.
+        """Return the rule of this call from its factors, those of size 1 left out.
 
         `sizes` are those that shapes do not tell: of all factors of a dim but one. `more` are
-        further results, like the first if not given; what is `whole` are factors or dims. FLOPs
-        are the points of all factors, if `options` have none.
+        further results; None: like the first. `whole` has factors or dims. `options` are fields
+        of `Rule`; FLOPs are the points of all factors, if they have none.
         """
         outputs = (output, *([output] * (len(self.outputs) - 1) if more is None else more))
         sizes = self._sizes([*inputs, *outputs], dict(sizes))
@@ -134,7 +134,7 @@ class OperatorCall:
         marked = frozenset(held & cuttable.keys())
 
         def of_large(saved: Saved) -> Saved:
-            extra = tuple(ExtraTensor(large(one.dims), one.dtype) for one in saved.extra)
+            extra = tuple(ExtraTensor(large(dims), dtype) for dims, dtype in saved.extra)
             return replace(saved, extra=extra)
 
         return Rule(
@@ -145,12 +145,12 @@ class OperatorCall:
             passes=tuple(map(frozenset, passes)),
             text=line_of(into, out, marked),
             saved=of_large(saved),
-            kept={name: of_large(own) for name, own in kept.items()},
+            saved_by_joint={name: of_large(tensors) for name, tensors in saved_by_joint.items()},
             **{**options, "flops": float(product(cuttable)) if flops is None else flops},
         )
 
     def _sizes(self, tensors: Sequence[Sequence[Dim]], sizes: dict[str, int]) -> dict[str, int]:
-        """Those of all factors, where at most one of a dim is not known yet."""
+        """Return the sizes of all factors, where at most one of a dim is not known yet."""
         shapes = [*self.shapes, *(output.shape for output in self.outputs)]
         for dims, shape in zip(tensors, shapes):
             for dim, size in zip(dims, shape):
@@ -166,22 +166,22 @@ RuleFunction = Callable[[OperatorCall], Rule | None]
 
 @dataclass(frozen=True)
 class Traits:
-    """What is so of an operator besides its rule, in every call."""
+    """Facts of an operator besides its rule, in every call."""
 
     view: bool | Callable[[OperatorCall], bool] = (
         False  # its output lies in the memory of its input
     )
-    # Arguments that a piece has others of, from the shape of the piece of its (first) output.
+    # Arguments that differ for a piece, from the shape of the piece of its (first) output.
     of_piece: Mapping[str, Callable[[OperatorCall, Sequence[int]], Any]] = field(
         default_factory=dict
     )
     in_order: bool = False  # gives the elements of its input in their order, in another shape
-    as_reshape: bool = False  # besides, looks at sizes or strides, of which a piece has others
+    as_reshape: bool = False  # in order, but reads sizes or strides: a piece is reshaped instead
     shift: int | None = None  # the argument that is read to keep digits: one of any age will do
     count: int | None = None  # the argument that counts the elements behind a statistic
     statistics: bool = False  # sums over the batch; each micro-batch has its own
     counts: bool = False  # counts over the batch what inputs hold: micro-batches share its count
-    # Permutes dims: where each comes from; None of a call that does more.
+    # Permutes dims: the input dim of each output dim; None if the call does more.
     order: Callable[[OperatorCall], list[int] | None] | None = None
     # More dims may stand before those of its input; the arguments that number dims.
     leading: str | None = None
@@ -192,8 +192,8 @@ class Traits:
 
 
 _RULES: dict[Operator, tuple[RuleFunction, Traits]] = {}
-_MADE_OF: dict[Operator, tuple[Operator, RuleFunction]] = {}
-_FOUND: dict[int, tuple[Operator, tuple[RuleFunction | None, Traits]]] = {}  # by id
+_DERIVED: dict[Operator, tuple[Operator, RuleFunction]] = {}
+_RESOLVED: dict[int, tuple[Operator, tuple[RuleFunction | None, Traits]]] = {}  # by id
 
 
 def register_rule(
@@ -210,13 +210,24 @@ def register_rule(
     sizes: Mapping[str, int] | None = None,
     traits: Traits | None = None,
 ) -> None:
-    """Say what an operator can do; a later call replaces an earlier one.
+    """Register the rule of an operator; a later call replaces an earlier one.
 
-    `operators`: one or several, each an operator of a torch library (as object or as a name such
-    as "aten.linear"; all overloads if none is named) or a function that calls of the graph name.
-    `rule`: a line of the rule language, or a function from `Call` to `Rule` (or None: replicated).
-    The options go with a line and are told of in `language.Options`; `traits` go with either,
-    and stay where a later call gives none.
+    Args:
+        operators: One or several, each an operator of a torch library (the object, or its name as
+            "aten.linear", which means all overloads) or a function that calls of the graph name.
+        rule: A line of the rule language, or a function that returns the `Rule` of an
+            `OperatorCall`; None: the call runs replicated. The options below go with a line.
+        passes: The inputs that may be partial sums: "all" together, "each" one at a time, or sets
+            of their numbers.
+        kernels: The name of the kernel that cutting a factor needs, by factor.
+        even: The factors that are cut only into equal pieces.
+        flops: FLOPs of the forward, or a function of the sizes; None: they follow from `cost`.
+        cost: FLOPs of each point of all factors; None: 1, doubled if a factor is contracted.
+        saved: The inputs that autograd keeps, by number, and "output", as in "0 2 output".
+        extra: Further tensors that autograd keeps, by factors, as in "n h, int64: n".
+        sizes: Sizes of factors that shapes do not determine.
+        traits: Facts that hold in every call, also of a `rule` that is a function; None: those of
+            an earlier registration stay.
     """
     if isinstance(rule, str):
         line, options = (
@@ -232,22 +243,22 @@ def register_rule(
                 extra=extra,
             ),
         )
-        require(line, options)
+        validate_options(line, options)
         function: RuleFunction = partial(OperatorCall.parse, line=line, **options)
     else:
         function = rule
     for operator in map(_resolve, _listed(operators)):
         _RULES[operator] = function, traits or _find(operator)[1]
-        _FOUND.clear()
+        _RESOLVED.clear()
 
 
 def aten(names: str) -> list[str]:
-    """Names of torch's own operators, parted by blanks, as `register_rule` takes them."""
+    """Return names of torch's operators, parted by blanks, as `register_rule` takes them."""
     return [f"aten.{name}" for name in names.split()]
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule of one call; None if its operator has none and runs replicated."""
+    """Return the rule of one call; None if its operator has none and runs replicated."""
     if node.op != "call_function":
         return None
     function, _ = _find(node.target)
@@ -281,74 +292,76 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 
 def tensor_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The tensor inputs of a node in the order of its rule's inputs."""
+    """Return the tensor inputs of a node in the order of its rule's inputs."""
     if node.op != "call_function" or is_result(node):
         return ()
     return OperatorCall(node).inputs
 
 
 def has_rule(target: Operator) -> bool:
-    """Whether an operator is registered."""
+    """Return whether an operator is registered."""
     return _find(target)[0] is not None
 
 
 def traits_of(node: fx.Node) -> Traits:
-    """The traits of what a node calls; none of an operator that is not registered."""
+    """Return the traits of a node's operator; the defaults if it is not registered."""
     return _find(node.target)[1]
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a call computes nothing: its output lies in the memory of its input."""
+    """Return whether a call computes nothing: its output lies in the memory of its input."""
     view = traits_of(node).view
     return view(OperatorCall(node)) if callable(view) else view
 
 
 def permutation(node: fx.Node) -> list[int] | None:
-    """The dims of the input in the order of the output, if all that a call does is permute them."""
+    """Return the input's dims in the order of the output; None if a call does not only permute."""
     order = traits_of(node).order
     return None if order is None else order(OperatorCall(node))
 
 
 def shape_of_piece(call: OperatorCall, shape: Sequence[int]) -> list[int]:
-    """Of an argument that is the shape of the output."""
+    """Return an argument that is the shape of the output, for a piece of that shape."""
     return list(shape)
 
 
 def registered() -> tuple[Operator, ...]:
-    """Every operator with a rule."""
+    """Return every operator with a rule."""
     return tuple(_RULES)
 
 
 def _find(target: Operator) -> tuple[RuleFunction | None, Traits]:
-    if (known := _FOUND.get(id(target))) is None:
-        is_overload, one = isinstance(target, torch._ops.OpOverload), target
-        if one not in _RULES and is_overload:
-            one = one.overloadpacket
-        function, own = _MADE_OF.get(one, (one, None))
-        known = target, _RULES.get(one, _RULES.get(function, (own, Traits())))
+    if (known := _RESOLVED.get(id(target))) is None:
+        is_overload, operator = isinstance(target, torch._ops.OpOverload), target
+        if operator not in _RULES and is_overload:
+            operator = operator.overloadpacket
+        function, rule = _DERIVED.get(operator, (operator, None))
+        known = target, _RULES.get(operator, _RULES.get(function, (rule, Traits())))
         if is_overload:  # which stays
-            _FOUND[id(target)] = known
+            _RESOLVED[id(target)] = known
     return known[1]
 
 
 def register_derived(operator: Operator, function: Operator, rule: RuleFunction) -> None:
-    """Calls of `operator`, which was made of `function`, have the rule of that; or else this."""
-    _MADE_OF[operator] = function, rule
-    _FOUND.clear()
+    """Give `operator`, which was made of `function`, the rule of that; `rule` if it has none."""
+    _DERIVED[operator] = function, rule
+    _RESOLVED.clear()
 
 
 def origin_of(target: Operator) -> Operator:
-    """What a rule is registered for: the operator, or what it was made of."""
-    return _MADE_OF.get(getattr(target, "overloadpacket", target), (target,))[0]
+    """Return the operator that rules are registered for: `target`, or the one it was made of."""
+    return _DERIVED.get(getattr(target, "overloadpacket", target), (target,))[0]
 
 
 def _linear_passes(rule: Rule, call: OperatorCall) -> Iterator[frozenset[int]]:
-    """The passes between numbers: a bool is no sum, and fractions that become whole numbers (by a
-    `dtype`, or written into some) are rounded."""
-    given = [output.dtype for output in call.outputs]
-    if torch.bool in given:
+    """Yield the passes of a rule that hold for the dtypes of a call.
+
+    A bool is no sum, and fractions that become whole numbers (by a `dtype`, say) are rounded.
+    """
+    dtypes = [output.dtype for output in call.outputs]
+    if torch.bool in dtypes:
         return
-    has_fractions = all(dtype.is_floating_point or dtype.is_complex for dtype in given)
+    has_fractions = all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
     for members in rule.passes:
         taken = [info(call.inputs[index]).val.dtype for index in members]
         is_whole = not any(dtype.is_floating_point or dtype.is_complex for dtype in taken)
@@ -362,19 +375,19 @@ def _listed(operators: Operator | Sequence[Operator]) -> Sequence[Operator]:
 
 def _resolve(operator: Operator) -> Operator:
     if isinstance(operator, str):
-        found: Any = torch.ops
+        target: Any = torch.ops
         for part in operator.replace("::", ".").split("."):
-            found = getattr(found, part, None)
-            if found is None:
+            target = getattr(target, part, None)
+            if target is None:
                 break
-        if not callable(found):  # a whole library, say
+        if not callable(target):  # a whole library, say
             raise InvalidInput(
                 "a rule is registered for an operator that exists",
                 got=repr(operator),
                 remedy="name it 'library.operator', as in \"aten.linear\", and define it before "
                 "its rule",
             )
-        return found
+        return target
     # An operator of torch.library.custom_op is called through its overload (torch 2.11 to 2.13).
     overload = getattr(operator, "_opoverload", operator)
     if not callable(overload):
@@ -392,20 +405,21 @@ def _is_tensor_node(value: object) -> bool:
 
 @cache
 def _declared(target: torch._ops.OpOverload) -> tuple[dict[str, Any], frozenset[str]]:
-    """The arguments of an operator with their defaults, and those that take tensors."""
+    """Return an operator's arguments with their defaults, and which of them take tensors."""
     arguments = target._schema.arguments
     defaults = {a.name: a.default_value if a.has_default_value() else None for a in arguments}
     return defaults, frozenset(a.name for a in arguments if "Tensor" in str(a.type))
 
 
 def _bind(node: fx.Node) -> tuple[dict[str, Any], frozenset[str]]:
-    """Arguments by name in the order of the schema, and the names that take tensors."""
+    """Return arguments by name in the order of the schema, and the names that take tensors."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         defaults, tensors = _declared(target)
-        given = dict(zip(defaults, node.args))
+        positional = dict(zip(defaults, node.args))
         return {
-            name: given.get(name, node.kwargs.get(name, value)) for name, value in defaults.items()
+            name: positional.get(name, node.kwargs.get(name, value))
+            for name, value in defaults.items()
         }, tensors
     try:
         signature = inspect.signature(target)  # type: ignore[arg-type]
@@ -418,21 +432,21 @@ def _bind(node: fx.Node) -> tuple[dict[str, Any], frozenset[str]]:
     for name, parameter in signature.parameters.items():
         value = bound.arguments[name]
         if parameter.kind is parameter.VAR_POSITIONAL:
-            own = {f"{name}{index}": item for index, item in enumerate(value)}
+            values = {f"{name}{index}": item for index, item in enumerate(value)}
         elif parameter.kind is parameter.VAR_KEYWORD:
-            own = dict(value)
+            values = dict(value)
         else:
-            own = {name: value}
-        named |= own
+            values = {name: value}
+        named |= values
         if "Tensor" in str(parameter.annotation):
-            annotated |= own.keys()
+            annotated |= values.keys()
     return named, frozenset(annotated)
 
 
 def line_of(
     inputs: Sequence[Sequence[Dim]], outputs: Sequence[Sequence[Dim]], whole: frozenset[str]
 ) -> str:
-    """The line of a rule that was derived from shapes."""
+    """Return the line of a rule that was derived from shapes."""
 
     def tensor(dims: Sequence[Dim]) -> str:
         return " ".join(

@@ -18,7 +18,7 @@ from autopar.strategies.node_info import flat_values, info
 
 
 def result(values: Any, place: int) -> torch.Tensor:
-    """One tensor of what an operator with several results gives."""
+    """Return one tensor among the results of an operator that gives several."""
     return flat_values(values)[place]
 
 
@@ -27,32 +27,32 @@ def is_result(node: object) -> bool:
 
 
 def has_results(node: fx.Node) -> bool:
-    """Whether a call gives several tensors, or a list of them."""
+    """Return whether a call gives several tensors, or a list of them."""
     return node.op == "call_function" and isinstance(info(node).val, list | tuple)
 
 
 def maker(value: fx.Node) -> fx.Node:
-    """The call that gives `value`: itself, or that of which it is one result."""
+    """Return the call that gives `value`: the node itself, or the call whose result it is."""
     return value.args[0] if is_result(value) else value  # type: ignore[return-value]
 
 
 def result_index(value: fx.Node) -> int:
-    """Which of its maker's results a value is."""
+    """Return the number of a value among the results of its call."""
     return value.args[1] if is_result(value) else 0  # type: ignore[return-value]
 
 
 def values_of(node: fx.Node) -> list[fx.Node]:
-    """The values that a call gives: itself, or each result that is used."""
+    """Return the nodes of a call's values: the call itself, or each result that is used."""
     return list(node.users) if has_results(node) else [node]
 
 
 def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """The (fake) tensors of a node's value."""
+    """Return the (fake) tensors of a node's value."""
     return tuple(leaf for leaf in info(node).values if isinstance(leaf, torch.Tensor))
 
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
-    """The tensor arguments of a call in their order, each as often as it is given."""
-    read: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), read.append)
-    return read
+    """Return the tensor arguments of a call in their order, each as often as it is given."""
+    arguments: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), arguments.append)
+    return arguments

@@ -1,21 +1,11 @@
-"""Rule and Strategy: what an operator can do, and what it was told to do.
+"""Rules: how a call of an operator can be cut.
 
 A rule names, for each dim of each tensor, the factor that runs over it. A strategy gives mesh axes
 to factors. Everything else follows: the layouts of inputs and outputs, and of all gradients.
 
 >>> rule = parse("m k, k n -> m n", ((8, 4), (4, 6)))
->>> signature = rule.signature(Strategy.of(m="dp", k="tp"))
->>> signature.outputs[0]
+>>> rule.signature(Strategy.of(m="dp", k="tp")).outputs[0]
 [@dp, _]{+tp}
-
-On one axis that a strategy gives to factor f:
-
-- an input or output that has f is cut on that dim, and so is its gradient;
-- an input that lacks f is a replica, and its gradient is a partial sum;
-- an output that lacks f is a partial sum, and its gradient a replica.
-
-On one axis that it gives to a pass (a set of inputs): those inputs and the output are partial
-sums with replicated gradients, the other inputs are replicas whose gradients are partial sums.
 """
 
 from __future__ import annotations
@@ -38,7 +28,7 @@ from autopar.strategies.layout_signature import (
     Dim,
     LayoutSignature,
     LayoutSignatures,
-    signatures,
+    layout_signatures,
 )
 from autopar.strategies.strategy import JointCut, PartsCut, Strategy
 from autopar.text.units import counted
@@ -50,12 +40,12 @@ class ExtraTensor(NamedTuple):
     """A tensor that autograd keeps besides inputs and outputs, by its factors."""
 
     dims: tuple[Dim, ...]
-    dtype: torch.dtype | None = None  # None: that of the output
+    dtype: torch.dtype | None = None  # None: the output's
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What autograd keeps of one call until its backward has run."""
+    """The tensors that autograd keeps of one call until its backward has run."""
 
     inputs: tuple[int, ...] = ()
     output: bool = False
@@ -63,7 +53,7 @@ class Saved:
     factors: frozenset[int] = frozenset()  # inputs kept for the gradients of other inputs alone
 
     def inputs_for(self, learns: Sequence[bool]) -> tuple[int, ...]:
-        """Which inputs are kept, where each input `learns` or not."""
+        """Return the inputs that are kept; `learns` says which inputs take a gradient."""
 
         def serves(index: int, other: int) -> bool:
             return learns[other] and (other != index or index not in self.factors)
@@ -76,7 +66,17 @@ class Saved:
 
 @dataclass(frozen=True)
 class Rule:
-    """What one call of an operator can do, with the sizes of that call."""
+    """The ways to cut one call of an operator, with the sizes of that call.
+
+    On one axis that a strategy gives to factor f:
+
+    - an input or output that has f is cut on that dim, and so is its gradient;
+    - an input that lacks f is a replica, and its gradient is a partial sum;
+    - an output that lacks f is a partial sum, and its gradient a replica.
+
+    On one axis that it gives to a pass (a set of inputs): those inputs and the output are partial
+    sums with replicated gradients, the other inputs are replicas whose gradients are partial sums.
+    """
 
     inputs: tuple[tuple[Dim, ...], ...]
     outputs: tuple[tuple[Dim, ...], ...]
@@ -89,72 +89,74 @@ class Rule:
         default_factory=dict
     )  # by name, which stands for a factor
     parts: Mapping[str, PartsCut] = field(default_factory=dict)  # by name, as joints
-    # Of factors that are runs of one line, as those of what is joined and of the whole, the start.
+    # The start of factors that are runs of one line, as of the pieces that `cat` joins.
     spans: Mapping[str, int] = field(default_factory=dict)
     flops: float = 0.0  # of the uncut forward
     backward_flops: float | None = None  # of all gradients; None: as follows from `flops`
     triangle: str | None = None  # a factor of which the last piece has up to twice its share
-    between: IntermediateWork = NO_WORK  # of the uncut call
+    intermediate: IntermediateWork = NO_WORK  # of the uncut call
     product: bool = False  # inputs are multiplied and summed: its FLOPs count, whatever the sizes
     text: str = ""
     sums: frozenset[str] = frozenset()  # contracted although some input lacks them
     gathered: frozenset[str] = frozenset()  # contracted, but their kernel leaves a whole output
     saved: Saved = Saved()
-    kept: Mapping[str, Saved] = field(default_factory=dict)  # by joint, where its kernel keeps else
-    adds: frozenset[str] = frozenset()  # arguments that are numbers, added to what is else linear
-    rounds: bool = False  # linear but for digits: a sum over micro-batches passes, none over ranks
+    saved_by_joint: Mapping[str, Saved] = field(default_factory=dict)  # where its kernel differs
+    added_numbers: frozenset[str] = frozenset()  # arguments added to what is else linear
+    rounds: bool = False  # linear but for rounding: sums over micro-batches pass, not over ranks
 
     @cached_property
     def factors(self) -> tuple[str, ...]:
-        """Every factor of size above 1, in the order of first use."""
+        """Return every factor of size above 1, in the order of first use."""
         dims = itertools.chain.from_iterable(self.inputs + self.outputs)
         return tuple(dict.fromkeys(factor for dim in dims for factor in dim))
 
     @cached_property
     def cuttable(self) -> tuple[str, ...]:
-        """The factors that an axis may cut."""
+        """Return the factors that an axis may cut."""
         return tuple(factor for factor in self.factors if self.why_whole(factor) is None)
 
     @cached_property
     def choices(self) -> tuple[str, ...]:
-        """What axes may be given to: factors, joints, and parts."""
+        """Return the names that axes may be given to: of factors, joints, and parts."""
         joints = (name for name in self.joints if self.why_whole(name) is None)
         return (*self.cuttable, *joints, *self.parts)
 
     @cached_property
     def is_contraction(self) -> bool:
-        """Whether each gradient is a product of its own, as that of a linear operator."""
-        given = [dim for dims in self.outputs for dim in dims]
-        lost = any(not any(factor in dim for dim in given) for factor in self.factors)
+        """Return whether each gradient is a separate product, as for a linear operator."""
+        output_dims = [dim for dims in self.outputs for dim in dims]
+        lost = any(not any(factor in dim for dim in output_dims) for factor in self.factors)
         return lost and len(self.inputs) > 1 and self.backward_flops is None
 
     @property
     def is_heavy(self) -> bool:
-        """Whether it takes far more work than reading its inputs: sums that pass through it would
-        let all ranks do all of that."""
+        """Return whether it takes far more work than reading its inputs.
+
+        A partial sum that passed through it would let every rank do all of that work.
+        """
         return self.flops > 4 * self.elements_read
 
     @property
     def is_cheap(self) -> bool:
-        """Whether it takes little more than reading its inputs."""
+        """Return whether it takes little more than reading its inputs."""
         return self.flops <= 16 * self.elements_read and not self.product
 
     @cached_property
     def elements_read(self) -> int:
-        """Of all inputs, uncut."""
+        """Return the number of elements of all inputs, uncut."""
         return sum(math.prod(self.sizes[f] for dim in dims for f in dim) for dims in self.inputs)
 
     def why_whole(self, factor: str) -> str | None:
-        """Why no axis may cut `factor`, or what a joint of that name cuts; None if one may."""
+        """Return why no axis may cut `factor`, a factor's or joint's name; None if one may."""
         if (joint := self.joints.get(factor)) is not None:
-            return next(filter(None, map(self._why_not_at_once, joint.factors)), None)
+            return next(filter(None, map(self._why_uncuttable, joint.factors)), None)
         if factor in self.parts:
             return None
         if factor not in self.factors:
             return f"{factor!r} is not one of the rule's factors of size above 1"
         if factor in self.whole:
             return f"the operator needs {factor!r} whole on every rank"
-        if (reason := self._why_not_at_once(factor)) is not None:
+        if (reason := self._why_uncuttable(factor)) is not None:
             return reason
         if not _has(self.outputs, factor, all) and factor not in self.sums | self.gathered:
             if _has(self.outputs, factor, any):
@@ -163,8 +165,8 @@ class Rule:
                 return f"{factor!r} is contracted, and an input lacks it"
         return None
 
-    def _why_not_at_once(self, factor: str) -> str | None:
-        """What keeps any axis from `factor`, and a joint from it, too."""
+    def _why_uncuttable(self, factor: str) -> str | None:
+        """Return why neither an axis nor a joint may cut `factor`; None if both may."""
         if factor not in self.factors:
             return f"{factor!r} is not one of the rule's factors of size above 1"
         if any(factor in dim[1:] for dims in self.inputs + self.outputs for dim in dims):
@@ -172,42 +174,60 @@ class Rule:
         return None
 
     def saved_under(self, strategy: Strategy) -> Saved:
-        """What is kept of a call, by its kernel where it needs one."""
-        return next((self.kept[name] for name, _ in strategy.cuts if name in self.kept), self.saved)
+        """Return the tensors kept under `strategy`, whose joint kernel may keep others."""
+        return next(
+            (self.saved_by_joint[n] for n, _ in strategy.cuts if n in self.saved_by_joint),
+            self.saved,
+        )
 
     def signature(self, strategy: Strategy) -> LayoutSignature:
-        """The layouts of inputs, of their gradients and of outputs under `strategy`."""
+        """Return the layouts of inputs, of their gradients and of outputs under `strategy`."""
         return self.signatures.of(strategy)
 
     @cached_property
     def signatures(self) -> LayoutSignatures:
-        """Shared by all calls that are alike but for sizes."""
-        at_once = tuple(self.joints.items()), tuple(self.parts.items())
-        return signatures(self.inputs, self.outputs, self.passes, self.gathered, *at_once)
+        """Return the signatures by strategy, shared by all calls that differ in sizes alone."""
+        return layout_signatures(
+            inputs=self.inputs,
+            outputs=self.outputs,
+            passes=self.passes,
+            gathered=self.gathered,
+            joints=tuple(self.joints.items()),
+            parts=tuple(self.parts.items()),
+        )
 
     def strategies(self, mesh: Mesh, *, ordered: bool = True) -> list[Strategy]:
-        """All candidates: each axis to a factor, to a pass, or to nothing.
+        """Return all candidates: each axis to a factor, to a pass, or to nothing.
 
         Several axes on one factor come in every order, or only in the mesh's if not `ordered`.
         """
         axes = tuple(axis for axis in mesh if mesh[axis] > 1)
-        degrees = [mesh.degree(some) for some in _subsets(axes)]
+        degrees = [mesh.degree(subset) for subset in _subsets(axes)]
         fitting = tuple(
             (choice, tuple(self.fits(choice, degree) for degree in degrees))
             for choice in self.choices
         )
-        found = _assigned(axes, fitting, len(self.passes), ordered, frozenset(self.joints))
+        candidates = _assigned(
+            axes,
+            fitting,
+            passes=len(self.passes),
+            ordered=ordered,
+            in_order=frozenset(self.joints),
+        )
         if not (self.joints or self.parts):
-            return [*found]
-        return [way for way in found if self.go_together(way.by_factor, mesh)]
+            return [*candidates]
+        return [s for s in candidates if self.can_combine(s.by_factor, mesh)]
 
-    def go_together(self, cuts: Mapping[str, Sequence[str]], mesh: Mesh) -> bool:
-        """Whether there is one joint at most, and what it cuts besides others is large enough; a
-        dim is cut in parts or as a whole."""
+    def can_combine(self, cuts: Mapping[str, Sequence[str]], mesh: Mesh) -> bool:
+        """Return whether these cuts may stand in one strategy.
+
+        It has one joint at most, whose factors are large enough for all their axes; and a dim is
+        cut in parts or as a whole.
+        """
         joints = [name for name in cuts if name in self.joints]
         for name in cuts.keys() & self.parts.keys():
-            beside = {factor for other in cuts if other != name for factor in self._cut_by(other)}
-            if not self._in_dims_of(self.parts[name].factors).isdisjoint(beside):
+            others = {factor for other in cuts if other != name for factor in self._cut_by(other)}
+            if not self._in_dims_of(self.parts[name].factors).isdisjoint(others):
                 return False
         return len(joints) < 2 and all(
             self.fits(factor, mesh.degree([*cuts[name], *cuts.get(factor, ())]))
@@ -216,7 +236,7 @@ class Rule:
         )
 
     def _in_dims_of(self, factors: Collection[str]) -> set[str]:
-        """The factors of all dims that have one of `factors`."""
+        """Return the factors of all dims that have one of `factors`."""
         dims = itertools.chain.from_iterable(self.inputs + self.outputs)
         return {other for dim in dims if not set(dim).isdisjoint(factors) for other in dim}
 
@@ -225,16 +245,16 @@ class Rule:
         return (choice,) if group is None else group.factors
 
     def fits(self, factor: str, degree: int) -> bool:
-        """Whether `factor` is large enough for so many pieces, and even where it must be."""
+        """Return whether `factor` can be cut into `degree` pieces, evenly where it must be."""
         if (joint := self.joints.get(factor)) is not None:
-            return all(self.fits(one, degree) for one in joint.factors)
+            return all(self.fits(f, degree) for f in joint.factors)
         if (parts := self.parts.get(factor)) is not None:
-            return all(self.sizes[one] % (degree * own) == 0 for one, own in parts.sizes)
+            return all(self.sizes[f] % (degree * number) == 0 for f, number in parts.sizes)
         size = self.sizes[factor]
         return size % degree == 0 if self.must_be_even(factor) else degree <= size
 
     def cuts_of(self, strategy: Strategy) -> dict[str, Axes]:
-        """The axes that cut each factor, as a whole or in parts."""
+        """Return the axes that cut each factor, as a whole or in parts."""
         cuts = strategy.by_factor
         for name in self.parts.keys() & cuts.keys():
             axes = cuts.pop(name)
@@ -242,7 +262,7 @@ class Rule:
         return cuts
 
     def must_be_even(self, factor: str) -> bool:
-        """Whether `factor` may be cut only into equal pieces."""
+        """Return whether `factor` may be cut only into equal pieces."""
         dims = [dim for tensor in self.inputs + self.outputs for dim in tensor]
         shared = any(factor in dim and len(dim) > 1 for dim in dims)
         return factor in self.even or factor in self.parts or shared
@@ -251,8 +271,8 @@ class Rule:
         """Refuse a strategy that this rule does not allow on `mesh`."""
 
         def refusal(rule: str, remedy: str, got: str = "") -> InvalidInput:
-            given = f"{strategy} for {self.text!r} with {dict(self.sizes)} on {mesh}"
-            return InvalidInput(rule, got=got + given, remedy=remedy, source=source)
+            details = f"{strategy} for {self.text!r} with {dict(self.sizes)} on {mesh}"
+            return InvalidInput(rule, got=got + details, remedy=remedy, source=source)
 
         for axis in strategy.axes:
             mesh[axis]
@@ -268,11 +288,11 @@ class Rule:
                 wanted = "divide" if self.must_be_even(factor) else "be at most"
                 rule = f"the number of pieces must {wanted} the size of the factor"
                 cut = self._cut_by(factor)
-                sizes = ", ".join(f"{one!r} of size {self.sizes[one]}" for one in cut)
+                sizes = ", ".join(f"{f!r} of size {self.sizes[f]}" for f in cut)
                 raise refusal(
                     rule, "use fewer axes on it", f"{counted(degree, 'piece')} of {sizes}; "
                 )
-        if not self.go_together(strategy.by_factor, mesh):
+        if not self.can_combine(strategy.by_factor, mesh):
             rule = "a strategy has one joint, whose factors are large enough for all their axes"
             raise refusal(rule, "use fewer axes")
         for name in self.joints.keys() & strategy.by_factor.keys():
@@ -286,58 +306,65 @@ class Rule:
                 raise refusal(rule, "reduce the partial sum first", got)
 
     def bounds(self, factor: str, strategy: Strategy, mesh: Mesh, rank: int) -> tuple[int, int]:
-        """Start and length of the piece of `factor` that `rank` works on."""
+        """Return start and length of the piece of `factor` that `rank` works on."""
         return self._bounds(factor, strategy.by_factor.get(factor, ()), mesh, rank)
 
     def _bounds(self, factor: str, axes: Axes, mesh: Mesh, rank: int) -> tuple[int, int]:
-        place = mesh.coordinate(rank)
+        coordinate = mesh.coordinate(rank)
         start, length = 0, self.sizes[factor]
         for axis in axes:
-            offset, length = chunk(length, mesh[axis], place[axis])
+            offset, length = chunk(length, mesh[axis], coordinate[axis])
             start += offset
         return start, length
 
     def pieces(
         self, name: str, strategy: Strategy, mesh: Mesh, members: Sequence[int]
     ) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Start and length of the pieces of some ranks, of what their axes cut: a factor, or those
-        of a joint of that name."""
+        """Return start and length of the members' pieces of the factor `name`.
+
+        The name may be that of a joint, which has several factors.
+        """
         cuts, joint = strategy.by_factor, self.joints.get(name)
-        # Of what is cut in parts, a rank has no one piece; no kernel asks for it.
-        alone = () if name in self.parts else (name,)
-        factors = alone if joint is None else joint.factors
-        beside = () if joint is None else cuts[name]
+        # A rank has several pieces of a dim that is cut in parts; no kernel asks for them.
+        single = () if name in self.parts else (name,)
+        factors = single if joint is None else joint.factors
+        joint_axes = () if joint is None else cuts[name]
         return {
             factor: tuple(
-                self._bounds(factor, (*cuts.get(factor, ()), *beside), mesh, rank)
+                self._bounds(factor, (*cuts.get(factor, ()), *joint_axes), mesh, rank)
                 for rank in members
             )
             for factor in factors
         }
 
     def kernel(self, strategy: Strategy) -> tuple[str, str] | None:
-        """The factor (or joint) and the name of the kernel that `strategy` needs, if it needs one;
-        that of a joint knows of all that is cut."""
-        found = {name: self.joints[name].kernel for name, _ in strategy.cuts if name in self.joints}
-        found |= {name: self.kernels[name] for name, _ in strategy.cuts if name in self.kernels}
-        return next(iter(found.items()), None)
+        """Return the factor (or joint) that needs a kernel, and the kernel's name; else None.
+
+        The kernel of a joint comes first: it knows of all that is cut.
+        """
+        kernels = {
+            name: self.joints[name].kernel for name, _ in strategy.cuts if name in self.joints
+        }
+        kernels |= {name: self.kernels[name] for name, _ in strategy.cuts if name in self.kernels}
+        return next(iter(kernels.items()), None)
 
     def joint_of(self, cut: set[str]) -> str | None:
-        """What one axis that cuts all these is given to: the only factor, or what cuts it alone, or
-        a joint of them; None if there is none."""
+        """Return the factor or joint by which one axis cuts all factors of `cut`; None if none."""
         if len(cut) == 1:
-            return self.alone(next(iter(cut)))
-        found = (name for name, joint in self.joints.items() if cut <= {*joint.factors})
-        return next(found, None)
+            return self.cut_alone(next(iter(cut)))
+        joints = (name for name, joint in self.joints.items() if cut <= {*joint.factors})
+        return next(joints, None)
 
-    def joint_that_follows(self, before: str, factor: str) -> str | None:
-        """What propagation gives an axis to that cuts one factor, and comes to cut another."""
+    def joint_after(self, before: str, factor: str) -> str | None:
+        """Return the joint by which an axis that cuts `before` cuts `factor`, too; None if none."""
         joint = self.joints.get(name := self.joint_of({before, factor}) or "")
         return name if joint is not None and joint.follows else None
 
-    def alone(self, factor: str) -> str:
-        """A factor, or the joint that cuts nothing else of the inputs, or of the outputs, where the
-        factor by itself stays whole."""
+    def cut_alone(self, factor: str) -> str:
+        """Return a factor that may be cut by itself, or the joint that cuts it alone.
+
+        Such a joint cuts nothing else of the inputs, or of the outputs.
+        """
         if self.why_whole(factor) is None:
             return factor
         for name, joint in self.joints.items():
@@ -346,8 +373,7 @@ class Rule:
         return factor
 
     def factors_of(self, choice: str) -> tuple[Sequence[str | None], Sequence[str | None]]:
-        """What an axis cuts of each input, and of each output, that is given to a factor, a joint
-        or parts of that name."""
+        """Return the factor of each input, and of each output, that `choice` cuts; None: whole."""
         if (joint := self.joints.get(choice)) is not None:
             return joint.inputs, joint.outputs
         if (parts := self.parts.get(choice)) is not None:
@@ -357,41 +383,41 @@ class Rule:
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """One call of an operator, as far as its cost goes. Calls that are alike share this object."""
+    """The facts of a call on which its cost depends; equal calls share the object."""
 
     rule: Rule
     itemsizes: tuple[int, ...]  # of the tensor inputs
     differentiable: tuple[bool, ...]  # which inputs get a gradient
     dtypes: tuple[torch.dtype, ...]  # of the outputs
     is_view: bool  # gives a view of its input: nothing is computed
-    on_host: bool = False  # its result is there
+    on_host: bool = False  # its result is on the host
     crosses: bool = False  # between host and device
     is_random: bool = False  # gives other numbers every time
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the first output, in which the operator computes."""
+        """Return the dtype of the first output, in which the operator computes."""
         return self.dtypes[0]
 
     @property
     def is_cheap(self) -> bool:
-        """Whether it takes little more than reading its inputs, and gives the same every time."""
+        """Return whether it costs little more than reading its inputs, and is deterministic."""
         return self.rule.is_cheap and not self.is_random
 
 
 def names(count: int, prefix: str = "d") -> list[Dim]:
-    """A factor for each of `count` dims."""
+    """Return a factor for each of `count` dims."""
     return [(f"{prefix}{index}",) for index in range(count)]
 
 
 def broadcast(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:
-    """The dims of a tensor of `shape` that is broadcast to one with `dims`."""
+    """Return the dims of a tensor of `shape` that is broadcast to one with `dims`."""
     aligned = dims[len(dims) - len(shape) :]
     return [() if size == 1 else dim for dim, size in zip(aligned, shape)]
 
 
 def product(sizes: Mapping[str, int]) -> int:
-    """The number of points of all factors together."""
+    """Return the number of points of all factors together."""
     return math.prod(sizes.values())
 
 
@@ -401,7 +427,7 @@ def _has(tensors: Sequence[Sequence[Dim]], factor: str, quantifier: Quantifier) 
 
 @lru_cache
 def _subsets(axes: Axes) -> tuple[Axes, ...]:
-    """All choices of some of the axes, in their order."""
+    """Return all subsets of the axes, in their order."""
     sizes = range(len(axes) + 1)
     return tuple(itertools.chain(*(itertools.combinations(axes, size) for size in sizes)))
 
@@ -410,14 +436,18 @@ def _subsets(axes: Axes) -> tuple[Axes, ...]:
 def _assigned(
     axes: Axes,
     fitting: tuple[tuple[str, tuple[bool, ...]], ...],
+    *,
     passes: int,
     ordered: bool,
     in_order: frozenset[str],
 ) -> tuple[Strategy, ...]:
-    """Each axis to a choice, to one of so many passes, or to nothing. `fitting`: the choices, and
-    which subsets of the axes each may have; `in_order`: those that have theirs as they stand."""
+    """Return all strategies that give each axis to a choice, a pass, or nothing.
+
+    `fitting`: the choices, and which subsets of the axes each may have; `in_order`: the choices
+    whose axes stay in the order of the mesh.
+    """
     fits = {name: dict(zip(_subsets(axes), fit)) for name, fit in fitting}
-    found = []
+    strategies = []
     for assignment in itertools.product([None, *fits, *range(passes)], repeat=len(axes)):
         cuts: dict[str, Axes] = {}
         passed: list[tuple[str, int]] = []
@@ -426,7 +456,7 @@ def _assigned(
                 cuts[choice] = (*cuts.get(choice, ()), axis)
             elif choice is not None:
                 passed.append((axis, choice))
-        if not all(fits[name][own] for name, own in cuts.items()):
+        if not all(fits[name][subset] for name, subset in cuts.items()):
             continue
         names = sorted(cuts)
         orders = [
@@ -434,5 +464,5 @@ def _assigned(
             for name in names
         ]
         for order in itertools.product(*orders):
-            found.append(Strategy(tuple(zip(names, order)), tuple(sorted(passed))))
-    return tuple(found)
+            strategies.append(Strategy(tuple(zip(names, order)), tuple(sorted(passed))))
+    return tuple(strategies)

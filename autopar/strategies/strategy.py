@@ -1,4 +1,4 @@
-"""Strategy: what an operator was told to do, each axis of the mesh given to something."""
+"""Strategy: an operator's part in a plan, each axis of the mesh given to a factor or a pass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Strategy:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that is given to something."""
+        """Return every axis that is given to a factor or a pass."""
         return tuple(a for _, axes in self.cuts for a in axes) + tuple(a for a, _ in self.passes)
 
     def __str__(self) -> str:
@@ -46,8 +46,10 @@ Pieces = Sequence[tuple[int, int]]  # start and length of each member's
 
 
 class InputWindow(NamedTuple):
-    """Which rows of the input row y of the output reads: from (y * steps + low) // parts to
-    (y * steps + high) // parts."""
+    """The rows of the input that row y of the output reads.
+
+    They are (y * steps + low) // parts to (y * steps + high) // parts.
+    """
 
     steps: int
     parts: int
@@ -55,36 +57,38 @@ class InputWindow(NamedTuple):
     high: int
 
     def moved(self, before: Pieces, after: Pieces) -> int:
-        """The most rows that a member sends to others, or gets: from pieces of the input to those
-        of the output."""
+        """Return the most rows that one member sends, or gets.
+
+        Members have the pieces `before` of the input, and compute the pieces `after`.
+        """
         size = sum(length for _, length in before)
-        sent, got = [0] * len(before), [0] * len(before)
+        sent, received = [0] * len(before), [0] * len(before)
         for reader, (row, count) in enumerate(after):
             if not count:
                 continue
-            first = (row * self.steps + self.low) // self.parts
+            first_row = (row * self.steps + self.low) // self.parts
             last = ((row + count - 1) * self.steps + self.high) // self.parts
-            first, end = max(first, 0), min(max(last, first) + 1, size)
+            first_row, end = max(first_row, 0), min(max(last, first_row) + 1, size)
             for owner, (start, length) in enumerate(before):
                 if owner != reader:
-                    rows = max(min(end, start + length) - max(first, start), 0)
+                    rows = max(min(end, start + length) - max(first_row, start), 0)
                     sent[owner] += rows
-                    got[reader] += rows
-        return max(sent + got)
+                    received[reader] += rows
+        return max(sent + received)
 
 
 class JointCut(NamedTuple):
-    """One axis that cuts other factors of other tensors at once, as ring attention cuts queries and
-    keys. Its kernel sees to what they need of each other."""
+    """An axis that cuts several tensors at once, each along a factor of its own.
+
+    Ring attention cuts queries and keys. The kernel exchanges what members need of each other.
+    """
 
     kernel: str
-    inputs: tuple[str | None, ...]  # of each the factor that it cuts; None: whole
+    inputs: tuple[str | None, ...]  # the factor that it cuts of each; None: whole
     outputs: tuple[str | None, ...]
     keeps: tuple[tuple[str, ...], ...] = ()  # tensors that its kernel keeps besides, by factors
-    follows: bool = False  # propagation makes it of cuts that meet, where it would gather one
-    beside: int | InputWindow | None = (
-        None  # of the first input (and output) only so many rows travel
-    )
+    follows: bool = False  # propagation joins two cuts that meet, instead of gathering one
+    travelling_rows: int | InputWindow | None = None  # of the first input and output; None: all
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -92,11 +96,11 @@ class JointCut(NamedTuple):
         return tuple(dict.fromkeys(named))
 
 
-TensorCut = tuple[str, int] | None  # of a tensor: a factor, and in how many parts its dim is cut
+TensorCut = tuple[str, int] | None  # a tensor's factor, and in how many parts its dim is cut
 
 
 class PartsCut(NamedTuple):
-    """What an axis may be given to besides a factor: the equal parts of dims, each cut by itself.
+    """The equal parts of dims, each cut by itself: an axis may be given to them as to a factor.
 
     A dim in one part is cut as a whole, and a tensor with `None` is not cut.
     """
@@ -107,7 +111,7 @@ class PartsCut(NamedTuple):
 
     @property
     def name(self) -> str | None:
-        """What stands for it in strategies, by the first tensor in parts; `None` of no parts."""
+        """Return the name for strategies, by the first tensor in parts; None if none has parts."""
         cuts = (cut for cut in (*self.inputs, *self.outputs) if cut is not None and cut[1] > 1)
         return next((f"{factor}/{number}" for factor, number in cuts), None)
 
@@ -117,7 +121,7 @@ class PartsCut(NamedTuple):
 
     @staticmethod
     def axes_of(cut: TensorCut, axes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-        """The axes of the factor that is cut of one tensor, after the number of parts."""
+        """Return the axes that cut one tensor's factor, after the number of parts."""
         if cut is None:
             return {}
         factor, number = cut

@@ -207,7 +207,7 @@ class Reference:
         )
         if call is None:
             kinds = types if has_results(self.node) else types[0]
-            return piece_call(self.node, self.rule, strategy, kinds, mesh, rank)
+            return piece_call(self.node, self.rule, strategy, types=kinds, mesh=mesh, rank=rank)
         args, kwargs = localize_arguments(self.node, types, mesh, rank)
         return call.kernel.function, args, {**kwargs, "start": call.start(mesh, rank)}
 

@@ -38,5 +38,5 @@ def test_arguments_of_a_whole_output_are_the_node_s_own(case: Case) -> None:
 def test_a_call_without_a_rule_runs_as_it_is(case: Case) -> None:
     node = case.node()
     assert rule_of(node) is None
-    call = piece_call(node, None, None, whole(node.meta["val"]), Mesh(a=2), 1)
+    call = piece_call(node, None, None, types=whole(node.meta["val"]), mesh=Mesh(a=2), rank=1)
     assert call == (node.target, node.args, node.kwargs)

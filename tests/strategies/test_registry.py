@@ -11,7 +11,7 @@ from torch import Tensor
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.strategies import OperatorCall, Rule, has_rule, register_rule, rule_of, tensor_inputs
-from autopar.strategies.language import Options, Pattern, require
+from autopar.strategies.language import Options, Pattern, validate_options
 from tests.strategies.rule_law import Case, check_all
 
 
@@ -143,7 +143,7 @@ def test_what_a_line_does_not_know_is_no_option(options: dict[str, Any], rule: s
 
 def test_options_may_name_what_a_line_has() -> None:
     known = Options(even=("d0", "h"), sizes={"q": 3}, extra="q", saved="1 output")
-    require(Pattern.read("... h, h -> ... h"), known)
+    validate_options(Pattern.read("... h, h -> ... h"), known)
 
 
 def test_a_function_gives_a_rule() -> None:

@@ -1,28 +1,14 @@
-"""Kernels: what a rank runs where cutting a factor changes the local computation.
+"""Kernels: functions that ranks run where cutting a factor changes the local computation.
 
-A rule names them by factor: `Rule.kernels == {"v": "cut_embedding"}` says that the operator, cut
-along v, runs another function. There are three kinds:
+`Rule.kernels == {"v": "cut_embedding"}` says that the operator, cut along v, runs another function.
+A `Kernel` is of one of three kinds: each rank runs it alone, from the `start` of its piece; or it
+has an all-gather in its middle (`Expansion`); or ranks carry it out together, with messages inside
+(`collectives/joint_kernels.py`), also for a joint of the rule (`JointCut`).
 
-- of each rank alone: the local call is `kernel.function(*args, **kwargs, start=offset)` with the
-  arguments of the operator (localised as ever) and the start of this rank's piece of the factor,
-  `rule.bounds(factor, strategy, mesh, rank)[0]`. Layouts are those of the rule's signature.
-- `expand`: the call becomes three nodes, and the output is whole over the axes of the factor:
-
-      part      = expand.part(...)       # on each rank: [..., columns]
-      gathered  = all-gather of part     # of type [..., columns * parts], cut on the last dim
-                                         # by the axes of the factor; gradient: slice
-      output    = expand.combine(...)    # on replicas
-
-  `expand.part_call` and `expand.combine_call` give the arguments of the two functions.
-- `joint`: the ranks over the axes of the factor, or of a joint of the rule (`rule.Joint`), carry
-  the call out together, with messages inside (`collectives/joint_kernels.py`). The kernel gets the
-  arguments of the operator by name, as they are for the whole, tensors local; how the axes cut each
-  of its tensors stands in its group.
-
-Besides, plain functions that capture puts into graphs: `batch_sums`, `batch_normalize`,
-`running_mean`, `running_var`, `rms_norm`, `cross_entropy`, `count_targets`, `count_classes`,
-`ctc_losses`, `bags_of_rows`. Kernels work on empty pieces; of every other operator a rank without
-elements runs `nothing`.
+Kernels work on empty pieces; a rank without elements of any other operator runs `zero_result`.
+Plain functions that capture puts into graphs are here, too: `batch_sums`, `rms_norm`, `ctc_losses`.
+Read `lookup.py` first, then `cross_entropy.py` and `scans.py`. `attention/` has attention in rings
+and with dropped weights, `experts/` mixtures of experts, `norms/` norms by shared statistics.
 """
 
 from __future__ import annotations
@@ -71,7 +57,11 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Expansion:
-    """A local function, an all-gather of its small output, and a function of the gathered."""
+    """A call in three nodes: a local function, an all-gather of its output, and a combination.
+
+    The all-gather is along the last dim over the axes of the factor; its backward is a slice. The
+    combination runs on replicas.
+    """
 
     part: Callable[..., Tensor]
     columns: int  # the size of the last dim of a part
@@ -82,7 +72,12 @@ class Expansion:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Of each rank alone, where neither `expand` nor `joint` is given."""
+    """A function that replaces an operator whose factor is cut.
+
+    Each rank runs it alone if `expand` and `joint` are None: with the operator's arguments, and
+    `start`, where its piece of the factor begins. A joint kernel gets the arguments by name, as of
+    the whole; its tensors are local.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -91,7 +86,7 @@ class Kernel:
 
     @classmethod
     def of_all(cls, joint: JointKernel) -> Kernel:
-        """One that ranks carry out together, by the name of its forward."""
+        """Return the kernel of ranks that work together, by the name of its forward."""
         return cls(joint.forward.__name__, joint.forward, joint=joint)
 
 

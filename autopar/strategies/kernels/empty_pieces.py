@@ -1,4 +1,4 @@
-"""What a rank without elements adds: nothing, whatever the operator.
+"""Empty pieces: a rank without elements adds nothing, whatever the operator.
 
 An empty piece of a dim that the output has makes the output empty; one of a dim that is summed
 makes it a sum of nothing. So it is zeros of the local shape, and so are the gradients.
@@ -13,20 +13,20 @@ from torch import Tensor
 
 
 def zero_result(shape: list[int], dtype: torch.dtype, learns: bool, *inputs: Tensor) -> Tensor:
-    """Zeros that autograd leads to all inputs, where it would from the operator."""
+    """Return zeros that autograd leads to all inputs, if the operator `learns`."""
     if not learns:
         return inputs[0].new_zeros(shape, dtype=dtype)
-    return _Nothing.apply(shape, dtype, *inputs)
+    return _Zeros.apply(shape, dtype, *inputs)
 
 
 def zero_results(
     shapes: list[list[int]], dtypes: list[torch.dtype], learns: bool, *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    """The same for each result of an operator that has several."""
+    """Return `zero_result` for each result of an operator that has several."""
     return tuple(zero_result(shape, dtype, learns, *inputs) for shape, dtype in zip(shapes, dtypes))
 
 
-class _Nothing(torch.autograd.Function):
+class _Zeros(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shape: list[int], dtype: torch.dtype, *inputs: Tensor) -> Tensor:
         # What the gradients are like; the inputs themselves may go.

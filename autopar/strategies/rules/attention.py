@@ -17,9 +17,9 @@ from autopar.strategies.rule import Dim, ExtraTensor, Rule, Saved, broadcast
 from autopar.strategies.rules.random_draws import BITS
 from autopar.strategies.strategy import JointCut
 
-# Bytes of the passes that dropped attention makes over each weight, of 4 bytes: forward writes and
-# reads a score, takes its softmax, draws, and drops; backward does so again, and drops and scales
-# the score's gradient. The fused kernels make none. On a host as measured beside a copy.
+# Bytes that dropped attention moves for each weight, of 4 bytes: forward writes and reads a score,
+# takes its softmax, draws, and drops; backward does so again, and drops and scales the score's
+# gradient. The fused kernels move none. Those on a host are measured, in units of a copy.
 DROPPED = IntermediateWork(16 + BITS + 3 + 20, 16 + BITS + 3 + 64, 150.0, 200.0)
 BLOCK = 512  # keys that a fused kernel on a host's cores multiplies at once
 EXPONENTIALS = 28.0, 70.0  # bytes that memory moves in the time of one, forward and backward
@@ -28,7 +28,7 @@ EXPONENTIALS = 28.0, 70.0  # bytes that memory moves in the time of one, forward
 def _attention(call: OperatorCall) -> Rule:
     query, key, value = call.shapes[:3]
     leading: list[Dim] = [(f"b{index}",) for index in range(len(call.shape) - 2)]
-    # Of heads that an input has once for all, too.
+    # Heads count that an input has once for all.
     sizes = dict(zip([name for (name,) in leading], call.shape))
     heads: list[Dim] = list(leading)
     if call["enable_gqa"] and len(query) > 2 and key[-3] != query[-3]:
@@ -64,43 +64,50 @@ def _attention(call: OperatorCall) -> Rule:
         whole=("k", "d", "e", "key"),
         kernels={"q": "cut_causal_attention"} if is_fused and call["is_causal"] else {},
         joints=rings,
-        kept=dict.fromkeys(rings, _saved_by_ring(call, heads)),
+        saved_by_joint=dict.fromkeys(rings, _saved_by_ring(call, heads)),
         flops=flops,
         # A kernel that keeps no weights makes the scores once more, beside two products of each of
         # the two of forward.
         backward_flops=2.5 * flops if is_fused and saved.output else None,
         triangle="q" if is_halved and query[-2] > 1 else None,
-        between=_on_cores(call, rows, points) if is_fused else DROPPED.times(points),
+        intermediate=_on_cores(call, rows, points) if is_fused else DROPPED.times(points),
         product=True,
         saved=saved,
     )
 
 
 def _on_cores(call: OperatorCall, rows: int, points: int) -> IntermediateWork:
-    """What a fused kernel takes besides on a host's cores: exponentials of scores; and products of
-    those that a causal mask leaves out of blocks that it does not leave out as a whole."""
+    """Return what a fused kernel computes besides products of scores on a host's cores.
+
+    These are exponentials of scores, and scores that a causal mask hides inside of a block.
+    """
     (*_, queries, width), (*_, keys, _), (*_, other) = call.shapes[:3]
-    made = min(rows * queries * keys, points + rows * queries * BLOCK // 2)
-    masked = (made - points) * 2.0 * (width + other)
+    computed = min(rows * queries * keys, points + rows * queries * BLOCK // 2)
+    masked = (computed - points) * 2.0 * (width + other)
     forward, backward = EXPONENTIALS
-    return IntermediateWork(0.0, 0.0, forward * made, backward * made, masked, 2.5 * masked)
+    return IntermediateWork(
+        host_forward=forward * computed,
+        host_backward=backward * computed,
+        host_flops=masked,
+        host_backward_flops=2.5 * masked,
+    )
 
 
 def _causal(queries: int, keys: int) -> int:
-    """How many scores a causal mask leaves: query i sees the keys up to i."""
+    """Return how many scores a causal mask leaves: query i sees the keys up to i."""
     short = min(queries, keys)
     return short * (short + 1) // 2 + (queries - short) * keys
 
 
 def _saved_by_ring(call: OperatorCall, heads: list[Dim]) -> Saved:
-    """All that it reads, its output, and a number for each row."""
+    """Return what ring attention keeps: its inputs, its output, and a number for each row."""
     wide = torch.promote_types(call.outputs[0].dtype, torch.float32)
     sums = ExtraTensor((*heads, ("q",)), wide)
     return Saved((*range(len(call.inputs)),), output=True, extra=(sums,))
 
 
 def _saved(call: OperatorCall, heads: list[Dim]) -> Saved:
-    """What the fused kernels keep; where torch has none, what its products keep in between."""
+    """Return what a fused kernel keeps; without one, what the products of attention keep."""
     query, key, value = call.shapes[:3]
     mask = call.inputs[3] if len(call.inputs) > 3 else None
     dtype = call.outputs[0].dtype

@@ -42,7 +42,7 @@ def _matmul(call: OperatorCall) -> Rule:
 
 
 def _product_and_sum(call: OperatorCall) -> Rule:
-    """The summand is broadcast to the output; it would be added by every rank if k were cut."""
+    """Return the rule of addmm: every rank would add the summand if k were cut."""
     batch: list[Dim] = [("b",)] if len(call.shape) == 3 else []
     out: list[Dim] = [*batch, ("m",), ("n",)]
     inputs = [broadcast(out, call.shapes[0]), [*batch, ("m",), ("k",)], [*batch, ("k",), ("n",)]]
@@ -64,12 +64,12 @@ def _einsum(call: OperatorCall) -> Rule | None:
         return " ".join(marked).replace("\0", "...")
 
     line = f"{', '.join(map(written, names))} -> {written(right.replace('...', chr(0)))}"
-    kept = " ".join(str(index) for index in range(len(terms)))
-    return call.parse(line, passes="each", saved=kept)
+    every = " ".join(str(index) for index in range(len(terms)))
+    return call.parse(line, passes="each", saved=every)
 
 
 def _cross(call: OperatorCall) -> Rule:
-    """The dim of the vectors stays whole."""
+    """Return the rule of a cross product: the dim of the vectors stays whole."""
     dims, dim = names(len(call.shape)), call.dim(call["dim"], len(call.shape))
     inputs = [broadcast(dims, shape) for shape in call.shapes]
     both = Saved((0, 1))
@@ -77,19 +77,19 @@ def _cross(call: OperatorCall) -> Rule:
 
 
 def _cosines(call: OperatorCall) -> Rule | None:
-    """cosine_similarity: the dim of the vectors stays whole; of two numbers there is none."""
+    """Return the rule of cosine_similarity: the dim of the vectors stays whole; None of numbers."""
     rank = max(map(len, call.shapes))
     if not rank:
         return None
     dims, dim = names(rank), call.dim(call["dim"], rank)
     rest = [d for i, d in enumerate(dims) if i != dim]
     inputs = [broadcast(dims, shape) for shape in call.shapes]
-    kept = (*[ExtraTensor(tuple(dims))] * 2, *[ExtraTensor(tuple(rest))] * 4)
-    return call.rule(inputs, rest, whole=[dims[dim]], saved=Saved((0, 1), extra=kept))
+    extra = (*[ExtraTensor(tuple(dims))] * 2, *[ExtraTensor(tuple(rest))] * 4)
+    return call.rule(inputs, rest, whole=[dims[dim]], saved=Saved((0, 1), extra=extra))
 
 
 def subscripts(equation: str) -> tuple[list[str], str]:
-    """Those of each operand of an einsum, and of its output, which may have none given."""
+    """Return the subscripts of each operand of an einsum, and of its output, even if left out."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     if not arrow:
         letters = left.replace(",", "").replace(ELLIPSIS, "")
@@ -101,23 +101,23 @@ def subscripts(equation: str) -> tuple[list[str], str]:
 def _without_broadcast(
     terms: list[list[str]], shapes: Sequence[tuple[int, ...]]
 ) -> list[list[str]]:
-    """Subscripts of each term; one of size 1, where others are larger, has a name of its own."""
+    """Return the subscripts of each term; one that is broadcast gets a name of its own."""
     sizes: dict[str, int] = {}
     places: list[tuple[int, int, int]] = []
     for number, (term, shape) in enumerate(zip(terms, shapes)):
-        at = 0
+        dim = 0
         for index, name in enumerate(term):
             if name == "\0":
-                at += len(shape) - len(term) + 1
+                dim += len(shape) - len(term) + 1
                 continue
-            sizes[name] = max(sizes.get(name, shape[at]), shape[at])
-            places += [(number, index, shape[at])]
-            at += 1
-    found = [list(term) for term in terms]
+            sizes[name] = max(sizes.get(name, shape[dim]), shape[dim])
+            places += [(number, index, shape[dim])]
+            dim += 1
+    renamed = [list(term) for term in terms]
     for number, index, size in places:
         if size != sizes[terms[number][index]]:
-            found[number][index] = f"one{number}_{index}"
-    return found
+            renamed[number][index] = f"one{number}_{index}"
+    return renamed
 
 
 _PRODUCT = Traits(leading="", makes_new=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -43,7 +44,7 @@ def _convolution(call: OperatorCall) -> Rule | None:
     ]
     passes: list[tuple[int, ...]] = [(0,), (1,)]
     sizes, saved = {"g": groups}, Saved((0, 1))
-    if more := _padded_beside(call, space):
+    if more := _padded_sizes(call, space):
         # torch pads one side before, and keeps what that makes.
         padded = names(space, "p")
         sizes |= {name: size for (name,), size in zip(padded, more)}
@@ -61,13 +62,13 @@ def _convolution(call: OperatorCall) -> Rule | None:
         flops=2.0 * math.prod(call.shapes[0] if transposed else call.shape) * math.prod(weight[1:]),
         product=True,
         saved=saved,
-        joints=(joints := _halos(call, transposed, space)),
-        kept=dict.fromkeys(joints, Saved((*range(len(inputs)),))),
+        joints=(joints := _halos(call, space, transposed=transposed)),
+        saved_by_joint=dict.fromkeys(joints, Saved((*range(len(inputs)),))),
     )
 
 
-def _padded_beside(call: OperatorCall, space: int) -> list[int] | None:
-    """The sizes of the input with a row more on one side, where both have not the same padding."""
+def _padded_sizes(call: OperatorCall, space: int) -> list[int] | None:
+    """Return the sizes of an input that is padded on one side more; None if on none."""
     if call["padding"] != "same":
         return None
     kernel, before = call.shapes[1][2:], call.shapes[0][-space:]
@@ -76,48 +77,58 @@ def _padded_beside(call: OperatorCall, space: int) -> list[int] | None:
     return [size + more for size, more in zip(before, odd)] if any(odd) else None
 
 
-def _reach(call: OperatorCall, dim: int) -> tuple[int, int, int] | None:
-    """How far a kernel reaches along a dim, its stride, and the padding before it."""
+class _Reach(NamedTuple):
+    """The rows that a kernel reaches along a dim, its stride, and the padding before it."""
+
+    rows: int
+    stride: int
+    padding: int
+
+
+def _reach(call: OperatorCall, dim: int) -> _Reach | None:
+    """Return the reach of a kernel along a dim; None if its padding has no number."""
     if not isinstance(call["padding"], list | tuple):
         return None
     stride, padding, dilation = (
         (call[name][dim] if len(call[name]) > 1 else call[name][0])
         for name in ("stride", "padding", "dilation")
     )
-    return dilation * (call.shapes[1][dim + 2] - 1) + 1, stride, padding
+    return _Reach(dilation * (call.shapes[1][dim + 2] - 1) + 1, stride, padding)
 
 
 def _is_pointwise(call: OperatorCall, dim: int) -> bool:
-    """Whether each point of a dim of the output reads that of the input; one that is padded behind
-    has others besides."""
+    """Return whether each point of a dim of the output reads the same point of the input."""
     at = dim - len(call.shapes[1]) + 2
     return _reach(call, dim) == (1, 1, 0) and call.shapes[0][at] == call.shape[at]
 
 
-def _halos(call: OperatorCall, transposed: bool, space: int) -> dict[str, JointCut]:
-    """Space can be cut where each rank gets the rows beside its own; of complex numbers torch makes
-    several convolutions, and its kernels know none."""
+def _halos(call: OperatorCall, space: int, *, transposed: bool) -> dict[str, JointCut]:
+    """Return the joints that cut dims of space; each rank gets the rows beside its own.
+
+    Complex numbers have none: torch's kernels know no complex convolution.
+    """
     if info(call.inputs[0]).val.is_complex():
         return {}
     kernel = "cut_transposed_convolution" if transposed else "cut_convolution"
     weights = len(call.inputs) - 1
     return {
-        f"space{d}": _joint(kernel, d, _reads(*reach, transposed), weights)
+        f"space{d}": _joint(kernel, d, _input_window(reach, transposed=transposed), weights)
         for d in range(space)
         if not _is_pointwise(call, d) and (reach := _reach(call, d)) is not None
     }
 
 
-def _reads(reach: int, stride: int, padding: int, transposed: bool = False) -> InputWindow:
-    """The rows of the input that are in the window of a row of the output."""
+def _input_window(reach: _Reach, *, transposed: bool = False) -> InputWindow:
+    """Return the rows of the input that are in the window of a row of the output."""
+    rows, stride, padding = reach
     if transposed:
-        return InputWindow(1, stride, padding - reach + stride, padding)
-    return InputWindow(stride, 1, -padding, reach - 1 - padding)
+        return InputWindow(1, stride, padding - rows + stride, padding)
+    return InputWindow(stride, 1, -padding, rows - 1 - padding)
 
 
-def _joint(kernel: str, dim: int, beside: InputWindow, weights: int = 0) -> JointCut:
-    """Along a dim of space, pieces of the input with those of the output."""
-    return JointCut(kernel, (f"x{dim}", *(None,) * weights), (f"y{dim}",), beside=beside)
+def _joint(kernel: str, dim: int, window: InputWindow, weights: int = 0) -> JointCut:
+    """Return the joint that cuts input and output along a dim of space."""
+    return JointCut(kernel, (f"x{dim}", *(None,) * weights), (f"y{dim}",), travelling_rows=window)
 
 
 def _groups_of_piece(call: OperatorCall, shape: Sequence[int]) -> int:
@@ -126,13 +137,15 @@ def _groups_of_piece(call: OperatorCall, shape: Sequence[int]) -> int:
     return groups if groups == 1 else shape[channels] * groups // call.shape[channels]
 
 
-def _pooling(call: OperatorCall, space: int, linear: bool, saved: tuple[int, ...] = (0,)) -> Rule:
+def _pooling(
+    call: OperatorCall, space: int, *, linear: bool, saved: tuple[int, ...] = (0,)
+) -> Rule:
     shape, out_shape = call.shapes[0], call.shape
     leading, before, after = names(len(shape) - space, "n"), names(space, "x"), names(space, "y")
     window = call.get("kernel_size") or [1]
     window = window * space if len(window) == 1 else window
-    places = (ExtraTensor((*leading, *after), torch.int64),)  # of the maxima
-    # Fractional windows of each sample and channel are by numbers between 0 and 1.
+    maxima = (ExtraTensor((*leading, *after), torch.int64),)  # their indices
+    # Numbers between 0 and 1 set the fractional windows of each sample and channel.
     drawn: list[list[Dim]] = [
         [*[()] * (len(other) - 1 - len(leading)), *leading, ("r",)] for other in call.shapes[1:]
     ]
@@ -143,14 +156,14 @@ def _pooling(call: OperatorCall, space: int, linear: bool, saved: tuple[int, ...
         even=frozenset(leading[-1]),  # torch pools no piece without channels
         passes=[(0,)] if linear else (),
         flops=float(math.prod(out_shape) * math.prod(window)),
-        saved=Saved(saved, extra=() if linear else places),
+        saved=Saved(saved, extra=() if linear else maxima),
         joints=(joints := _windows(call, space)),
-        kept=dict.fromkeys(joints, Saved(saved)),  # the places are found again
+        saved_by_joint=dict.fromkeys(joints, Saved(saved)),  # the maxima are found again
     )
 
 
 def _unpooling(call: OperatorCall) -> Rule:
-    """Maxima back in their places within the space of each sample and channel."""
+    """Return the rule of max_unpool: maxima go back to their indices in each channel."""
     space = len(call["output_size"])
     leading = names(len(call.shape) - space, "n")
     before, after = names(space, "x"), names(space, "y")
@@ -162,7 +175,7 @@ def _unpooling(call: OperatorCall) -> Rule:
 
 
 def _columns(call: OperatorCall) -> Rule:
-    """Windows as columns, or their sum back in space: the channels are (c k)."""
+    """Return the rule of im2col, or of col2im back: the channels of columns are (c k)."""
     batch = names(len(call.shape) - (2 if "output_size" not in call.arguments else 3), "n")
     image: list[Dim] = [*batch, ("c",), ("y",), ("x",)]
     columns: list[Dim] = [*batch, ("c", "k"), ("l",)]
@@ -172,7 +185,7 @@ def _columns(call: OperatorCall) -> Rule:
 
 
 def _grid(call: OperatorCall) -> Rule:
-    """The places that each sample's own map gives the points of a grid."""
+    """Return the rule of affine_grid_generator: each sample has a map of the grid."""
     _, *points = names(len(call.shape))
     into: list[Dim] = [("n",), ("i",), ("j",)]
     return call.rule([into], [("n",), *points], whole=["i", "j", *points])
@@ -183,7 +196,7 @@ def _rows_of_piece(call: OperatorCall, shape: Sequence[int]) -> list[int]:
 
 
 def _windows(call: OperatorCall, space: int) -> dict[str, JointCut]:
-    """Of a pooling whose windows lie as those of a convolution."""
+    """Return the joints of a pooling whose windows lie as those of a convolution."""
     if call.get("kernel_size") is None:
         return _enlarged(call, space)
     name, sizes = str(call.node.target).split(".")[1], call["kernel_size"]
@@ -194,16 +207,18 @@ def _windows(call: OperatorCall, space: int) -> dict[str, JointCut]:
     geometry = (sizes, call["stride"] or sizes, call["padding"], call.get("dilation") or [1])
     windows = [[numbers[d % len(numbers)] for numbers in geometry] for d in range(space)]
     return {
-        f"space{d}": _joint(f"cut_{name}", d, _reads(dilation * (size - 1) + 1, stride, padding))
+        f"space{d}": _joint(
+            f"cut_{name}", d, _input_window(_Reach(dilation * (size - 1) + 1, stride, padding))
+        )
         for d, (size, stride, padding, dilation) in enumerate(windows)
     }
 
 
 def _enlarged(call: OperatorCall, space: int) -> dict[str, JointCut]:
-    """Of what is resized a whole number of times along a dim."""
+    """Return the joints of a resize by a whole number of times along a dim."""
     name = str(call.node.target).split(".")[1]
-    beside = {known: beside for known, *_, beside in RESIZINGS}.get(name)
-    if beside is None or call.get("align_corners") or "scale_factors" not in call.arguments:
+    reach = {known: rows for known, *_, rows in RESIZINGS}.get(name)
+    if reach is None or call.get("align_corners") or "scale_factors" not in call.arguments:
         return {}
     factors = call["scale_factors"] or [None] * space
     joints = dict[str, JointCut]()
@@ -212,13 +227,13 @@ def _enlarged(call: OperatorCall, space: int) -> dict[str, JointCut]:
     ):
         times = after // max(before, 1)
         if after == times * before and factor in (None, times):
-            reads = InputWindow(1, max(times, 1), -beside * times, beside * times)
-            joints[f"space{d}"] = _joint(f"cut_{name}", d, reads)
+            window = InputWindow(1, max(times, 1), -reach * times, reach * times)
+            joints[f"space{d}"] = _joint(f"cut_{name}", d, window)
     return joints
 
 
 def _average_to_size(call: OperatorCall) -> Rule:
-    """To one point it is a mean, which keeps nothing."""
+    """Return the rule of adaptive_avg_pool2d: to one point it is a mean, which keeps nothing."""
     return _pooling(call, 2, linear=True, saved=() if set(call["output_size"]) == {1} else (0,))
 
 

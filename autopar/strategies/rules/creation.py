@@ -12,11 +12,11 @@ from autopar.strategies.registry import OperatorCall, Traits, aten, register_rul
 from autopar.strategies.rule import Rule, names
 
 
-def _constant(call: OperatorCall, *, counted: bool = False) -> Rule:
-    """What it reads stays whole; so does the result where its numbers are `counted`."""
+def _constant(call: OperatorCall, *, is_count: bool = False) -> Rule:
+    """Return a rule whose inputs stay whole; so does the result if it counts, as arange."""
     out = names(len(call.shape))
     inputs = [names(len(shape), f"other{number}_") for number, shape in enumerate(call.shapes)]
-    whole = [dim for dims in inputs + [out] * counted for dim in dims]
+    whole = [dim for dims in inputs + [out] * is_count for dim in dims]
     return call.rule(inputs, out, whole=whole, flops=0.0)
 
 
@@ -32,4 +32,4 @@ register_rule(
     traits=Traits(shape_only=True),
 )
 register_rule("aten.fill.Tensor", "..., -> ...", cost=0)
-register_rule(aten("arange linspace eye scalar_tensor"), partial(_constant, counted=True))
+register_rule(aten("arange linspace eye scalar_tensor"), partial(_constant, is_count=True))

@@ -40,7 +40,7 @@ COMPARISONS = aten(
     "eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor "
     "bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ floor_divide"
 )
-# Without gradients, of numbers or of whole numbers.
+# They have no gradients.
 POLYNOMIALS = aten(
     "special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v "
     "special_chebyshev_polynomial_w special_shifted_chebyshev_polynomial_t "
@@ -58,7 +58,7 @@ LEADING = Traits(leading="")
 
 
 def elementwise(call: OperatorCall, **options: Unpack[Options]) -> Rule:
-    """All tensor inputs broadcast to the output."""
+    """Return a rule by which all tensor inputs are broadcast to the output."""
     count = max(call.slots, default=-1) + 1
     return call.parse(", ".join(["..."] * count) + " -> ...", **options)
 
@@ -67,11 +67,11 @@ def _sum_of_inputs(call: OperatorCall) -> Rule:
     if len(call.shapes) == 2:
         return elementwise(call, passes="all")
     # Each rank would add the number.
-    return replace(elementwise(call), adds=frozenset({"other"}))
+    return replace(elementwise(call), added_numbers=frozenset({"other"}))
 
 
 def _scaled(call: OperatorCall) -> Rule:
-    """Linear in the first input: alone, with a number."""
+    """Return the rule of a division, which is linear in its first input."""
     if len(call.shapes) == 1:
         return elementwise(call, passes=[(0,)])
     rule = elementwise(call, passes=[(0,)], saved="0 1")
@@ -83,25 +83,25 @@ def _product(call: OperatorCall) -> Rule:
 
 
 def _converted(call: OperatorCall) -> Rule:
-    """A sum passes to a dtype that holds every number of it; to a narrower one it would round."""
+    """Return the rule of a conversion: sums pass to a dtype that holds every number of theirs."""
     before, after = info(call.inputs[0]).val.dtype, call.outputs[0].dtype
     passes = [(0,)] if _holds(after, before) else []
     rounds = after.is_floating_point and not (passes or before.is_complex)
     if len(call.shapes) == 1:
         return replace(elementwise(call, passes=passes, cost=0), rounds=rounds)
-    # The first input shapes the output, the others (only asked for a dtype) stay whole.
+    # The first input shapes the output, the others (read for their dtype alone) stay whole.
     first, *others = (names(len(s), f"other{i}_" if i else "d") for i, s in enumerate(call.shapes))
     whole = [dim for other in others for dim in other]
     return call.rule([first, *others], first, whole=whole, passes=passes, flops=0.0, rounds=rounds)
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether one dtype has all numbers of another; signed whole ones are taken not to overflow."""
+    """Return whether `wide` has all numbers of `narrow`; signed integers shall not overflow."""
     if narrow.is_floating_point or narrow.is_complex:
         if not (wide.is_complex or (wide.is_floating_point and not narrow.is_complex)):
             return False
-        one, other = torch.finfo(wide), torch.finfo(narrow)  # float8 is promoted to nothing
-        return one.eps <= other.eps and one.max >= other.max and one.tiny <= other.tiny
+        large, small = torch.finfo(wide), torch.finfo(narrow)  # float8 is promoted to nothing
+        return large.eps <= small.eps and large.max >= small.max and large.tiny <= small.tiny
     return narrow.is_signed and wide in (torch.int32, torch.int64, torch.float64, torch.complex128)
 
 
@@ -114,7 +114,7 @@ def _where(call: OperatorCall) -> Rule:
 
 
 def _is_among(call: OperatorCall) -> Rule:
-    """Each element is looked for among all of the second input."""
+    """Return the rule of isin: each element is looked for in the whole second input."""
     shapes, first = list(call.shapes), call.inputs[0] is call.get("elements")
     among = [names(len(shape), "among") for shape in shapes[first:]]
     inputs = [*([names(len(shapes[0]))] if first else []), *among]

@@ -33,19 +33,22 @@ def _embedding(call: OperatorCall) -> Rule:
 
 
 def _bags(call: OperatorCall) -> Rule:
-    """Bags of any length: a column of the table is one of the bags. Kept is the bag of each row,
-    but of sums that a CPU takes in few digits, and of each bag its size and what it is made of."""
-    given, mode = call.outputs[0], call["mode"]
-    quick = mode == 0 and given.device.type == "cpu" and given.dtype is not torch.float64
-    kept = ["b", "b e" if mode == 2 else "b", *([] if quick else ["i", ""])]
-    kept += [""] * call["include_last_offset"]
-    extra = ", ".join(f"int64: {dims}" for dims in kept)
+    """Return the rule of bags of any length: a column of the table is one of the bags.
+
+    torch keeps the size and the contents of each bag, and the bag of each row, except for sums
+    that a CPU takes in few digits.
+    """
+    bags, mode = call.outputs[0], call["mode"]
+    quick = mode == 0 and bags.device.type == "cpu" and bags.dtype is not torch.float64
+    integers = ["b", "b e" if mode == 2 else "b", *([] if quick else ["i", ""])]
+    integers += [""] * call["include_last_offset"]
+    extra = ", ".join(f"int64: {dims}" for dims in integers)
     saved = "1 2" if call["per_sample_weights"] is None else "0 1 2 3"
     return call.parse("v! e, i!, o!, i! -> b! e", saved=saved, extra=extra, flops=0.0)
 
 
-def _pointwise_loss(call: OperatorCall, absolute: bool = False) -> Rule:
-    """Elementwise, and summed by `reduction`."""
+def _pointwise_loss(call: OperatorCall, *, absolute: bool = False) -> Rule:
+    """Return the rule of an elementwise loss, summed by its `reduction`."""
     reduction = call["reduction"]
     line = {
         NONE: "..., ... -> ...",
@@ -60,9 +63,10 @@ def _pointwise_loss(call: OperatorCall, absolute: bool = False) -> Rule:
 def _loss_of_elements(
     call: OperatorCall, line: str, saved: str | None = None, extra: str = ""
 ) -> Rule | None:
-    """By a line, for what capture makes of every loss: the losses alone, not reduced.
+    """Return the rule by a line of losses that are not reduced, as capture makes them.
 
-    It keeps all inputs if `saved` does not say which."""
+    `saved` None: all inputs are kept.
+    """
     is_number = "c!" in line and not call.shapes[0]  # of one class of one sample
     if call["reduction"] != NONE or is_number:
         return None
@@ -71,14 +75,14 @@ def _loss_of_elements(
 
 
 def _divergence(call: OperatorCall) -> Rule | None:
-    """Of targets given as logarithms torch keeps their probabilities, and the difference."""
+    """Return the rule of kl_div; targets as logarithms are kept as probabilities."""
     if call["log_target"]:
         return _loss_of_elements(call, "..., ... -> ...", saved="", extra="..., ...")
     return _loss_of_elements(call, "..., ... -> ...")
 
 
 def _count_loss(call: OperatorCall) -> Rule | None:
-    """The input is kept as a factor of the target; one that learns brings Stirling's formula."""
+    """Return the rule of poisson_nll_loss; a target that learns keeps Stirling's formula."""
     stirling = call["full"] and info(call.inputs[1]).differentiable
     extra = "..., ..., ..., bool: ..." if stirling else "..."
     rule = _loss_of_elements(call, "..., ... -> ...", extra=extra)
@@ -88,27 +92,27 @@ def _count_loss(call: OperatorCall) -> Rule | None:
 
 
 def _triplet_loss(call: OperatorCall) -> Rule | None:
-    """Each distance keeps a difference and its norm."""
+    """Return the rule of triplet_margin_loss: each distance keeps a difference and its norm."""
     distances = 3 if call["swap"] else 2
     extra = "... e, ..., " * distances + "..."
     return _loss_of_elements(call, "... e!, ... e!, ... e! -> ...", saved="", extra=extra)
 
 
 def _cross_entropy(call: OperatorCall) -> Rule:
-    """The kernel: kept are the log-softmax, a number, and with smoothing what is ignored."""
+    """Return the rule of cross_entropy, which keeps the log-softmax and a number."""
     extra = "... v, " + ", bool: ..." * (call["label_smoothing"] > 0)
     line, kernels = "... v, ..., v -> ...", {"v": "cross_entropy"}
     return call.parse(line, kernels=kernels, cost=5, saved="1 2", extra=extra)
 
 
 def _alignments(call: OperatorCall) -> Rule:
-    """A loss for each sample; targets without padding are whole, and so is the batch then."""
+    """Return the rule of ctc_losses; targets without padding are whole, and so is the batch."""
     line = "t! n c!, n s!, n, n -> n" if len(call.shapes[1]) == 2 else "t! n! c!, s!, n!, n! -> n!"
     return call.parse(line, saved="0 1 2 3", cost=8)
 
 
 def _class_loss(call: OperatorCall) -> Rule:
-    """torch's own losses by class: the class dim stays whole, and all of it for a mean."""
+    """Return the rule of torch's losses by class: the class dim stays whole; for a mean, all."""
     shape, target = call.shapes[:2]
     dims = names(len(shape))
     classes = 1 if len(shape) > 1 else 0
@@ -140,8 +144,8 @@ register_rule(ctc_losses, _alignments)
 register_rule(aten("mse_loss huber_loss smooth_l1_loss"), _pointwise_loss)
 register_rule("aten.l1_loss", partial(_pointwise_loss, absolute=True))
 register_rule(aten("cross_entropy_loss nll_loss nll_loss_nd"), _class_loss)
-# torch makes most of these of parts, of which some keep values in between.
-for _names, _line, _kept, _extra in (
+# torch composes most of these of operators, some of which keep intermediate values.
+for _names, _line, _saved, _extra in (
     (
         "binary_cross_entropy binary_cross_entropy_with_logits",
         "..., ..., ..., ... -> ...",
@@ -152,7 +156,7 @@ for _names, _line, _kept, _extra in (
     ("multi_margin_loss", "... c!, ..., c! -> ...", None, ""),
     ("multilabel_margin_loss", "... c!, ... c! -> ...", "0 1", "... c"),
     ("margin_ranking_loss", "..., ..., ... -> ...", "", "..., ..."),
-    # What a margin leaves, and where the targets are 1 and -1.
+    # Kept is the rest above the margin, and where the targets are 1 and -1.
     ("hinge_embedding_loss", "..., ... -> ...", "", "..., bool: ..., bool: ..."),
     (
         "cosine_embedding_loss",
@@ -161,7 +165,7 @@ for _names, _line, _kept, _extra in (
         "..., ..., ..., ..., ..., bool: ..., bool: ...",
     ),
 ):
-    register_rule(aten(_names), partial(_loss_of_elements, line=_line, saved=_kept, extra=_extra))
+    register_rule(aten(_names), partial(_loss_of_elements, line=_line, saved=_saved, extra=_extra))
 register_rule("aten.kl_div", _divergence)
 register_rule("aten.poisson_nll_loss", _count_loss)
 register_rule("aten.triplet_margin_loss", _triplet_loss)

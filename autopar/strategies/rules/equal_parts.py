@@ -23,20 +23,20 @@ def parts_of_tensors(
     rule: Rule, tensors: Iterable[tuple[Sequence[Dim], Parts]]
 ) -> dict[str, PartsCut]:
     """Return the cuts in parts by name, of a call whose tensors have these dims and parts."""
-    found = dict[str, PartsCut]()
+    cuts = dict[str, PartsCut]()
     for dims, parts in tensors:
         for dim, number in parts:
-            taken = in_parts(rule, dims[dim], number)
-            if taken is not None and taken.name is not None:
-                found.setdefault(taken.name, taken)
-    return found
+            cut = in_parts(rule, dims[dim], number)
+            if cut is not None and cut.name is not None:
+                cuts.setdefault(cut.name, cut)
+    return cuts
 
 
 def choice_of(rule: Rule, dim: Dim, number: int) -> str | None:
     """Return what an axis is given to that cuts a dim in so many parts; in one: as a whole."""
-    taken = in_parts(rule, dim, number) if rule.parts else None
-    if taken is not None and taken.name in rule.parts:
-        return taken.name
+    cut = in_parts(rule, dim, number) if rule.parts else None
+    if cut is not None and cut.name in rule.parts:
+        return cut.name
     # The outermost factor of more than one element is cut as a whole.
     return next((f for f in dim if rule.sizes[f] > 1), None) if number == 1 else None
 
@@ -46,17 +46,17 @@ def in_parts(rule: Rule, dim: Dim, number: int) -> PartsCut | None:
 
     `None` where the operator needs more than a piece of each part. In one part is as a whole.
     """
-    cut = _factors_cut(rule, dim, number)
+    factors = _factors_cut(rule, dim, number)
     inputs, outputs = (
-        tuple(_cut_of(rule, dims, cut) for dims in tensors)
+        tuple(_cut_of(rule, dims, factors) for dims in tensors)
         for tensors in (rule.inputs, rule.outputs)
     )
-    found = PartsCut(tuple(cut.items()), inputs, outputs)
-    return found if cut and _is_possible(rule, found) else None
+    cut = PartsCut(tuple(factors.items()), inputs, outputs)
+    return cut if factors and _is_possible(rule, cut) else None
 
 
 def _factors_cut(rule: Rule, dim: Dim, number: int) -> dict[str, int]:
-    """The factors that are cut, each with the number of its parts; none where parts do not fit."""
+    """Return the factors that are cut, with their numbers of parts; none if parts do not fit."""
     outer = 1
     for factor in dim:
         size = rule.sizes[factor]
@@ -78,7 +78,7 @@ def _factors_cut(rule: Rule, dim: Dim, number: int) -> dict[str, int]:
 
 
 def _cut_of(rule: Rule, dims: Sequence[Dim], cut: dict[str, int]) -> TensorCut:
-    """What is cut of one tensor. What is outside in the dim of a factor has parts of its own."""
+    """Return the cut of one tensor; factors outside of the cut one in its dim count as parts."""
     for dim in dims:
         for place, factor in enumerate(dim):
             if factor in cut:
@@ -86,12 +86,12 @@ def _cut_of(rule: Rule, dims: Sequence[Dim], cut: dict[str, int]) -> TensorCut:
     return None
 
 
-def _is_possible(rule: Rule, found: PartsCut) -> bool:
-    factors, has_parts = found.factors, found.name is not None
+def _is_possible(rule: Rule, cut: PartsCut) -> bool:
+    factors, has_parts = cut.factors, cut.name is not None
     if any(factor in rule.whole and factor not in rule.spans for factor in factors):
         return False
     if has_parts and not factors.isdisjoint({*rule.kernels, *rule.gathered}):
         return False  # kernels look at the place of a piece
-    if all(found.outputs) or factors & (rule.sums | rule.gathered):
+    if all(cut.outputs) or factors & (rule.sums | rule.gathered):
         return True
-    return not any(found.outputs) and all(found.inputs)  # a sum over all parts
+    return not any(cut.outputs) and all(cut.inputs)  # a sum over all parts

@@ -1,8 +1,8 @@
 """Experts: tokens can be cut, the experts themselves, and the rows inside of them.
 
-A rank that has some of the experts and all tokens adds what these give: a term of the sum. Where
-one axis cuts both, tokens go to the ranks that have their experts (`kernels/routed_experts`). FLOPs
-and what is kept are those of routing that is balanced, the same number of tokens for each expert.
+A rank that has some of the experts and all tokens gives a term of the sum. Where one axis cuts
+both, tokens go to the ranks that have their experts (`kernels/experts/routed_experts.py`). FLOPs
+and memory are those of balanced routing, the same number of tokens for each expert.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _experts(call: OperatorCall) -> Rule:
     tokens = [f"d{index}" for index in range(len(call.shape) - 1)]
     is_joined = call["columns"] != "apart"
     layers = 2 if is_joined or call["up"] is not None else 1
-    kept = " ".join([*tokens, "k f" + " two" * is_joined])
+    before = " ".join([*tokens, "k f" + " two" * is_joined])  # `inner`
     rows, hidden, inside = prod(call.shapes[1]), call.shape[-1], call.shapes[3][-1]
     flops = 2.0 * rows * hidden * inside * (layers + 1)
     rule = call.parse(
@@ -39,22 +39,22 @@ def _experts(call: OperatorCall) -> Rule:
         kernels={"e": "some_experts"},
         flops=flops,
         saved="0 1 2 3 4 5 6 7",
-        extra=", ".join([kept] * (1 if is_joined else layers)),
+        extra=", ".join([before] * (1 if is_joined else layers)),
     )
     # Rows are gathered, pass through `inner`, and are weighted and added.
     size = rows * call.outputs[0].itemsize
     forward = size * (5.0 * hidden + (2.0 + layers) * inside)
-    between = IntermediateWork(forward, 2 * forward, forward, 2 * forward)
+    intermediate = IntermediateWork(forward, 2 * forward, forward, 2 * forward)
     joints = {} if rule.sizes.get("e", 1) == 1 else dict(_joints(rule, tokens))
-    return replace(rule, backward_flops=2 * flops, between=between, joints=joints)
+    return replace(rule, backward_flops=2 * flops, intermediate=intermediate, joints=joints)
 
 
 def _joints(rule: Rule, tokens: Sequence[str]) -> Iterator[tuple[str, JointCut]]:
-    """One axis that cuts tokens and experts, for each of the dims that tokens have."""
-    found = [token for token in tokens if rule.sizes.get(token, 1) > 1]
-    for index, token in enumerate(found):
+    """Yield a joint of experts with each dim of the tokens."""
+    cuttable = [token for token in tokens if rule.sizes.get(token, 1) > 1]
+    for index, token in enumerate(cuttable):
         inputs = (token,) * 3 + ("e",) * (len(rule.inputs) - 3)
-        # The rows that come, as many as choices if each goes to another rank.
+        # The rows that arrive: as many as choices, if each goes to another rank.
         rows = ((*tokens, "k", "h"),)
         joint = JointCut("routed_experts", inputs, (token,), keeps=rows, follows=True)
         yield f"experts{index or ''}", joint

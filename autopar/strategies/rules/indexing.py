@@ -20,7 +20,7 @@ from autopar.strategies.rules.shapes import movement_rule, same_dims
 
 
 def _slice(call: OperatorCall) -> Rule:
-    """A run of a dim, in which equal parts of it may lie."""
+    """Return the rule of a slice, in which equal parts of its dim may lie."""
     dim, is_whole = call.dim(call["dim"]), call.shape == call.shapes[0]
     rule = same_dims(call, () if is_whole else [dim])
     if is_whole or call.get("step") != 1:
@@ -29,14 +29,13 @@ def _slice(call: OperatorCall) -> Rule:
 
 
 def is_part(call: OperatorCall, count: int) -> bool:
-    """Whether a slice takes one of so many equal parts, of more than one element."""
+    """Return whether a slice takes one of `count` equal parts, of more than one element."""
     dim = call.dim(call["dim"])
     whole, size, start = call.shapes[0][dim], call.shape[dim], call["start"] or 0
     return call.get("step", 1) == 1 and size > 1 and whole == count * size and start % size == 0
 
 
 def _start_of_piece(call: OperatorCall, shape: Sequence[int]) -> Any:
-    """Where it is cut, equal parts of it are."""
     return _bound_of_piece(call, shape, "start")
 
 
@@ -67,7 +66,7 @@ def _index_select(call: OperatorCall) -> Rule:
 
 
 def _gather(call: OperatorCall) -> Rule | None:
-    """Output and index share all dims; the table shares those of equal size except `dim`."""
+    """Return the rule of gather; the table shares dims of equal size, except `dim`."""
     dim = call.dim(call["dim"])
     table, index = call.shapes
     if len(table) != len(index):
@@ -87,7 +86,7 @@ def _gather(call: OperatorCall) -> Rule | None:
 
 
 def _index(call: OperatorCall) -> Rule | None:
-    """Advanced indexing: indexed dims stay whole, the broadcast dims of the indices are free."""
+    """Return the rule of advanced indexing: indexed dims stay whole, those of indices are free."""
     indices = list(call["indices"])
     present = [i for i, index in enumerate(indices) if index is not None]
     if any(info(node).val.dtype == torch.bool for node in call.inputs[1:]):
@@ -104,8 +103,7 @@ def _index(call: OperatorCall) -> Rule | None:
 
 
 def _scatter(call: OperatorCall) -> Rule | None:
-    """All tensors share the dims other than `dim` where all have one size; what has no dims is
-    written everywhere."""
+    """Return the rule of scatter: tensors share the dims of one size, except `dim`."""
     if len({len(shape) for shape in call.shapes}) != 1:
         return None  # a number, and one place of it
     dim = call.dim(call["dim"])
@@ -125,19 +123,19 @@ def _scatter(call: OperatorCall) -> Rule | None:
 
 
 def _written(call: OperatorCall, part: list[Dim]) -> Rule:
-    """The dims of the first input with a part of it replaced; what the part lacks is whole."""
+    """Return the rule of an input with a part replaced; dims that the part lacks are whole."""
     dims = names(len(call.shape))
     return movement_rule(call, [dims, part], dims, whole={*dims} ^ {*part}, passes=[(0, 1)])
 
 
 def _select_scatter(call: OperatorCall) -> Rule:
-    """The second input has all dims but the one it is written into at an index."""
+    """Return the rule of select_scatter: the second input lacks the dim of the index."""
     dim, dims = call.dim(call["dim"]), names(len(call.shape))
     return _written(call, dims[:dim] + dims[dim + 1 :])
 
 
 def _slice_scatter(call: OperatorCall) -> Rule:
-    """The second input has the size of the slice in the dim it is written into."""
+    """Return the rule of slice_scatter: the second input has the slice's size in its dim."""
     dim, dims = call.dim(call["dim"]), names(len(call.shape))
     rule = _written(call, [*dims[:dim], ("part",), *dims[dim + 1 :]])
     return replace(
@@ -146,14 +144,14 @@ def _slice_scatter(call: OperatorCall) -> Rule:
 
 
 def _diagonal_scatter(call: OperatorCall) -> Rule:
-    """The diagonal of two dims stands last in the second input."""
+    """Return the rule of diagonal_scatter: the diagonal is the second input's last dim."""
     held = {call.dim(call["dim1"]), call.dim(call["dim2"])}
     dims = [dim for i, dim in enumerate(names(len(call.shape))) if i not in held]
     return _written(call, [*dims, ("part",)])
 
 
-def _added(call: OperatorCall) -> Rule:
-    """The rows of a source added to, or put in the place of, those that an index names."""
+def _index_add(call: OperatorCall) -> Rule:
+    """Return the rule of rows of a source that are added to, or replace, the indexed rows."""
     dim = call.dim(call["dim"])
     out = names(len(call.shape))
     index: list[Dim] = [("j",)] * len(call.shapes[1])
@@ -165,8 +163,8 @@ def _added(call: OperatorCall) -> Rule:
     return call.rule(inputs, out, whole=whole, saved=saved)
 
 
-def _filled(call: OperatorCall) -> Rule:
-    """One value, a number or a tensor of one, in the rows that an index names."""
+def _index_fill(call: OperatorCall) -> Rule:
+    """Return the rule of index_fill, whose value is a number or a tensor of one."""
     dim = call.dim(call["dim"])
     out = names(len(call.shape))
     index: list[Dim] = [("j",)] * len(call.shapes[1])
@@ -174,9 +172,9 @@ def _filled(call: OperatorCall) -> Rule:
     return call.rule(inputs, out, whole=["j", f"d{dim}"], saved=Saved((1,)))
 
 
-def _put(call: OperatorCall) -> Rule | None:
-    """Values put where indices say, one for each of their broadcast dims; both stay whole."""
-    indices, (_, *shapes, given) = list(call["indices"]), call.shapes
+def _index_put(call: OperatorCall) -> Rule | None:
+    """Return the rule of index_put; the indexed dims and the dims of indices stay whole."""
+    indices, (_, *shapes, values) = list(call["indices"]), call.shapes
     if any(info(node).val.dtype == torch.bool for node in call.inputs[1:-1]):
         return None
     present = [i for i, index in enumerate(indices) if index is not None]
@@ -186,7 +184,7 @@ def _put(call: OperatorCall) -> Rule | None:
     at = present[0] if adjacent else 0
     rest = [factor for i, factor in enumerate(into) if i not in present]
     out = rest[:at] + picked + rest[at:]
-    inputs = [into, *(broadcast(picked, shape) for shape in shapes), broadcast(out, given)]
+    inputs = [into, *(broadcast(picked, shape) for shape in shapes), broadcast(out, values)]
     whole = [*picked, *(into[i] for i in present)]
     saved = Saved(tuple(range(1, len(inputs) - 1)))
     passes = [(0, len(inputs) - 1)]
@@ -194,13 +192,13 @@ def _put(call: OperatorCall) -> Rule | None:
 
 
 def _take(call: OperatorCall) -> Rule:
-    """Elements by their places in the whole input."""
+    """Return the rule of take, whose indices count in the whole input."""
     into, out = names(len(call.shapes[0])), names(len(call.shape), "j")
     return movement_rule(call, [into, out], out, whole=into, saved=Saved((0, 1)))
 
 
 def all_whole(call: OperatorCall, linear: Sequence[int] = (), saved: Saved = Saved()) -> Rule:  # noqa: B008
-    """Every element may go anywhere: nothing is cut, and sums pass through what is `linear`."""
+    """Return a rule that cuts nothing; partial sums pass through the `linear` inputs together."""
     inputs = [names(len(shape), f"in{i}_") for i, shape in enumerate(call.shapes)]
     more = [names(output.dim(), f"out{i}_") for i, output in enumerate(call.outputs)]
     whole = [dim for dims in (*inputs, *more) for dim in dims]
@@ -213,7 +211,7 @@ def _blocks(call: OperatorCall) -> Rule:
 
 
 def _segments(call: OperatorCall) -> Rule | None:
-    """Rows of one dim reduced by segments; the dims after it are beside."""
+    """Return the rule of rows of the first dim that are reduced by segments."""
     if call["axis"] != 0 or len(call.shapes) != 2 or len(call.shapes[1]) != 1:
         return None
     dims = names(len(call.shape))
@@ -222,8 +220,8 @@ def _segments(call: OperatorCall) -> Rule | None:
     return call.rule([rows, ends], dims, whole=whole, saved=Saved((0, 1), output=True))
 
 
-def _places_in_order(call: OperatorCall) -> Rule:
-    """Where values stand among sorted ones: those of their own row, or of one row for all."""
+def _sorted_search(call: OperatorCall) -> Rule:
+    """Return the rule of searches among sorted values: of the same row, or of one row for all."""
     if "boundaries" in call.arguments:
         return call.parse("..., b! -> ...")
     ordered = call.shapes[0]
@@ -233,10 +231,10 @@ def _places_in_order(call: OperatorCall) -> Rule:
     return call.rule([rows, values, rows][: len(call.shapes)], values, whole=row)
 
 
-def _counted(call: OperatorCall) -> Rule:
-    """How many values are in each of equal bins, whose ends are given or those of all values."""
-    given = call["min"] != call["max"]
-    return call.parse("... -> bins!" if given else "...! -> bins!")
+def _histogram(call: OperatorCall) -> Rule:
+    """Return the rule of histc: without ends, bins depend on the extremes of all values."""
+    has_ends = call["min"] != call["max"]
+    return call.parse("... -> bins!" if has_ends else "...! -> bins!")
 
 
 _PIECE = Traits(view=True, leading="dim")
@@ -251,12 +249,12 @@ register_rule(aten("scatter scatter_add scatter_reduce"), _scatter)
 register_rule("aten.select_scatter", _select_scatter)
 register_rule("aten.slice_scatter", _slice_scatter, traits=Traits(of_piece=_BOUNDS))
 register_rule("aten.diagonal_scatter", _diagonal_scatter)
-register_rule(aten("index_add index_copy index_reduce"), _added)
-register_rule("aten.index_fill", _filled)
-register_rule("aten.index_put", _put)
+register_rule(aten("index_add index_copy index_reduce"), _index_add)
+register_rule("aten.index_fill", _index_fill)
+register_rule("aten.index_put", _index_put)
 register_rule("aten.take", _take)
-register_rule(aten("bucketize.Tensor searchsorted.Tensor"), _places_in_order)
-register_rule("aten.histc", _counted)
+register_rule(aten("bucketize.Tensor searchsorted.Tensor"), _sorted_search)
+register_rule("aten.histc", _histogram)
 register_rule("aten.histogram", all_whole)
 register_rule("aten.masked_scatter", partial(all_whole, linear=(0, 2), saved=Saved((1,))))
 register_rule("aten.put", partial(all_whole, linear=(0, 2), saved=Saved((1, 2))))

@@ -16,7 +16,7 @@ from autopar.strategies.language import Pattern
 from autopar.strategies.registry import OperatorCall, aten, register_rule
 from autopar.strategies.rule import ExtraTensor, Rule, Saved
 
-# By line: what is kept, what is kept besides, and the operators.
+# By line: the kept inputs and output, further kept tensors, and the operators.
 TABLE = {
     "... m! n! -> ... a! b!": {
         ("output", ""): "linalg_cholesky cholesky linalg_inv inverse",
@@ -58,11 +58,13 @@ TABLE = {
 
 
 def cubic(rule: Rule) -> Rule:
-    """With the FLOPs of a decomposition: those of a product of its three largest sizes, and of two
-    for its gradient."""
-    own = sorted(size for name, size in rule.sizes.items() if not _of_batch(name))
+    """Return the rule with the FLOPs of a decomposition.
+
+    They are those of a product of its three largest sizes, and of two products for the gradient.
+    """
+    sides = sorted(size for name, size in rule.sizes.items() if not _of_batch(name))
     batch = (size for name, size in rule.sizes.items() if _of_batch(name))
-    flops = 2.0 * math.prod(batch) * math.prod(own[-3:])
+    flops = 2.0 * math.prod(batch) * math.prod(sides[-3:])
     return replace(rule, flops=flops, backward_flops=2 * flops, product=True)
 
 
@@ -71,7 +73,7 @@ def _of_batch(name: str) -> bool:
 
 
 def _of_matrices(call: OperatorCall, line: Pattern, **options: Any) -> Rule | None:
-    """By a line; none where a result is left out, which is then one empty dim."""
+    """Return the rule by a line; None if a result is left out, which torch makes one empty dim."""
     for dims, value in zip(line.outputs, call.outputs):
         if value.dim() < len(dims) - 1:
             return None
@@ -79,7 +81,7 @@ def _of_matrices(call: OperatorCall, line: Pattern, **options: Any) -> Rule | No
 
 
 def _solved(call: OperatorCall) -> Rule:
-    """A x = B, or x A = B, of which each row is solved on its own; B may be one vector."""
+    """Return the rule of A x = B, or x A = B, of which each column, or row, is independent."""
     matrix, right = call.shapes
     is_vector = len(right) == 1 or (len(matrix) - 1 == len(right) and matrix[:-1] == right)
     side = "n!" if is_vector else "n! q" if call["left"] else "q n!"
@@ -91,13 +93,13 @@ def _solved(call: OperatorCall) -> Rule:
 
 
 def _solved_by_factors(call: OperatorCall) -> Rule:
-    """linalg_solve_triangular and linalg_lu_solve: each column of B, or row if right of it."""
+    """Return the rule of a solve by factors: columns of B, or rows, are independent."""
     side = "n! q" if call["left"] else "q n!"
     if "pivots" in call.arguments:
-        line, kept = f"... n! m!, ... n!, ... {side} -> ... {side}", "0 1 output"
+        line, saved = f"... n! m!, ... n!, ... {side} -> ... {side}", "0 1 output"
     else:
-        line, kept = f"... n! m!, ... {side} -> ... {side}", "0 output"
-    return cubic(call.parse(line, saved=kept, passes=[(len(call.shapes) - 1,)]))
+        line, saved = f"... n! m!, ... {side} -> ... {side}", "0 output"
+    return cubic(call.parse(line, saved=saved, passes=[(len(call.shapes) - 1,)]))
 
 
 for _line, _operators in TABLE.items():

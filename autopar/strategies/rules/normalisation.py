@@ -24,12 +24,12 @@ from autopar.strategies.strategy import JointCut
 
 
 def statistics_dtype(call: OperatorCall) -> torch.dtype:
-    """In which means and deviations are kept: half precision is summed in float32."""
+    """Return the dtype of means and deviations: half precision is summed in float32."""
     return torch.promote_types(call.outputs[0].dtype, torch.float32)
 
 
 def _over_last_dims(call: OperatorCall, stats: int = 2) -> Rule:
-    """layer_norm and rms_norm: the normalised dims and the parameters stay whole."""
+    """Return the rule of layer_norm and rms_norm: normalised dims and parameters stay whole."""
     dims, rows = names(len(call.shape)), len(call.shape) - len(call["normalized_shape"])
     parameters = [dims[rows:]] * (len(call.shapes) - 1)
     # The mean and the inverse deviation of each row may be results, too.
@@ -46,12 +46,12 @@ def _over_last_dims(call: OperatorCall, stats: int = 2) -> Rule:
 
 
 def _group_norm(call: OperatorCall) -> Rule:
-    """The channels are (g c): groups can be cut evenly."""
+    """Return the rule of group_norm; channels are (g c), and groups can be cut evenly."""
     space = names(len(call.shape) - 2, "x")
     dims: list[Dim] = [("n",), ("g", "c"), *space]
     parameters: list[list[Dim]] = [[("g", "c")]] * (len(call.shapes) - 1)
     statistics = (ExtraTensor((("n",), ("g",)), statistics_dtype(call)),) * 2
-    beside = (None,) * len(parameters)
+    whole = (None,) * len(parameters)
     return call.rule(
         [dims, *parameters],
         dims,
@@ -61,7 +61,7 @@ def _group_norm(call: OperatorCall) -> Rule:
         even=frozenset("g"),
         saved=Saved((0, *((1,) if parameters else ())), extra=statistics),
         joints={
-            f"space{dim[0][1:]}": JointCut("cut_group_norm", (dim[0], *beside), (dim[0],))
+            f"space{dim[0][1:]}": JointCut("cut_group_norm", (dim[0], *whole), (dim[0],))
             for dim in space
         },
     )
@@ -73,7 +73,7 @@ def _groups_of_piece(call: OperatorCall, shape: Sequence[int]) -> int:
 
 
 def _with_statistics(call: OperatorCall) -> Rule:
-    """Group norm that gives its means and deviations, too; sizes are arguments."""
+    """Return the rule of a group norm that gives its means and deviations, too."""
     space = names(len(call.shape) - 2, "x")
     dims: list[Dim] = [("n",), ("g", "c"), *space]
     parameters: list[list[Dim]] = [[("g", "c")]] * (len(call.shapes) - 1)
@@ -94,33 +94,33 @@ def _with_statistics(call: OperatorCall) -> Rule:
 
 
 def _weight_norm(call: OperatorCall) -> Rule:
-    """A weight scaled to given norms, one for each index of `dim`, or one for all if it is -1."""
+    """Return the rule of a weight scaled to norms, one an index of `dim`; -1: one for all."""
     one_for_all = call["dim"] == -1
-    own = None if one_for_all else call["dim"] % len(call.shape)
+    scaled_dim = None if one_for_all else call["dim"] % len(call.shape)
     dims = names(len(call.shape))
-    norms = [dim if i == own else () for i, dim in enumerate(dims)][: len(call.shapes[1])]
-    held = [dim for i, dim in enumerate(dims) if i != own]
+    norms = [dim if i == scaled_dim else () for i, dim in enumerate(dims)][: len(call.shapes[1])]
+    held = [dim for i, dim in enumerate(dims) if i != scaled_dim]
     extra = ExtraTensor(tuple(dim for dim in norms if dim), statistics_dtype(call))
     saved = Saved((0, 1), extra=(extra,) * (2 if one_for_all else 1))
     return call.rule([dims, norms], dims, whole=held, saved=saved)
 
 
 def _batch_norm(call: OperatorCall) -> Rule | None:
-    """Batch norm by running statistics is elementwise; in training capture splits it."""
+    """Return the rule of batch norm by running statistics; None in training."""
     if call.get("training") or call.get("use_input_stats") or len(call.shape) < 2:
         return None
     dims = names(len(call.shape))
     vectors = [[dims[1]]] * (len(call.shapes) - 1)
-    kept = tuple(index for index, slot in enumerate(call.slots) if slot != 2)  # not the bias
-    return call.rule([dims, *vectors], dims, saved=Saved(kept))
+    saved = tuple(index for index, slot in enumerate(call.slots) if slot != 2)  # not the bias
+    return call.rule([dims, *vectors], dims, saved=Saved(saved))
 
 
 def _instance_norm(call: OperatorCall) -> Rule:
-    """Every channel of every sample apart; kept are two statistics, and a copy of the scales."""
+    """Return the rule of instance_norm, which keeps two statistics and a copy of the scales."""
     dims = names(len(call.shape))
     vectors = [[dims[1]]] * (len(call.shapes) - 1)
-    kept = (ExtraTensor(tuple(dims[:2]), statistics_dtype(call)),) * (3 if 1 in call.slots else 2)
-    return call.rule([dims, *vectors], dims, whole=dims[2:], saved=Saved((0,), extra=kept))
+    extra = (ExtraTensor(tuple(dims[:2]), statistics_dtype(call)),) * (3 if 1 in call.slots else 2)
+    return call.rule([dims, *vectors], dims, whole=dims[2:], saved=Saved((0,), extra=extra))
 
 
 register_rule("aten.layer_norm", _over_last_dims, traits=Traits(leading=""))
@@ -143,7 +143,7 @@ register_rule(
 register_rule("aten.batch_norm", _batch_norm)
 register_rule("aten._weight_norm", _weight_norm)
 register_rule("aten.instance_norm", _instance_norm)
-# The running mean keeps digits where it is taken off.
+# The running mean is the shift, which keeps digits.
 register_rule(
     batch_sums,
     "n+ c ...+, c -> two! c",

@@ -1,4 +1,4 @@
-"""Draws: what random numbers are drawn for is cut as any elements are; pieces are of one whole.
+"""Random operators: elements are cut as those of any operator; each draws as in the whole.
 
 The key is the same everywhere. Dropout is linear: the terms of a sum lose the same elements.
 """
@@ -15,26 +15,28 @@ from autopar.strategies.rule import Rule
 
 COST = 16.0  # operations for the bits of an element
 # Bytes of the passes that make these bits, of 4 bytes each: the first, three rounds of four, the
-# other half of a row's, and what is told by them; on a host as measured beside a copy.
+# other half of a row's, and the choice by them; on a host measured, in units of a copy.
 BITS, HOST_BITS = 4.0 + 3 * 36 + 8 + 5, 85.0
 
 
 def _of_elements(line: str, passes: Passes = (), extra: str = "") -> RuleFunction:
-    """Of what is scaled, and chosen by what is drawn; backward chooses again, which takes a host
-    as long as to draw."""
+    """Return the rule function of elements that are scaled, and chosen by draws.
+
+    Backward chooses again, which takes a host as long as the draw.
+    """
     pattern = Pattern.read(line)
 
     def rule(call: OperatorCall) -> Rule:
-        found = call.parse(pattern, cost=COST, passes=passes, extra=extra)
+        parsed = call.parse(pattern, cost=COST, passes=passes, extra=extra)
         size = call.outputs[0].itemsize
         once = IntermediateWork(BITS + 2 * size + 1, 2 * size + 1, HOST_BITS, HOST_BITS)
-        return replace(found, between=once.times(call.outputs[0].numel()))
+        return replace(parsed, intermediate=once.times(call.outputs[0].numel()))
 
     return rule
 
 
 def _of_features(call: OperatorCall) -> Rule:
-    """One number for each channel of each sample."""
+    """Return the rule of a draw for each channel of each sample."""
     passes = [(0,)] if call.node.target is keyed_draws.feature_dropout else []
     return call.parse("n c ..., key! -> n c ...", passes=passes, extra="bool: n c", cost=2.0)
 

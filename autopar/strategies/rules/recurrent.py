@@ -15,9 +15,9 @@ from autopar.strategies.strategy import JointCut
 
 
 def _layers(call: OperatorCall) -> Rule | None:
-    """All layers over all steps: what they keep is seen, and each sample has an equal part of it.
+    """Return the rule of all layers over all steps; samples keep equal parts of the memory seen.
 
-    Dropout between layers is drawn by torch, for all samples together.
+    None with dropout between layers, which torch draws for all samples together.
     """
     if call["dropout"] and call["train"] and call["num_layers"] > 1:
         return None
@@ -37,12 +37,12 @@ def _layers(call: OperatorCall) -> Rule | None:
     inputs: list[list[Dim]] = [sequence("i"), *inner, *weights]
     sizes: dict[str, int] = {}
     extra = []
-    for index, kept in enumerate(seen.saved.extra):
-        (size,) = (seen.sizes[factor] for (factor,) in kept.dims)
+    for index, storage in enumerate(seen.saved.extra):
+        (size,) = (seen.sizes[factor] for (factor,) in storage.dims)
         parts = samples if samples and size % samples == 0 else 1
         sizes[f"kept{index}"] = size // parts
         shared: list[Dim] = [("n",)] if parts == samples else []
-        extra.append(ExtraTensor((*shared, (f"kept{index}",)), kept.dtype))
+        extra.append(ExtraTensor((*shared, (f"kept{index}",)), storage.dtype))
     whole = {dim for dims in [*inputs, sequence("o")] for dim in dims} - {("n",)}
     return call.rule(
         inputs,
@@ -65,7 +65,7 @@ register_rule(aten("rnn_tanh_cell rnn_relu_cell"), _STEP, saved="0 1 2 3 output"
 
 
 def _linear_scan(call: OperatorCall) -> Rule:
-    """Factors, terms, and perhaps a start, which is read where the first states are."""
+    """Return the rule of a linear scan: of factors, terms, and perhaps a start."""
     dims, dim = names(len(call.shape)), call.dim(call["dim"])
     row = [*dims[:dim], *dims[dim + 1 :]]
     inputs = [dims, dims, row][: len(call.inputs)]
@@ -76,14 +76,14 @@ def _linear_scan(call: OperatorCall) -> Rule:
         dims,
         whole=dims[dim],
         passes=[range(1, len(inputs))],
-        between=IntermediateWork(forward, 2 * forward, forward, 2 * forward),
+        intermediate=IntermediateWork(forward, 2 * forward, forward, 2 * forward),
         saved=Saved((0, 2), output=True),
     )
     if not (time := rule.outputs[0][dim]):
         return rule
     cut = time[0], time[0], None
     before = () if len(inputs) > 2 else (tuple(name for (name,) in row),)
-    joint = JointCut("cut_linear_scan", cut[: len(inputs)], time, keeps=before, beside=1)
+    joint = JointCut("cut_linear_scan", cut[: len(inputs)], time, keeps=before, travelling_rows=1)
     return replace(rule, joints={"carry": joint})
 
 

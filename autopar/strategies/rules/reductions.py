@@ -1,5 +1,7 @@
-"""Reductions: a sum over a cut dim is a partial sum; others combine what the pieces give, or need
-their dims whole."""
+"""Reductions: a sum over a cut dim is a partial sum; others combine the results of the pieces.
+
+A few (argmax, median) need their dims whole.
+"""
 
 from __future__ import annotations
 
@@ -17,44 +19,47 @@ from autopar.strategies.rule import ExtraTensor, Rule, Saved, names
 from autopar.strategies.rules.shapes import FIRST, along_dims
 from autopar.strategies.strategy import JointCut
 
-KEPT = Saved((0,), output=True)
+INPUT_AND_OUTPUT = Saved((0,), output=True)
 
 
 def _reduction(
     call: OperatorCall,
+    *,
     summed: bool = False,
     passes: Sequence[Sequence[int]] = (),
     saved: Saved = Saved(),  # noqa: B008 (frozen)
     kernel: str = "",
 ) -> Rule:
-    """`kernel` is what ranks carry out together where one of the dims is cut."""
+    """Return the rule of a reduction; `kernel` is the joint one for a reduced dim that is cut."""
     reduced, dims = set(call.dims()), names(len(call.shapes[0]))
-    kept = [() if i in reduced else dim for i, dim in enumerate(dims)]
+    out = [() if i in reduced else dim for i, dim in enumerate(dims)]
     if not call.get("keepdim", False):
-        kept = [dim for i, dim in enumerate(dims) if i not in reduced]
-    is_sum = summed and call.outputs[0].dtype != torch.bool  # which says whether any is
+        out = [dim for i, dim in enumerate(dims) if i not in reduced]
+    is_sum = summed and call.outputs[0].dtype != torch.bool  # a sum of bools is their `any`
     whole = [] if is_sum else [f"d{i}" for i in reduced]
-    rule = call.rule([dims], kept, whole=whole, passes=passes, saved=saved)
-    if not kernel or not _is_together(call, rule):
+    rule = call.rule([dims], out, whole=whole, passes=passes, saved=saved)
+    if not kernel or not _has_kernel(call, rule):
         return rule
     cut = [f"d{i}" for i in sorted(reduced) if call.shapes[0][i] > 1]
     joints = {f"over_{dim}": JointCut(kernel, (dim,), (None,)) for dim in cut}
     return replace(
-        rule, joints=joints, kept=dict.fromkeys(joints, _kept_together(call, rule, kernel))
+        rule,
+        joints=joints,
+        saved_by_joint=dict.fromkeys(joints, _saved_by_kernel(call, rule, kernel)),
     )
 
 
-def _kept_together(call: OperatorCall, rule: Rule, kernel: str) -> Saved:
-    """The piece, the result in wide digits, and of most a number besides for each of the result."""
+def _saved_by_kernel(call: OperatorCall, rule: Rule, kernel: str) -> Saved:
+    """Return what a joint kernel keeps: its piece, the wide result, mostly a column besides."""
     dtype = call.outputs[0].dtype
     wide = torch.promote_types(dtype, torch.float32)
-    is_alone = kernel == "cut_logsumexp" or (kernel == "cut_norm" and not math.isinf(call["ord"]))
-    extra = (ExtraTensor(rule.outputs[0], wide),) * ((wide != dtype) + (not is_alone))
+    is_single = kernel == "cut_logsumexp" or (kernel == "cut_norm" and not math.isinf(call["ord"]))
+    extra = (ExtraTensor(rule.outputs[0], wide),) * ((wide != dtype) + (not is_single))
     return Saved((0,), output=wide == dtype, extra=extra)
 
 
-def _is_together(call: OperatorCall, rule: Rule) -> bool:
-    """Whether a kernel does the same: of real numbers, and deviations of more than none."""
+def _has_kernel(call: OperatorCall, rule: Rule) -> bool:
+    """Return whether a joint kernel serves: of real numbers, and enough for a deviation."""
     before, after = info(call.inputs[0]).val.dtype, call.outputs[0].dtype
     if not before.is_floating_point or not after.is_floating_point:
         return (
@@ -66,26 +71,28 @@ def _is_together(call: OperatorCall, rule: Rule) -> bool:
 
 
 def _softmax(call: OperatorCall, kernel: str = "") -> Rule:
-    """Along the dim ranks share the largest element and the sum."""
+    """Return the rule of softmax; along a cut dim ranks share the largest element and the sum."""
     rule, dims = along_dims(call, passes=(), flops=None, saved=Saved(output=True)), call.dims()
     reals = all(v.dtype.is_floating_point for v in (info(call.inputs[0]).val, *call.outputs))
     if not kernel or not reals or not dims or not rule.inputs[0][dims[0]]:
         return rule
     (cut,) = rule.inputs[0][dims[0]]
-    # What travels is a number of each row: a piece one element long.
-    return replace(rule, joints={f"over_{cut}": JointCut(kernel, (cut,), (cut,), beside=1)})
+    # One number of each row travels: a piece one element long.
+    return replace(
+        rule, joints={f"over_{cut}": JointCut(kernel, (cut,), (cut,), travelling_rows=1)}
+    )
 
 
-def _with_places(call: OperatorCall) -> Rule:
-    """Values and where they stand: two results, of which backward keeps places."""
+def _with_indices(call: OperatorCall) -> Rule:
+    """Return the rule of values and their indices: two results; backward keeps the indices."""
     if len(call.outputs) == 1:
-        return _reduction(call, saved=KEPT)  # of all elements
+        return _reduction(call, saved=INPUT_AND_OUTPUT)  # of all elements
     rule = _reduction(call)
     return replace(rule, saved=Saved(extra=(ExtraTensor(rule.outputs[1], torch.int64),)))
 
 
-def _slope_of_softmax(call: OperatorCall) -> Rule:
-    """Of what backward reads besides, its output, the dim is whole as well."""
+def _softmax_backward(call: OperatorCall) -> Rule:
+    """Return the rule of the backward of softmax, which reads the output, too."""
     dims, dim = names(len(call.shape)), call.dim(call["dim"])
     return call.rule([dims, dims], dims, whole=dims[dim], saved=Saved((0, 1)))
 
@@ -105,14 +112,16 @@ for _names, _kernel in {
     "logsumexp": "logsumexp",
     "prod": "prod",
 }.items():
-    register_rule(f"aten.{_names}", partial(_reduction, saved=KEPT, kernel=f"cut_{_kernel}"))
-register_rule("aten.aminmax", partial(_reduction, saved=KEPT))
+    register_rule(
+        f"aten.{_names}", partial(_reduction, saved=INPUT_AND_OUTPUT, kernel=f"cut_{_kernel}")
+    )
+register_rule("aten.aminmax", partial(_reduction, saved=INPUT_AND_OUTPUT))
 register_rule(aten("argmax argmin any all"), _reduction)
-register_rule(aten("median nanmedian mode kthvalue"), _with_places)
+register_rule(aten("median nanmedian mode kthvalue"), _with_indices)
 for _names, _kernel in {
     "softmax _softmax": "cut_softmax",
     "log_softmax _log_softmax": "cut_log_softmax",
     "_safe_softmax": "",
 }.items():
     register_rule(aten(_names), partial(_softmax, kernel=_kernel), traits=Traits(leading="dim"))
-register_rule(aten("_softmax_backward_data _log_softmax_backward_data"), _slope_of_softmax)
+register_rule(aten("_softmax_backward_data _log_softmax_backward_data"), _softmax_backward)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,12 +26,12 @@ FIRST = ((0,),)  # the first input may be a partial sum
 def movement_rule(
     call: OperatorCall, inputs: Sequence[Sequence[Dim]], output: Sequence[Dim], **options: Any
 ) -> Rule:
-    """The rule of what computes nothing; linear in its first input if `passes` are not given."""
+    """Return the rule of a call that computes nothing; `passes` default to the first input."""
     return call.rule(inputs, output, **{"passes": FIRST, "flops": 0.0, **options})
 
 
 def same_dims(call: OperatorCall, whole: Iterable[int], **options: Any) -> Rule:
-    """The results have the dims of the input; those in `whole` stay whole, and may change size."""
+    """Return a rule whose results have the input's dims; those in `whole` may change size."""
     dims = names(len(call.shape))
     out, held = list(dims), {f"d{dim}" for dim in whole}
     for index, (before, after) in enumerate(zip(call.shapes[0], call.shape)):
@@ -42,17 +42,19 @@ def same_dims(call: OperatorCall, whole: Iterable[int], **options: Any) -> Rule:
 
 
 def along_dims(call: OperatorCall, **options: Any) -> Rule:
-    """The dims that an argument numbers stay whole."""
+    """Return a rule by which the dims that an argument numbers stay whole."""
     return same_dims(call, call.dims(), **options)
 
 
 def _cumsum(call: OperatorCall) -> Rule:
-    """A dim in pieces begins with the totals of those before."""
+    """Return the rule of cumsum; a piece begins with the totals of the pieces before it."""
     rule, dims = along_dims(call), call.dims()
     if not dims or not rule.inputs[0][dims[0]]:
         return rule
     (cut,) = rule.inputs[0][dims[0]]
-    return replace(rule, joints={"carry": JointCut("cut_cumsum", (cut,), (cut,), beside=1)})
+    return replace(
+        rule, joints={"carry": JointCut("cut_cumsum", (cut,), (cut,), travelling_rows=1)}
+    )
 
 
 def _reshape(call: OperatorCall) -> Rule:
@@ -61,18 +63,25 @@ def _reshape(call: OperatorCall) -> Rule:
     return movement_rule(call, inputs, out, sizes=sizes, whole=whole)
 
 
-def _in_order(call: OperatorCall) -> bool:
-    """Whether a reshape need not copy: its input is laid out in order."""
+def _is_in_order(call: OperatorCall) -> bool:
+    """Return whether a reshape need not copy: its input is laid out in order."""
     return info(call.inputs[0]).val.is_contiguous()
 
 
-def reshape_factors(
-    before: Sequence[int], after: Sequence[int]
-) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
-    """The dims of both shapes by shared factors, their sizes, and those that stay whole.
+class ReshapeFactors(NamedTuple):
+    """The dims of both shapes of a reshape by factors, their sizes, and those that stay whole."""
 
-    Of a tensor without elements the dims before the first of size 0 are matched, as far as they
-    agree."""
+    inputs: list[Dim]
+    outputs: list[Dim]
+    sizes: dict[str, int]
+    whole: set[str]
+
+
+def reshape_factors(before: Sequence[int], after: Sequence[int]) -> ReshapeFactors:
+    """Return the factors that two shapes of a reshape share.
+
+    Dims before the first of size 0 are matched as far as they agree.
+    """
     into: list[Dim] = [()] * len(before)
     out: list[Dim] = [()] * len(after)
     sizes: dict[str, int] = {}
@@ -108,27 +117,27 @@ def reshape_factors(
             if size != 1 and not dims[index]:
                 dims[index] = (new(size),)
                 whole.add(*dims[index])
-    return into, out, sizes, whole
+    return ReshapeFactors(into, out, sizes, whole)
 
 
 def _blocks(before: Sequence[int], after: Sequence[int]) -> Iterable[tuple[list[int], list[int]]]:
-    """Runs of dims of both shapes with equal products, as short as can be; size 1 left out."""
+    """Yield the shortest runs of dims of both shapes with equal products, without size 1."""
     lefts, rights = (
         [index for index, size in enumerate(shape[: [*shape, 0].index(0)]) if size != 1]
         for shape in (before, after)
     )
     while lefts and rights:
         left, right = [lefts.pop(0)], [rights.pop(0)]
-        one, two = before[left[0]], after[right[0]]
-        while one != two:
-            if not (lefts if one < two else rights):
+        left_size, right_size = before[left[0]], after[right[0]]
+        while left_size != right_size:
+            if not (lefts if left_size < right_size else rights):
                 return  # there are no elements
-            if one < two:
+            if left_size < right_size:
                 left.append(lefts.pop(0))
-                one *= before[left[-1]]
+                left_size *= before[left[-1]]
             else:
                 right.append(rights.pop(0))
-                two *= after[right[-1]]
+                right_size *= after[right[-1]]
         yield left, right
 
 
@@ -142,26 +151,26 @@ def _permuted(call: OperatorCall) -> Rule:
 
 
 def order_of_dims(call: OperatorCall) -> list[int]:
-    """The dims of the input in the order of the output, of an operator that permutes dims."""
-    rank, (_, *named) = len(call.shape), call.arguments.values()
-    given = [[call.dim(d) for d in ([g] if isinstance(g, int) else g)] for g in named]
+    """Return the input's dims in the order of the output, of an operator that permutes dims."""
+    rank, (_, *values) = len(call.shape), call.arguments.values()
+    arguments = [[call.dim(d) for d in ([g] if isinstance(g, int) else g)] for g in values]
     if "dims" in call.arguments:
-        return given[0]
+        return arguments[0]
     if "destination" in call.arguments:
-        source, destination = given
+        source, destination = arguments
         to = dict(zip(destination, source))
         rest = iter(dim for dim in range(rank) if dim not in source)
         return [to[dim] if dim in to else next(rest) for dim in range(rank)]
     # Two dims change places: those named, or the last two.
     order = list(range(rank))
-    first, second = (place for (place,) in given) if given else (rank - 2, rank - 1)
+    first, second = (place for (place,) in arguments) if arguments else (rank - 2, rank - 1)
     if rank > 1:
         order[first], order[second] = order[second], order[first]
     return order
 
 
 def _order_of_real(call: OperatorCall) -> list[int] | None:
-    """Complex numbers change besides."""
+    """Return the order of dims; None of complex numbers, which are conjugated as well."""
     return None if info(call.inputs[0]).val.is_complex() else order_of_dims(call)
 
 
@@ -183,7 +192,7 @@ def _repeat_interleave(call: OperatorCall) -> Rule | None:
 
 
 def _interleaved_of_piece(call: OperatorCall, shape: Sequence[int]) -> int:
-    """A dim of size 1 is repeated as often as the piece is long."""
+    """Return `repeats` for a piece: a dim of size 1 is repeated as often as it is long."""
     dim: int = call.dim(call["dim"])
     return shape[dim] if call.shape[dim] == call["repeats"] else call["repeats"]
 
@@ -193,18 +202,18 @@ def _interleaved_size_of_piece(call: OperatorCall, shape: Sequence[int]) -> int 
 
 
 def _concatenate(call: OperatorCall, **options: Any) -> Rule | None:
-    """Any number of pieces of one dim, all of them linear together."""
+    """Return the rule of pieces of one dim, linear together; None of torch's empty operand."""
     if len({len(shape) for shape in call.shapes}) != 1:
         return None  # torch's old empty operand of one dim
     out, dim = names(len(call.shape)), call.dim(call["dim"])
     parts = names(len(call.shapes), "n")
     inputs = [[*out[:dim], part, *out[dim + 1 :]] for part in parts]
-    together = [range(len(inputs))]
-    return movement_rule(call, inputs, out, whole=[f"d{dim}", *parts], passes=together, **options)
+    passes = [range(len(inputs))]
+    return movement_rule(call, inputs, out, whole=[f"d{dim}", *parts], passes=passes, **options)
 
 
-def _joined(call: OperatorCall) -> Rule | None:
-    """What is joined are runs of the whole, in which equal parts of it may lie."""
+def _cat(call: OperatorCall) -> Rule | None:
+    """Return the rule of cat: its inputs are runs of the output, in which parts may lie."""
     rule = _concatenate(call)
     if rule is None:
         return None
@@ -229,8 +238,8 @@ def _pad(call: OperatorCall) -> Rule:
     return same_dims(call, padded, passes=FIRST if linear else (), saved=saved)
 
 
-def _values_and_places(call: OperatorCall, inputs: tuple[int, ...] = ()) -> Rule:
-    """Values along one dim and where they stand: two results, of which backward keeps places."""
+def _values_and_indices(call: OperatorCall, inputs: tuple[int, ...] = ()) -> Rule:
+    """Return the rule of values along a dim and their indices, which backward keeps."""
     rule = along_dims(call, passes=())
     return replace(rule, saved=Saved(inputs, extra=(ExtraTensor(rule.outputs[0], torch.int64),)))
 
@@ -240,7 +249,7 @@ def _triangle(call: OperatorCall) -> Rule:
 
 
 def _diagonal(call: OperatorCall) -> Rule:
-    """The diagonal of two dims, which comes last."""
+    """Return the rule of the diagonal of two dims, which comes last."""
     dims = names(len(call.shapes[0]))
     held = {call.dim(call["dim1"]), call.dim(call["dim2"])}
     rest = [dim for i, dim in enumerate(dims) if i not in held]
@@ -248,8 +257,8 @@ def _diagonal(call: OperatorCall) -> Rule:
     return movement_rule(call, [dims], [*rest, ("k",)], whole=whole)
 
 
-def _on_diagonal(call: OperatorCall) -> Rule:
-    """The last dim becomes the diagonal of two."""
+def _diag_embed(call: OperatorCall) -> Rule:
+    """Return the rule of diag_embed: the last dim becomes the diagonal of two."""
     ndim = len(call.shape)
     *rest, last = names(ndim - 1)
     new = {call.dim(call["dim1"], ndim): ("x",), call.dim(call["dim2"], ndim): ("y",)}
@@ -258,8 +267,8 @@ def _on_diagonal(call: OperatorCall) -> Rule:
     return movement_rule(call, [[*rest, last]], out, whole=[last, "x", "y"])
 
 
-def _turned(call: OperatorCall) -> Rule:
-    """A quarter turn of two dims, any number of times."""
+def _rot90(call: OperatorCall) -> Rule:
+    """Return the rule of quarter turns of two dims."""
     dims = names(len(call.shape))
     first, second = call.dims()
     out = list(dims)
@@ -269,7 +278,7 @@ def _turned(call: OperatorCall) -> Rule:
 
 
 def _windows(call: OperatorCall) -> Rule:
-    """The windows of one dim, each as a last dim."""
+    """Return the rule of the windows of a dim, each along a new last dim."""
     *out, last = names(len(call.shape))
     dim = call.dim(call["dimension"])
     into = [("x",) if i == dim else factor for i, factor in enumerate(out)][: len(call.shapes[0])]
@@ -277,7 +286,7 @@ def _windows(call: OperatorCall) -> Rule:
 
 
 def _pixels(call: OperatorCall) -> Rule:
-    """Channels (c y x) and pixels, or pixels (h y) and (w x) and channels."""
+    """Return the rule of pixel shuffles: channels (c y x) become pixels (h y) and (w x)."""
     *batch, _, _, _ = names(len(call.shape))
     deep: list[Dim] = [*batch, ("c", "y", "x"), ("h",), ("w",)]
     wide: list[Dim] = [*batch, ("c",), ("h", "y"), ("w", "x")]
@@ -287,8 +296,8 @@ def _pixels(call: OperatorCall) -> Rule:
     return movement_rule(call, [into], out, sizes={"y": size, "x": size})
 
 
-def _kept_small(call: OperatorCall) -> Rule:
-    """Each slice of a dim scaled to a norm."""
+def _renorm(call: OperatorCall) -> Rule:
+    """Return the rule of renorm: slices of a dim are scaled to a norm."""
     dim = call.dim(call["dim"])
     return same_dims(call, set(range(len(call.shape))) - {dim}, passes=(), saved=Saved((0,)))
 
@@ -297,7 +306,7 @@ register_rule(aten("flatten ravel view_as reshape_as"), _reshape, traits=Traits(
 register_rule(
     "aten.reshape",
     _reshape,
-    traits=Traits(view=_in_order, in_order=True, of_piece={"shape": shape_of_piece}),
+    traits=Traits(view=_is_in_order, in_order=True, of_piece={"shape": shape_of_piece}),
 )
 register_rule("aten.unsqueeze", _reshape, traits=Traits(view=True, in_order=True))
 _VIEW = Traits(view=True, in_order=True, as_reshape=True)
@@ -323,7 +332,7 @@ register_rule(
         of_piece={"repeats": _interleaved_of_piece, "output_size": _interleaved_size_of_piece}
     ),
 )
-register_rule("aten.cat", _joined)
+register_rule("aten.cat", _cat)
 register_rule("aten.diff", partial(_concatenate, flops=None))
 register_rule("aten.stack", _stack)
 register_rule(aten("pad constant_pad_nd"), _pad)
@@ -334,8 +343,8 @@ register_rule(
     partial(along_dims, passes=(), saved=Saved((0,), output=True)),
 )
 register_rule("aten.glu", partial(along_dims, passes=(), saved=Saved((0,))))
-register_rule(aten("topk sort"), _values_and_places)
-register_rule(aten("cummax cummin"), partial(_values_and_places, inputs=(0,)))
+register_rule(aten("topk sort"), _values_and_indices)
+register_rule(aten("cummax cummin"), partial(_values_and_indices, inputs=(0,)))
 register_rule("aten.view_as_real", "... -> ... two!", passes="all", cost=0)
 register_rule("aten.view_as_complex", "... two! -> ...", passes="all", cost=0)
 register_rule("aten.channel_shuffle", "n c! ... -> n c! ...", passes="all", cost=0)
@@ -343,8 +352,8 @@ register_rule("aten.pixel_shuffle", _pixels)
 register_rule("aten.pixel_unshuffle", _pixels)
 register_rule(aten("tril triu"), _triangle)
 register_rule("aten.diagonal", _diagonal, traits=Traits(view=True))
-register_rule("aten.diag_embed", _on_diagonal)
+register_rule("aten.diag_embed", _diag_embed)
 register_rule("aten.trace", "x! y! -> ", passes="all", cost=0)
-register_rule("aten.rot90", _turned)
+register_rule("aten.rot90", _rot90)
 register_rule("aten.unfold", _windows, traits=Traits(view=True))
-register_rule("aten.renorm", _kept_small)
+register_rule("aten.renorm", _renorm)
