@@ -30,9 +30,9 @@ from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.strategies import OperatorCall, Rule, rule_of, traits_of
+from autopar.strategies.language import line_of
 from autopar.strategies.node_info import info
 from autopar.strategies.observed_rules import observed_rule
-from autopar.strategies.registry import line_of
 from autopar.strategies.rule import Dim
 
 # By which operators have the forms that have rules.

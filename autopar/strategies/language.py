@@ -416,3 +416,20 @@ def _malformed(text: str, reason: str) -> InvalidInput:
         got=repr(text),
         remedy="write it like '... i, o i -> ... o'",
     )
+
+
+def line_of(
+    inputs: Sequence[Sequence[Dim]], outputs: Sequence[Sequence[Dim]], whole: frozenset[str]
+) -> str:
+    """Return the line of a rule that was derived from shapes."""
+
+    def tensor(dims: Sequence[Dim]) -> str:
+        return " ".join(
+            "1" if not dim else marked(dim)[0] if len(dim) == 1 else f"({' '.join(marked(dim))})"
+            for dim in dims
+        )
+
+    def marked(dim: Dim) -> list[str]:
+        return [name + "!" * (name in whole) for name in dim]
+
+    return f"{', '.join(map(tensor, inputs))} -> {', '.join(map(tensor, outputs))}".strip()

@@ -23,7 +23,15 @@ import torch
 from torch import fx
 
 from autopar.errors import InvalidInput, unforeseen
-from autopar.strategies.language import Flops, Options, Passes, Pattern, parse, validate_options
+from autopar.strategies.language import (
+    Flops,
+    Options,
+    Passes,
+    Pattern,
+    line_of,
+    parse,
+    validate_options,
+)
 from autopar.strategies.node_info import flat_values, info
 from autopar.strategies.results import is_result
 from autopar.strategies.rule import Dim, ExtraTensor, Rule, Saved, product
@@ -226,22 +234,19 @@ def register_rule(
         saved: The inputs that autograd keeps, by number, and "output", as in "0 2 output".
         extra: Further tensors that autograd keeps, by factors, as in "n h, int64: n".
         sizes: Sizes of factors that shapes do not determine.
-        traits: Facts that hold in every call, also of a `rule` that is a function; None: those of
-            an earlier registration stay.
+        traits: Facts of every call, by a line or a function; None: earlier ones stay.
     """
     if isinstance(rule, str):
-        line, options = (
-            Pattern.read(rule),
-            Options(
-                sizes=sizes,
-                passes=passes,
-                kernels=kernels,
-                even=even,
-                flops=flops,
-                cost=cost,
-                saved=saved,
-                extra=extra,
-            ),
+        line = Pattern.read(rule)
+        options = Options(
+            sizes=sizes,
+            passes=passes,
+            kernels=kernels,
+            even=even,
+            flops=flops,
+            cost=cost,
+            saved=saved,
+            extra=extra,
         )
         validate_options(line, options)
         function: RuleFunction = partial(OperatorCall.parse, line=line, **options)
@@ -441,20 +446,3 @@ def _bind(node: fx.Node) -> tuple[dict[str, Any], frozenset[str]]:
         if "Tensor" in str(parameter.annotation):
             annotated |= values.keys()
     return named, frozenset(annotated)
-
-
-def line_of(
-    inputs: Sequence[Sequence[Dim]], outputs: Sequence[Sequence[Dim]], whole: frozenset[str]
-) -> str:
-    """Return the line of a rule that was derived from shapes."""
-
-    def tensor(dims: Sequence[Dim]) -> str:
-        return " ".join(
-            "1" if not dim else marked(dim)[0] if len(dim) == 1 else f"({' '.join(marked(dim))})"
-            for dim in dims
-        )
-
-    def marked(dim: Dim) -> list[str]:
-        return [name + "!" * (name in whole) for name in dim]
-
-    return f"{', '.join(map(tensor, inputs))} -> {', '.join(map(tensor, outputs))}".strip()

@@ -33,8 +33,6 @@ from autopar.strategies.layout_signature import (
 from autopar.strategies.strategy import JointCut, PartsCut, Strategy
 from autopar.text.units import counted
 
-Quantifier = Callable[[Iterable[bool]], bool]
-
 
 class ExtraTensor(NamedTuple):
     """A tensor that autograd keeps besides inputs and outputs, by its factors."""
@@ -74,8 +72,8 @@ class Rule:
     - an input that lacks f is a replica, and its gradient is a partial sum;
     - an output that lacks f is a partial sum, and its gradient a replica.
 
-    On one axis that it gives to a pass (a set of inputs): those inputs and the output are partial
-    sums with replicated gradients, the other inputs are replicas whose gradients are partial sums.
+    On one axis that it gives to a pass (a set of inputs) these inputs and the output are partial
+    sums with replicated gradients; the other inputs are as those that lack f.
     """
 
     inputs: tuple[tuple[Dim, ...], ...]
@@ -130,10 +128,7 @@ class Rule:
 
     @property
     def is_heavy(self) -> bool:
-        """Return whether it takes far more work than reading its inputs.
-
-        A partial sum that passed through it would let every rank do all of that work.
-        """
+        """Return whether it takes far more work than reading its inputs, which ranks must share."""
         return self.flops > 4 * self.elements_read
 
     @property
@@ -219,11 +214,7 @@ class Rule:
         return [s for s in candidates if self.can_combine(s.by_factor, mesh)]
 
     def can_combine(self, cuts: Mapping[str, Sequence[str]], mesh: Mesh) -> bool:
-        """Return whether these cuts may stand in one strategy.
-
-        It has one joint at most, whose factors are large enough for all their axes; and a dim is
-        cut in parts or as a whole.
-        """
+        """Return whether these cuts may stand in one strategy: with one joint at most, say."""
         joints = [name for name in cuts if name in self.joints]
         for name in cuts.keys() & self.parts.keys():
             others = {factor for other in cuts if other != name for factor in self._cut_by(other)}
@@ -320,12 +311,8 @@ class Rule:
     def pieces(
         self, name: str, strategy: Strategy, mesh: Mesh, members: Sequence[int]
     ) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Return start and length of the members' pieces of the factor `name`.
-
-        The name may be that of a joint, which has several factors.
-        """
+        """Return start and length of the members' pieces of a factor, or of a joint's factors."""
         cuts, joint = strategy.by_factor, self.joints.get(name)
-        # A rank has several pieces of a dim that is cut in parts; no kernel asks for them.
         single = () if name in self.parts else (name,)
         factors = single if joint is None else joint.factors
         joint_axes = () if joint is None else cuts[name]
@@ -338,10 +325,7 @@ class Rule:
         }
 
     def kernel(self, strategy: Strategy) -> tuple[str, str] | None:
-        """Return the factor (or joint) that needs a kernel, and the kernel's name; else None.
-
-        The kernel of a joint comes first: it knows of all that is cut.
-        """
+        """Return the joint or else factor that needs a kernel, and the kernel's name; or None."""
         kernels = {
             name: self.joints[name].kernel for name, _ in strategy.cuts if name in self.joints
         }
@@ -361,10 +345,7 @@ class Rule:
         return name if joint is not None and joint.follows else None
 
     def cut_alone(self, factor: str) -> str:
-        """Return a factor that may be cut by itself, or the joint that cuts it alone.
-
-        Such a joint cuts nothing else of the inputs, or of the outputs.
-        """
+        """Return a factor that may be cut by itself, or the joint that cuts it alone."""
         if self.why_whole(factor) is None:
             return factor
         for name, joint in self.joints.items():
@@ -390,7 +371,7 @@ class Facts:
     differentiable: tuple[bool, ...]  # which inputs get a gradient
     dtypes: tuple[torch.dtype, ...]  # of the outputs
     is_view: bool  # gives a view of its input: nothing is computed
-    on_host: bool = False  # its result is on the host
+    on_host: bool = False
     crosses: bool = False  # between host and device
     is_random: bool = False  # gives other numbers every time
 
@@ -421,13 +402,14 @@ def product(sizes: Mapping[str, int]) -> int:
     return math.prod(sizes.values())
 
 
-def _has(tensors: Sequence[Sequence[Dim]], factor: str, quantifier: Quantifier) -> bool:
+def _has(
+    tensors: Sequence[Sequence[Dim]], factor: str, quantifier: Callable[[Iterable[bool]], bool]
+) -> bool:
     return quantifier(any(factor in dim for dim in dims) for dims in tensors)
 
 
 @lru_cache
 def _subsets(axes: Axes) -> tuple[Axes, ...]:
-    """Return all subsets of the axes, in their order."""
     sizes = range(len(axes) + 1)
     return tuple(itertools.chain(*(itertools.combinations(axes, size) for size in sizes)))
 
@@ -443,8 +425,7 @@ def _assigned(
 ) -> tuple[Strategy, ...]:
     """Return all strategies that give each axis to a choice, a pass, or nothing.
 
-    `fitting`: the choices, and which subsets of the axes each may have; `in_order`: the choices
-    whose axes stay in the order of the mesh.
+    `fitting`: each choice, and which subsets of axes fit; `in_order`: choices with axes in order.
     """
     fits = {name: dict(zip(_subsets(axes), fit)) for name, fit in fitting}
     strategies = []
