@@ -69,7 +69,7 @@ def buckets_of(program: Program) -> list[tuple[tuple[int, ...], list[str]]]:
             slots.append((BucketEntry(name, leaf, leaf, size, reduce=route.reduce), key))
     cut = {k: leaves.cut_bytes(k.stages) for _, k in slots if k.each or k.last}
     made = make_buckets(slots, cut, program.buffer_bytes)
-    return [(bucket.key.stages, [slot.name for slot in bucket.slots]) for bucket in made]
+    return [(bucket.key.stages, [entry.name for entry in bucket.entries]) for bucket in made]
 
 
 @pytest.mark.parametrize(

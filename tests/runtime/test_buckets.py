@@ -1,4 +1,4 @@
-"""Buckets: every rank forms the same ones, whatever its own pieces are."""
+"""Gradient buckets: every rank forms equal ones, whatever its pieces are."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ PARAMETERS = [
 ]
 
 
-def slots_of(rank: int) -> list[tuple[BucketEntry, tuple[str, ...]]]:
-    slots = []
+def entries_of(rank: int) -> list[tuple[BucketEntry, tuple[str, ...]]]:
+    entries = []
     for name, shape, dims, axes in PARAMETERS:
         type_ = TensorType(shape, torch.float32, Layout(*dims))
         local: Tensor = torch.empty(type_.layout.local_shape(shape, MESH, rank), device="meta")
-        slots.append((BucketEntry(name, local, local, type_.local_bytes(MESH)), axes))
-    return slots
+        entries.append((BucketEntry(name, local, local, type_.local_bytes(MESH)), axes))
+    return entries
 
 
 def test_all_ranks_form_the_same_buckets() -> None:
     formed = [
-        [(bucket.key, bucket.alone, [slot.name for slot in bucket.slots]) for bucket in buckets]
-        for buckets in (make_buckets(slots_of(rank)) for rank in range(MESH.size))
+        [
+            (bucket.key, bucket.is_alone, [entry.name for entry in bucket.entries])
+            for bucket in buckets
+        ]
+        for buckets in (make_buckets(entries_of(rank)) for rank in range(MESH.size))
     ]
     assert formed == [formed[0]] * MESH.size
     assert len(formed[0]) > 4
@@ -46,16 +49,16 @@ def test_all_ranks_form_the_same_buckets() -> None:
 def test_gradients_add_up_in_the_dtype_of_sums() -> None:
     """In bfloat16, 256 + 1 + 1 is 256."""
     leaves = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.bfloat16)]
-    slots = [BucketEntry("", leaf, leaf, leaf.nbytes, reduce=torch.float32) for leaf in leaves]
-    bucket, summed = (
-        GradientBucket("", slots),
-        ReductionSpec(None, None, None, {1: True, 3: True, 5: True}, True),
+    entries = [BucketEntry("", leaf, leaf, leaf.nbytes, reduce=torch.float32) for leaf in leaves]
+    bucket, spec = (
+        GradientBucket("", entries),
+        ReductionSpec(ends={1: True, 3: True, 5: True}, is_accumulated=True),
     )
-    assert list(summed.drains) == [1, 3, 5]
+    assert list(spec.reduce_actions) == [1, 3, 5]
     for at, value in ((1, 256.0), (3, 1.0), (5, 1.0)):
         for leaf in leaves:
             leaf.grad = torch.full_like(leaf, value)
-        assert not list(bucket.sum(summed, at == summed.ready))
+        assert not list(bucket.reduce(spec, is_last=at == spec.last_action))
         assert not any(leaf.grad is not None for leaf in leaves)
     assert bucket.buffer is not None
     assert torch.equal(bucket.buffer, torch.full((5,), 258.0))

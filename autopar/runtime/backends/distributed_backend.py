@@ -34,7 +34,7 @@ from autopar.runtime.backends.backend import Backend, Batch
 from autopar.runtime.backends.piece_collection import collect
 from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.backends.stage_messages import Messages, Shape
-from autopar.runtime.backends.stage_ranks import StageRanks, Users, gradient_sums, slot_of
+from autopar.runtime.backends.stage_ranks import StageRanks, Users, bucket_entry, gradient_sums
 from autopar.runtime.backends.world import world
 from autopar.runtime.execution.activation_offload import ActivationOffload, local_mover
 from autopar.runtime.execution.compiled_regions import RegionCompiler
@@ -274,7 +274,7 @@ class TorchBackend(Backend):
         sync.after(position)
         is_last = position == self._last_forward
         for late in self._late:
-            if not (is_last and sync.takes_along(late)):
+            if not (is_last and sync.adds_rider(late)):
                 self._works.append(late.start())
         self._late.clear()
         if is_last and self._line is not None:
@@ -336,7 +336,7 @@ class TorchBackend(Backend):
         if names not in self._syncs:
             keys = {r: self._users.key(r) for r in self.routes.values() if r.name in names}
             slots = [
-                (slot_of(route, key, self.leaves, self.mesh, self.ranks.inner), key)
+                (bucket_entry(route, key, self.leaves, self.mesh, self.ranks.inner), key)
                 for route, key in keys.items()
                 if self.leaves.learns(route.name)
             ]

@@ -96,13 +96,15 @@ class Users:
         return SumKey(route.readers.stages, each, last, whole, adds, goes_down, is_there)
 
 
-def slot_of(
+def bucket_entry(
     route: ParameterMovement, key: SumKey, leaves: LocalParameters, mesh: Mesh, rank: int
 ) -> BucketEntry:
     """How the gradient of a parameter that lies here goes back to where it is kept."""
 
     def pieces(coarse: Layout, fine: Layout, axes: Axes) -> TensorPieces | None:
-        return TensorPieces.between(coarse, fine, route.shape, mesh, rank, axes) if axes else None
+        if not axes:
+            return None
+        return TensorPieces.between(coarse, fine, route.shape, mesh=mesh, rank=rank, axes=axes)
 
     return BucketEntry(
         route.name,
@@ -141,12 +143,12 @@ def gradient_sums(
         is_work = group or key.each or key.last or key.adds or key.goes_down
         if place in places and is_work:
             sums[key] = ReductionSpec(
-                group,
-                scattering[key.each] if key.each else None,
-                scattering[key.last] if key.last else None,
-                _ends(program.schedule, place, key.stages),
-                key.adds,
-                link if key.goes_down else None,
+                all_reduce_group=group,
+                backward_group=scattering[key.each] if key.each else None,
+                step_group=scattering[key.last] if key.last else None,
+                ends=_ends(program.schedule, place, key.stages),
+                is_accumulated=key.adds,
+                link=link if key.goes_down else None,
             )
     return sums
 

@@ -56,7 +56,7 @@ class DirectCalls:
         self._sync, self._last = sync, last
         self._pending, self._reached = False, frozenset()
         return [
-            self._watched(output, [slot for slot in sync.slots if slot.name in names], names)
+            self._watched(output, [slot for slot in sync.entries if slot.name in names], names)
             if output.requires_grad
             else output
             for output, names in zip(outputs, self._program.learned)
@@ -103,7 +103,7 @@ class DirectCalls:
         if not self._pending:
             require_living(self._world)
             self._pending = True
-            self._passes.start(self._sync, {slot.name for slot in self._sync.slots})
+            self._passes.start(self._sync, {slot.name for slot in self._sync.entries})
             self._sync.after(self._last)
             call_after_backward(self._finish)
         return [None] * len(slots)

@@ -61,18 +61,19 @@ class GradientAccumulation:
         more parts: then the pass is summed too. Unless it `is_first`, some was taken aside."""
         waiting = self.waiting
         with torch.no_grad():
-            for slot in sync.slots if waiting else ():
+            for slot in sync.entries if waiting else ():
                 gradient = slot.parameter.grad
                 if slot.name in waiting and gradient is not None:
                     slot.leaf.grad = local_of(gradient).clone()
-        gradients = (slot.parameter.grad for slot in sync.slots)
+        gradients = (slot.parameter.grad for slot in sync.entries)
         waits = self._leaves.waits and is_first
-        sync.start(reached, waits and all(one is None or is_partial(one) for one in gradients))
+        is_deferred = waits and all(one is None or is_partial(one) for one in gradients)
+        sync.start(reached, is_deferred=is_deferred)
 
     def finish(self, sync: GradientSync, reached: Set[str]) -> None:
         """It has ended: parameters get their gradients."""
         parameters, unsummed = self._leaves.parameters, self._leaves.unsummed
-        reached = (self.waiting & {slot.name for slot in sync.slots}) | reached
+        reached = (self.waiting & {slot.name for slot in sync.entries}) | reached
         for name, gradient in sync.finish(reached).items():
             parameter = parameters[name]
             if name not in unsummed and is_partial(parameter.grad):  # by another program
@@ -83,7 +84,7 @@ class GradientAccumulation:
             else:
                 parameter.grad += gradient
             unsummed.discard(name)
-        for slot, local in sync.left(reached):
+        for slot, local in sync.take_deferred(reached):
             parameters[slot.name].grad = self._partial(slot.name, local)
             unsummed.add(slot.name)
 
@@ -98,10 +99,10 @@ class GradientAccumulation:
         if not waiting:
             return
         sync = sync_of(waiting)
-        if len(sync.slots) < len(waiting):
+        if len(sync.entries) < len(waiting):
             raise InvalidInput(
                 "gradients of no_sync() are summed before their parameters are frozen",
-                got=", ".join(sorted(waiting - {slot.name for slot in sync.slots})),
+                got=", ".join(sorted(waiting - {slot.name for slot in sync.entries})),
                 remedy="a pass outside of no_sync(), or zero_grad(), before requires_grad_()",
             )
         waits, self._leaves.waits = self._leaves.waits, False

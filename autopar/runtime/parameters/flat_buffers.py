@@ -1,9 +1,9 @@
-"""Packing: how tensors that are cut over the ranks of a group lie in one flat buffer.
+"""Lay out tensors that are cut over the ranks of a group in one flat buffer.
 
     member 0: its piece of a, its piece of b, room │ member 1: its piece of a, ... │ ...
 
 An all-gather fills such a buffer with the parts of all members, and a reduce-scatter gives each
-member its part of the sum. Parts are as long as the longest.
+member its part of the sum. All parts are as long as the longest. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from autopar.mesh import Mesh
 
 @dataclass(frozen=True)
 class TensorPieces:
-    """How one tensor is cut over the members of a group."""
+    """The pieces of one tensor that the members of a group hold."""
 
-    shape: tuple[int, ...]  # of what lies in pieces with them
+    shape: tuple[int, ...]  # of all pieces together
     dim: int  # that is cut
     bounds: tuple[tuple[int, int], ...]  # start and length of each member's piece
-    own: int  # the place of this rank among the members
+    member: int  # the place of this rank in the group
 
     @classmethod
     def between(
@@ -36,102 +36,108 @@ class TensorPieces:
         coarse: Layout,
         fine: Layout,
         shape: Sequence[int],
+        *,
         mesh: Mesh,
         rank: int,
         axes: Sequence[str],
     ) -> TensorPieces:
-        """From a layout to one that cuts a dim further, over `axes` in the order of the mesh."""
+        """Return the pieces by which `fine` cuts a dim of a tensor further than `coarse` does.
+
+        `shape` is the full tensor's; `axes`, in the order of the mesh, span the group of `rank`.
+        """
         dim = next((d for d, cut in enumerate(coarse.dims) if cut != fine.dims[d]), 0)
         members = next(ranks for ranks in mesh.groups(tuple(axes)) if rank in ranks)
-        own, first, bounds = coarse.local_shape(shape, mesh, rank), 0, []
+        local_shape, first, bounds = coarse.local_shape(shape, mesh, rank), 0, []
         if shape:
             first = coarse.bounds_in(dim, shape, mesh, rank)[0]
         for member in members:
             start, length = fine.bounds_in(dim, shape, mesh, member) if shape else (0, 1)
             bounds.append((start - first, length))
-        return cls(own, dim, tuple(bounds), members.index(rank))
+        return cls(local_shape, dim, tuple(bounds), members.index(rank))
 
     def shape_of(self, member: int) -> tuple[int, ...]:
-        """Of one member's piece."""
+        """Return the shape of a member's piece."""
         if not self.shape:
             return ()
         return (*self.shape[: self.dim], self.bounds[member][1], *self.shape[self.dim + 1 :])
 
     @cached_property
-    def leads(self) -> bool:
-        """Whether each piece lies in one stretch of memory."""
+    def are_contiguous(self) -> bool:
+        """Return whether each piece lies in one stretch of memory."""
         return math.prod(self.shape[: self.dim]) == 1
 
     @cached_property
-    def is_even(self) -> bool:
-        """Whether the pieces are equal, and lie one after the other as the members do."""
+    def are_even(self) -> bool:
+        """Return whether all pieces are equally long and lie in the order of the members."""
         length = self.bounds[0][1]
         return all(bound == (at * length, length) for at, bound in enumerate(self.bounds))
 
-    def rows(self, tensor: Tensor) -> Tensor:
-        """The pieces of a tensor, which are equal, member by member; those that lie in one stretch
-        as rows."""
+    def split_evenly(self, tensor: Tensor) -> Tensor:
+        """View a tensor with equal pieces as a row for each member, flat if contiguous."""
         members, length = len(self.bounds), self.bounds[0][1]
-        if self.leads:
+        if self.are_contiguous:
             return tensor.view(members, tensor.numel() // members)
         return tensor.unflatten(self.dim, (members, length)).movedim(self.dim, 0)
 
 
 class Packing:
-    """Of several tensors that are cut over one group."""
+    """The places in one flat buffer of several tensors that are cut over one group."""
 
     def __init__(self, tensors: Sequence[TensorPieces], device: torch.device) -> None:
-        """`device`: where the tensors are."""
+        """Lay out `tensors`, which lie on `device`."""
         # A GPU copies many stretches of memory at once, but strided ones one by one.
-        self._is_together = device.type == "cpu" and all(t.is_even and t.shape for t in tensors)
-        self.tensors, own = tensors, tensors[0].own
+        self._splits_evenly = device.type == "cpu" and all(t.are_even and t.shape for t in tensors)
+        self.tensors, local = tensors, tensors[0].member
         self.members = len(tensors[0].bounds)
-        shapes = [[one.shape_of(m) for one in tensors] for m in range(self.members)]
+        shapes = [[tensor.shape_of(m) for tensor in tensors] for m in range(self.members)]
         numels = [[math.prod(shape) for shape in row] for row in shapes]
         self.length = max(map(sum, numels))  # of each part
         self.numel = self.members * self.length
         # All pieces with elements, member by member: where they are cut out, and their shapes.
         self._splits: list[int] = []
         self._filled: list[tuple[int, int, int]] = []  # which split, which tensor, which member
-        self._shapes: list[tuple[int, ...] | None] = []  # None: as a row
+        self._shapes: list[tuple[int, ...] | None] = []  # None: flat
         for member, row in enumerate(numels):
             for tensor, numel in enumerate(row):
                 if numel:
+                    is_flat = tensors[tensor].are_contiguous
                     self._filled.append((len(self._splits), tensor, member))
-                    self._shapes.append(None if tensors[tensor].leads else shapes[member][tensor])
+                    self._shapes.append(None if is_flat else shapes[member][tensor])
                     self._splits.append(numel)
             self._splits.append(self.length - sum(row))
-        self._own_shapes, self._own_numels = shapes[own], numels[own]
+        self._local_shapes, self._local_numels = shapes[local], numels[local]
 
     @cached_property
     def is_in_place(self) -> bool:
-        """Whether the buffer is the one tensor itself."""
-        return len(self.tensors) == 1 and self.tensors[0].leads and self.tensors[0].is_even
+        """Return whether the buffer is the memory of its only tensor."""
+        tensors = self.tensors
+        return len(tensors) == 1 and tensors[0].are_contiguous and tensors[0].are_even
 
     @cached_property
     def is_full(self) -> bool:
-        """Whether this member's part has no room left."""
-        return sum(self._own_numels) == self.length
+        """Return whether this member's part has no room left."""
+        return sum(self._local_numels) == self.length
 
-    def inside(self, flat: Tensor) -> list[Tensor]:
-        """The pieces in a buffer; those that lie in one stretch, as a row. On a host, where all
-        are equal, those of a tensor together, member by member."""
-        if self._is_together:
-            columns = flat.view(self.members, self.length).split_with_sizes(self._own_numels, 1)
+    def split_buffer(self, flat: Tensor) -> list[Tensor]:
+        """View the pieces in a buffer, contiguous ones flat.
+
+        On a host, where all pieces are equal, each view has those of one tensor as its rows."""
+        if self._splits_evenly:
+            columns = flat.view(self.members, self.length).split_with_sizes(self._local_numels, 1)
             return [
-                column if one.leads else column.view(self.members, *shape)
-                for column, one, shape in zip(columns, self.tensors, self._own_shapes)
+                column if tensor.are_contiguous else column.view(self.members, *shape)
+                for column, tensor, shape in zip(columns, self.tensors, self._local_shapes)
             ]
-        found = flat.split_with_sizes(self._splits)
+        splits = flat.split_with_sizes(self._splits)
         return [
-            found[at] if shape is None else found[at].view(shape)
+            splits[at] if shape is None else splits[at].view(shape)
             for (at, _, _), shape in zip(self._filled, self._shapes)
         ]
 
-    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The same pieces of the tensors themselves, which are contiguous."""
-        if self._is_together:
-            return [one.rows(tensor) for one, tensor in zip(self.tensors, tensors)]
+    def split_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """View the pieces of contiguous tensors as `split_buffer` views those of a buffer."""
+        if self._splits_evenly:
+            return [cut.split_evenly(tensor) for cut, tensor in zip(self.tensors, tensors)]
         pieces = []
         for (_, t, member), shape in zip(self._filled, self._shapes):
             cut = self.tensors[t]
@@ -139,22 +145,22 @@ class Packing:
             pieces.append(piece.view(-1) if shape is None else piece)
         return pieces
 
-    def own(self, part: Tensor) -> list[Tensor]:
-        """This member's piece of each tensor, in its part of a buffer."""
-        rest = self.length - sum(self._own_numels)
-        found = part.split_with_sizes([*self._own_numels, rest])
-        return [piece.view(shape) for piece, shape in zip(found, self._own_shapes)]
+    def split_part(self, part: Tensor) -> list[Tensor]:
+        """View this member's piece of each tensor in its part of a buffer."""
+        room = self.length - sum(self._local_numels)
+        splits = part.split_with_sizes([*self._local_numels, room])
+        return [piece.view(shape) for piece, shape in zip(splits, self._local_shapes)]
 
-    def own_part(self, flat: Tensor) -> Tensor:
-        """This member's part of a buffer."""
-        return flat.narrow(0, self.tensors[0].own * self.length, self.length)
+    def local_part(self, flat: Tensor) -> Tensor:
+        """View this member's part of a buffer."""
+        return flat.narrow(0, self.tensors[0].member * self.length, self.length)
 
 
 def pack_tensors(packing: Packing, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Tensors with all their pieces in one buffer: a tensor that is one already is not copied."""
+    """Return all pieces of tensors in one buffer; a tensor that is such a buffer is not copied."""
     tensors = [tensor.contiguous() for tensor in tensors]
     if packing.is_in_place and tensors[0].dtype == dtype:
         return tensors[0].view(-1)
     flat = tensors[0].new_empty(packing.numel, dtype=dtype)
-    copy_each(packing.inside(flat), packing.of(tensors))
+    copy_each(packing.split_buffer(flat), packing.split_tensors(tensors))
     return flat

@@ -1,19 +1,13 @@
-"""Buckets: gradients that are partial sums, summed over their ranks while the step goes on.
+"""Sum gradients over their ranks in buckets, beside what is left of backward and of the schedule.
 
-A parameter belongs to the stages that read it (a tied one to several), and lies on every rank that
-holds one of these in any pipe. Its gradient is complete when the last backward there of those
-stages makes it: then the sum with all other such ranks, and with the copies inside the stage, goes
-on beside what is left of that backward and of the schedule. Where gradients are kept in pieces,
-each backward of a micro-batch is summed and cut (reduce-scatter), and pieces add up; where only
-optimizer states are, that is done once, to what has added up whole.
+A parameter lies on every rank that holds a stage that reads it. Its gradient is complete after the
+last backward of these stages. A bucket has parameters of one dtype and one set of ranks, from the
+last to the first. When all its gradients are complete, they are copied to one flat buffer, which is
+summed asynchronously; the gradients are views of it. A large gradient is summed where it lies.
 
-Where gradients add up in another dtype than backward makes them in, each backward's are added to
-the flat buffer of their bucket, which has that dtype, also where nothing is summed over ranks yet.
-
-A bucket holds parameters of one dtype and one set of ranks, from the last parameter to the first,
-as backward makes their gradients. When it has them all, they are copied to one flat buffer that is
-summed at once, asynchronously, and the gradients are views of it: it lives as long as they do. A
-gradient that is large enough to be worth its own collective is summed where it lies.
+Gradients that are kept in pieces are reduce-scattered after each backward of a micro-batch, and the
+pieces add up. Where only optimizer states are cut, one reduce-scatter ends the step. Gradients that
+add up in another dtype than backward's are added to a buffer of that dtype after each backward.
 """
 
 from __future__ import annotations
@@ -40,60 +34,61 @@ from autopar.runtime.parameters.piece_exchange import PieceExchange
 from autopar.runtime.parameters.placing import ensure_own_memory
 from autopar.states import BUFFER_BYTES
 
-NEVER = -2  # no place in an order of actions
+NEVER = -2  # no position in an order of actions
 NO_CUTS: Mapping[Hashable, int] = MappingProxyType({})
 
-Collectives = Generator[
-    PendingWork, None, None
-]  # the collectives of a bucket, each when the last is done
+# The collectives of a bucket, each begun when the last is done.
+Collectives = Generator[PendingWork, None, None]
 
 
 @dataclass
 class BucketEntry:
-    """One parameter in a bucket: what its program reads of it, which autograd fills."""
+    """One parameter in a bucket, and the leaf whose gradient autograd fills."""
 
     name: str
     leaf: Tensor
-    parameter: Tensor  # the DTensor that it is a piece or a copy of
+    parameter: Tensor  # the DTensor of which the leaf is a piece or a copy
     size: int  # bytes of the largest piece: all ranks form the same buckets, whatever is theirs
-    # How the gradient is cut after each backward, and at the end of a step.
-    each: TensorPieces | None = None
-    last: TensorPieces | None = None
+    # How the gradient is cut after each backward, and at the end of a step; None: not at all.
+    backward_pieces: TensorPieces | None = None
+    step_pieces: TensorPieces | None = None
     reduce: torch.dtype | None = None  # in which it adds up; None: that of the leaf
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReductionSpec:
-    """What parameters have in common that are summed over the same ranks."""
+    """The groups, times and host link by which some gradients are summed over the same ranks."""
 
-    group: dist.ProcessGroup | None  # that sums what is not cut on the way
-    each: dist.ProcessGroup | None  # that sums and cuts after each backward
-    last: dist.ProcessGroup | None  # that sums and cuts at the end
-    # The actions of the step after which gradients are complete as far as they go; and whether
-    # that is one backward pass, which makes each gradient once.
+    all_reduce_group: dist.ProcessGroup | None = None  # for gradients that no other group sums
+    backward_group: dist.ProcessGroup | None = None  # reduce-scatters after each backward
+    step_group: dist.ProcessGroup | None = None  # reduce-scatters at the end of the step
+    # By the actions of the step after which gradients of a backward are complete: whether that is
+    # one backward pass, which makes each gradient once.
     ends: Mapping[int, bool]
-    adds: bool = False  # those of each backward are added to the buffer before they are summed
-    link: HostLink | None = None  # to the host, where the sums belong
+    is_accumulated: bool = False  # each backward's gradients are added to the bucket's buffer
+    link: HostLink | None = None  # to the host, where the sums belong; None: they stay
 
     @property
-    def ready(self) -> int:
-        """The action after which all is there; -1: before all."""
+    def last_action(self) -> int:
+        """Return the action after which all gradients are complete; -1 if it precedes all."""
         return max(self.ends, default=-1)
 
     @property
     def is_cut(self) -> bool:
-        return self.each is not None or self.last is not None
+        """Return whether the sums are kept in pieces."""
+        return self.backward_group is not None or self.step_group is not None
 
     @property
     def may_wait(self) -> bool:
-        """Whether gradients may add up on each rank alone, in the leaf, and be summed later."""
-        return self.each is None and not self.adds and self.link is None
+        """Return whether gradients may add up in the leaf of each rank, and be summed later."""
+        return self.backward_group is None and not self.is_accumulated and self.link is None
 
     @cached_property
-    def drains(self) -> dict[int, bool]:
-        """The actions after which there is something to sum."""
-        drains = self.ends if self.each is not None or self.adds else {self.ready: True}
-        return {at: at >= 0 and self.ends[at] for at in drains}
+    def reduce_actions(self) -> dict[int, bool]:
+        """Return the actions after which there is something to sum, with their value in `ends`."""
+        is_every = self.backward_group is not None or self.is_accumulated
+        actions = self.ends if is_every else {self.last_action: True}
+        return {at: at >= 0 and self.ends[at] for at in actions}
 
 
 @dataclass(eq=False)
@@ -101,153 +96,161 @@ class GradientBucket:
     """Parameters whose gradients are summed together."""
 
     key: Hashable
-    slots: list[BucketEntry] = field(default_factory=list)
+    entries: list[BucketEntry] = field(default_factory=list)
     is_cut: bool = False
     buffer: Tensor | None = None  # flat, what is summed: all gradients, then the riders
     riders: list[Tensor] = field(default_factory=list)  # numbers that are summed along
-    waiting: int = 0
+    waiting: int = 0  # gradients that have not arrived
     is_complete: bool = False  # its last sum has begun
-    sums: Collectives | None = None  # that are under way
-    is_cutting: bool = False  # of them, that of one backward
-    work: PendingWork | None = None  # of them, the one to wait for
+    collectives: Collectives | None = None  # that are under way
+    is_cutting: bool = False  # a reduce-scatter is under way
+    work: PendingWork | None = None  # the collective to wait for
     copied: Copied | None = None  # to the host
-    _each: PieceExchange | None = None
-    _last: PieceExchange | None = None
+    _backward_exchange: PieceExchange | None = None
+    _step_exchange: PieceExchange | None = None
 
     @property
     def size(self) -> int:
-        return sum(slot.size for slot in self.slots)
+        return sum(entry.size for entry in self.entries)
 
     @cached_property
     def names(self) -> frozenset[str]:
-        return frozenset(slot.name for slot in self.slots)
+        return frozenset(entry.name for entry in self.entries)
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which gradients add up."""
-        return self.slots[0].reduce or self.slots[0].leaf.dtype
+        """Return the dtype in which gradients add up."""
+        return self.entries[0].reduce or self.entries[0].leaf.dtype
 
     @property
-    def alone(self) -> bool:
-        return not self.is_cut and len(self.slots) == 1 and self.size >= SINGLE_BUCKET_BYTES
+    def is_alone(self) -> bool:
+        """Return whether the bucket is one gradient that is worth its own collective."""
+        return not self.is_cut and len(self.entries) == 1 and self.size >= SINGLE_BUCKET_BYTES
 
-    def sum(self, summed: ReductionSpec, is_last: bool) -> Collectives:
-        """Sum what backward has made since the last time; in the end over all ranks."""
-        gradients = take_gradients([slot.leaf for slot in self.slots])
-        self._prepare(summed)
-        if self._each is not None:
-            part, work = self._each.scatter(gradients)
+    def reduce(self, spec: ReductionSpec, *, is_last: bool) -> Collectives:
+        """Sum the gradients that backward has made since the last call; finally over all ranks."""
+        gradients = take_gradients([entry.leaf for entry in self.entries])
+        self._prepare_exchanges(spec)
+        if self._backward_exchange is not None:
+            part, work = self._backward_exchange.scatter(gradients)
             gradients.clear()
             yield from self._cut(work)
             self.buffer = part if self.buffer is None else self.buffer.add_(part)
             del part, work
             if not is_last:
                 return
-            gradients = self._each.own(self.buffer)
-        elif summed.adds:
-            self._add(gradients)
+            gradients = self._backward_exchange.split_part(self.buffer)
+        elif spec.is_accumulated:
+            self._accumulate(gradients)
             gradients.clear()
             if not is_last:
                 return
-        if self._last is not None:
-            flat = self.buffer if summed.adds else None
-            self.buffer, work = self._last.scatter(gradients, flat)
+        if self._step_exchange is not None:
+            flat = self.buffer if spec.is_accumulated else None
+            self.buffer, work = self._step_exchange.scatter(gradients, flat)
             del flat
             gradients.clear()
             yield from self._cut(work)
-        if not (summed.is_cut or summed.adds):
-            self.buffer = joined_flat(gradients + self.riders)  # what is one tensor is not copied
+        if not (spec.is_cut or spec.is_accumulated):
+            self.buffer = joined_flat(gradients + self.riders)  # a single tensor is not copied
         gradients.clear()
-        if summed.group is not None:
+        if spec.all_reduce_group is not None:
             assert self.buffer is not None
-            yield dist.all_reduce(self.buffer, group=summed.group, async_op=True)
-        if summed.link is not None:
+            yield dist.all_reduce(self.buffer, group=spec.all_reduce_group, async_op=True)
+        if spec.link is not None:
             assert self.buffer is not None
-            self.buffer, self.copied = summed.link.down(self.buffer)
+            self.buffer, self.copied = spec.link.down(self.buffer)
 
     def _cut(self, work: PendingWork) -> Collectives:
         self.is_cutting = True
         yield work
         self.is_cutting = False
 
-    def _prepare(self, summed: ReductionSpec) -> None:
-        """Know how gradients are cut."""
-        device, is_cast = self.slots[0].leaf.device, self.dtype != self.slots[0].leaf.dtype
-        each = [slot.each for slot in self.slots if slot.each is not None]
-        last = [slot.last for slot in self.slots if slot.last is not None]
-        if each and self._each is None:
-            assert summed.each is not None
-            self._each = PieceExchange(each, summed.each, self.dtype, device, not is_cast)
-        if last and self._last is None:
-            assert summed.last is not None
-            is_packed = summed.adds or (is_cast and not each)
-            self._last = PieceExchange(last, summed.last, self.dtype, device, not is_packed)
+    def _prepare_exchanges(self, spec: ReductionSpec) -> None:
+        """Make the exchanges that cut the gradients, at the first call."""
+        entries, dtype = self.entries, self.dtype
+        device, is_cast = entries[0].leaf.device, dtype != entries[0].leaf.dtype
+        by_backward = [e.backward_pieces for e in entries if e.backward_pieces is not None]
+        by_step = [e.step_pieces for e in entries if e.step_pieces is not None]
+        if by_backward and self._backward_exchange is None:
+            assert spec.backward_group is not None
+            self._backward_exchange = PieceExchange(
+                by_backward, spec.backward_group, dtype, device, may_go_straight=not is_cast
+            )
+        if by_step and self._step_exchange is None:
+            assert spec.step_group is not None
+            is_packed = spec.is_accumulated or (is_cast and not by_backward)
+            self._step_exchange = PieceExchange(
+                by_step, spec.step_group, dtype, device, may_go_straight=not is_packed
+            )
 
-    def _add(self, gradients: Sequence[Tensor]) -> None:
-        """Add what one backward has made to what those before it have, packed as it is summed."""
+    def _accumulate(self, gradients: Sequence[Tensor]) -> None:
+        """Add one backward's gradients to the buffer, in the order in which it is summed."""
         gradients = [gradient.contiguous() for gradient in gradients]
         lengths = [gradient.numel() for gradient in gradients]
         put = copy_each if self.buffer is None else add_each
+        exchange = self._step_exchange
         if self.buffer is None:
-            length = sum(lengths) if self._last is None else self._last.packing.numel
+            length = sum(lengths) if exchange is None else exchange.packing.numel
             self.buffer = gradients[0].new_empty(length, dtype=self.dtype)
-        if self._last is None:
-            own = self.buffer.split_with_sizes(lengths)
-            put(own, [gradient.view(-1) for gradient in gradients])
+        if exchange is None:
+            views = self.buffer.split_with_sizes(lengths)
+            put(views, [gradient.view(-1) for gradient in gradients])
         else:
-            packing = self._last.packing
-            put(packing.inside(self.buffer), packing.of(gradients))
+            packing = exchange.packing
+            put(packing.split_buffer(self.buffer), packing.split_tensors(gradients))
 
-    def give(self) -> dict[str, DTensor]:
-        """The gradients after their sum, and the riders theirs; nothing is kept."""
+    def take_sums(self) -> dict[str, DTensor]:
+        """Return the summed gradients by name, fill the riders, and let go of both."""
         assert self.buffer is not None
         buffer, self.buffer, self.is_complete = self.buffer, None, False
         if self.copied is not None:
             self.copied.wait()
             self.copied = None
-        cut = self._last or self._each
-        if cut is not None:
-            pieces = cut.own(buffer)
-            return place_gradients(self.slots, pieces if cut.is_full else ensure_own_memory(pieces))
-        found = split_like(buffer, [slot.leaf for slot in self.slots] + self.riders)
-        for rider, total in zip(self.riders, found[len(self.slots) :]):
+        exchange = self._step_exchange or self._backward_exchange
+        if exchange is not None:
+            pieces = exchange.split_part(buffer)
+            pieces = pieces if exchange.is_full else ensure_own_memory(pieces)
+            return place_gradients(self.entries, pieces)
+        sums = split_like(buffer, [entry.leaf for entry in self.entries] + self.riders)
+        for rider, total in zip(self.riders, sums[len(self.entries) :]):
             rider.copy_(total)
         self.riders = []
-        return place_gradients(self.slots, found[: len(self.slots)])
+        return place_gradients(self.entries, sums[: len(self.entries)])
 
     def clear(self) -> None:
-        """Forget what a pass that broke off has left."""
+        """Forget the collectives and sums of a pass that broke off."""
         if self.work is not None:
             wait_for(self.work)
         self.riders, self.buffer, self.is_complete = [], None, False
-        self.sums, self.work, self.is_cutting, self.copied = None, None, False, None
+        self.collectives, self.work, self.is_cutting, self.copied = None, None, False, None
 
 
 def make_buckets(
-    slots: Sequence[tuple[BucketEntry, Hashable]],
+    entries: Sequence[tuple[BucketEntry, Hashable]],
     cut: Mapping[Any, int] = NO_CUTS,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> list[GradientBucket]:
-    """Buckets for parameters and what tells their sums apart, in the order that backward fills.
+    """Group parameters by the keys of their sums, in the order in which backward fills buckets.
 
-    Those of the keys in `cut` hold no more than it says, and none with several parameters more than
-    `buffer_bytes`.
+    A bucket with a key in `cut` holds at most so many bytes, and one with several parameters at
+    most `buffer_bytes`.
     """
 
-    def kind(slot: BucketEntry, key: Hashable) -> Hashable:
-        return key, slot.leaf.dtype, slot.reduce
+    def kind(entry: BucketEntry, key: Hashable) -> Hashable:
+        return key, entry.leaf.dtype, entry.reduce
 
-    limits = {kind(slot, key): cut[key] for slot, key in slots if key in cut}
-    kinds = [(slot, kind(slot, key)) for slot, key in slots]
-    keys = {kind(slot, key): key for slot, key in slots}
+    limits = {kind(entry, key): cut[key] for entry, key in entries if key in cut}
+    kinds = [(entry, kind(entry, key)) for entry, key in entries]
+    keys = {kind(entry, key): key for entry, key in entries}
     return [
-        GradientBucket(keys[found[0][1]], [slot for slot, _ in found], keys[found[0][1]] in cut)
-        for found in fill_buckets(kinds, limits, buffer_bytes)
+        GradientBucket(keys[group[0][1]], [entry for entry, _ in group], keys[group[0][1]] in cut)
+        for group in fill_buckets(kinds, limits, buffer_bytes)
     ]
 
 
 def take_gradients(leaves: Iterable[Tensor]) -> list[Tensor]:
-    """Gradients off the leaves of parameters that get one; zero where this rank made none."""
+    """Take the gradients off leaves; zeros where this rank made none."""
     gradients = []
     for leaf in leaves:
         gradient, leaf.grad = leaf.grad, None
@@ -256,95 +259,98 @@ def take_gradients(leaves: Iterable[Tensor]) -> list[Tensor]:
 
 
 def place_gradients(
-    slots: Sequence[BucketEntry], gradients: Iterable[Tensor]
+    entries: Sequence[BucketEntry], gradients: Iterable[Tensor]
 ) -> dict[str, DTensor]:
-    """By name, this rank's pieces of gradients as DTensors, in the dtype of their parameters."""
-    parameters = [slot.parameter for slot in slots]
-    kept = [grad.to(parameter.dtype) for parameter, grad in zip(parameters, gradients)]
-    return {s.name: grad for s, grad in zip(slots, dtensors_like(parameters, kept))}
+    """Make DTensors of this rank's pieces of gradients, by name, in their parameters' dtypes."""
+    parameters = [entry.parameter for entry in entries]
+    cast = [grad.to(parameter.dtype) for parameter, grad in zip(parameters, gradients)]
+    return {e.name: grad for e, grad in zip(entries, dtensors_like(parameters, cast))}
 
 
 class GradientSync:
-    """Sums the gradients of a step, or of one backward pass, bucket by bucket."""
+    """The sums of the gradients of a step, or of one backward pass, bucket by bucket."""
 
     def __init__(
         self,
-        slots: Sequence[tuple[BucketEntry, Hashable]],
-        sums: Mapping[Any, ReductionSpec],
+        entries: Sequence[tuple[BucketEntry, Hashable]],
+        specs: Mapping[Any, ReductionSpec],
         cut: Mapping[Any, int] = NO_CUTS,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """`slots`: all that learn here, with a key of `sums`; without, no other rank has a part.
-        `cut`: how much is cut together, by key."""
-        self.slots, self._sums = [slot for slot, _ in slots], sums
-        shared = [(slot, key) for slot, key in slots if key in sums]
+        """Sum `entries`, the trainable parameters of this rank, each by the spec of its key.
+
+        A key without a spec needs no other rank. `cut` limits the bytes that are cut together.
+        """
+        self.entries, self._specs = [entry for entry, _ in entries], specs
+        shared = [(entry, key) for entry, key in entries if key in specs]
         self.buckets = make_buckets(shared, cut, buffer_bytes)
-        self._alone = [slot for slot, key in slots if key not in sums]
-        self._due: dict[
-            Hashable, list[GradientBucket]
-        ] = {}  # of each key, those that are not yet summed
+        self._unshared = [entry for entry, key in entries if key not in specs]
+        # By key, the buckets that are still to be summed.
+        self._due: dict[Hashable, list[GradientBucket]] = {}
         self._reached: Set[str] = frozenset()
-        self._waits = False  # what may wait is not summed in this pass
+        self._is_deferred = False  # sums that may wait are left to a later pass
         self._now = NEVER
         self._under_way: list[GradientBucket] = []
-        self._begin: dict[int, list[Hashable]] = {}
-        for key, one in sums.items():
-            for position in one.drains:
-                self._begin.setdefault(position, []).append(key)
+        self._keys_at: dict[int, list[Hashable]] = {}
+        for key, spec in specs.items():
+            for position in spec.reduce_actions:
+                self._keys_at.setdefault(position, []).append(key)
         # The last bucket is full when backward ends: it is summed then, and nobody needs to count.
         self._hooks = [
-            slot.leaf.register_post_accumulate_grad_hook(partial(_count_arrival, ref(self), number))
+            entry.leaf.register_post_accumulate_grad_hook(
+                partial(_count_arrival, ref(self), number)
+            )
             for number, bucket in enumerate(self.buckets[:-1])
-            if any(sums[bucket.key].drains.values())
-            for slot in bucket.slots
+            if any(specs[bucket.key].reduce_actions.values())
+            for entry in bucket.entries
         ]
 
     def close(self) -> None:
-        """Others sum these gradients from now on."""
+        """Remove the hooks, so that another sync can sum these gradients."""
         for hook in self._hooks:
             hook.remove()
 
     def clear(self) -> None:
-        """Forget what a pass that broke off has left."""
-        for slot in self.slots:
-            slot.leaf.grad = None
+        """Forget the gradients and sums of a pass that broke off."""
+        for entry in self.entries:
+            entry.leaf.grad = None
         for bucket in self.buckets:
             bucket.clear()
         self._under_way.clear()
         self._due.clear()
         self._now = NEVER
 
-    def start(self, reached: Set[str], waits: bool = False) -> None:
-        """A step, or a backward pass, begins; it reaches these parameters, or some of them.
+    def start(self, reached: Set[str], *, is_deferred: bool = False) -> None:
+        """Begin a step, or a backward pass, which reaches some of the parameters in `reached`.
 
-        `waits`: what may wait is summed by a later one (no_sync.py)."""
+        `is_deferred` leaves sums that may wait to a later pass, as in `no_sync()`."""
         self._due.clear()
-        self._reached, self._waits = reached, waits
+        self._reached, self._is_deferred = reached, is_deferred
 
     def _is_left(self, bucket: GradientBucket) -> bool:
-        is_own = all(slot.parameter.dtype == slot.leaf.dtype for slot in bucket.slots)
-        return self._waits and is_own and self._sums[bucket.key].may_wait
+        is_same_dtype = all(e.parameter.dtype == e.leaf.dtype for e in bucket.entries)
+        return self._is_deferred and is_same_dtype and self._specs[bucket.key].may_wait
 
-    def left(self, reached: Set[str]) -> list[tuple[BucketEntry, Tensor]]:
-        """What this rank has made of those gradients of `reached` that were not summed."""
+    def take_deferred(self, reached: Set[str]) -> list[tuple[BucketEntry, Tensor]]:
+        """Take this rank's terms of those gradients of `reached` that were not summed."""
         buckets = [bucket for bucket in self.buckets if self._is_left(bucket)]
-        slots = [slot for one in buckets for slot in one.slots if slot.name in reached]
-        return list(zip(slots, take_gradients([slot.leaf for slot in slots])))
+        entries = [e for bucket in buckets for e in bucket.entries if e.name in reached]
+        return list(zip(entries, take_gradients([entry.leaf for entry in entries])))
 
     def after(self, position: int) -> None:
-        """The action of a step at `position` is done: sum what is complete. The next one begins."""
-        for key in self._begin.get(position, ()):
+        """Sum the gradients that the step's action at `position` has completed."""
+        for key in self._keys_at.get(position, ()):
             if position < 0:
                 self._expect(key)
             for bucket in self._due.pop(key, ()):
                 self._start(bucket, position)
         self._finish_cuts()
         self._now = position + 1
-        for key in self._begin.get(self._now, ()):
+        for key in self._keys_at.get(self._now, ()):
             self._expect(key)
 
     def _expect(self, key: Hashable) -> None:
-        """Gradients of a key are about to arrive."""
+        """Prepare the buckets of a key for the gradients of the coming action."""
         due = self._due[key] = []
         for bucket in self.buckets:
             count = len(bucket.names & self._reached)
@@ -353,33 +359,36 @@ class GradientSync:
                 due.append(bucket)
 
     def finish(self, reached: Set[str]) -> dict[str, DTensor]:
-        """Wait for all sums: the gradients of `reached`, the same parameters on every rank."""
+        """Wait for all sums, and return the gradients of `reached` by name.
+
+        `reached` has the same parameters on every rank."""
         self._now = NEVER
         self._due.clear()
         for bucket in self.buckets:
             is_needed = bucket.riders or not bucket.names.isdisjoint(reached)
             if not bucket.is_complete and is_needed and not self._is_left(bucket):
-                self._start(bucket, self._sums[bucket.key].ready)
+                self._start(bucket, self._specs[bucket.key].last_action)
         while self._under_way:
             for bucket in list(self._under_way):
-                self._go_on(bucket)
+                self._continue(bucket)
         grads: dict[str, DTensor] = {}
         for bucket in self.buckets:
             if bucket.is_complete:
-                grads |= bucket.give()
-        alone = [slot for slot in self._alone if slot.name in reached]
-        grads |= place_gradients(alone, take_gradients([slot.leaf for slot in alone]))
+                grads |= bucket.take_sums()
+        unshared = [entry for entry in self._unshared if entry.name in reached]
+        grads |= place_gradients(unshared, take_gradients([entry.leaf for entry in unshared]))
         return {name: grad for name, grad in grads.items() if name in reached}
 
-    def takes_along(self, late: DeferredSum) -> bool:
-        """Whether a bucket of the coming pass sums a number of the program as well."""
+    def adds_rider(self, late: DeferredSum) -> bool:
+        """Add a number of the program to a bucket of the coming pass; return whether one fits."""
         for bucket in self.buckets:
-            group = self._sums[bucket.key].group
+            spec = self._specs[bucket.key]
+            group = spec.all_reduce_group
             if (
-                not (bucket.alone or bucket.is_cut or self._sums[bucket.key].adds)
+                not (bucket.is_alone or bucket.is_cut or spec.is_accumulated)
                 and not self._is_left(bucket)
-                and self._sums[bucket.key].link is None
-                and late.tensor.dtype == bucket.slots[0].leaf.dtype
+                and spec.link is None
+                and late.tensor.dtype == bucket.entries[0].leaf.dtype
                 and group is not None
                 and late.group == group.group_name
             ):
@@ -388,8 +397,8 @@ class GradientSync:
         return False
 
     def count(self, bucket: GradientBucket) -> None:
-        """A gradient of a bucket has arrived: start the sums of those that are full now."""
-        if self._sums[bucket.key].drains.get(self._now):
+        """Count a gradient that has arrived, and start to sum the buckets that are full now."""
+        if self._specs[bucket.key].reduce_actions.get(self._now):
             bucket.waiting -= 1
             due = self._due.get(bucket.key)
             # In one order on all ranks, whatever fills first on each.
@@ -397,41 +406,41 @@ class GradientSync:
                 self._start(due.pop(0), self._now)
 
     def _start(self, bucket: GradientBucket, position: int) -> None:
-        summed = self._sums[bucket.key]
-        if summed.is_cut:
-            # A bucket is whole until it is cut: one at a time, beside the backward of the next.
+        spec = self._specs[bucket.key]
+        if spec.is_cut:
+            # A bucket is uncut until its sum ends: one at a time, beside the backward of the next.
             self._finish_cuts()
-        if summed.link is not None:  # what is complete leaves the device
-            for other in [one for one in self._under_way if one.is_complete]:
+        if spec.link is not None:  # complete sums leave the device
+            for other in [bucket for bucket in self._under_way if bucket.is_complete]:
                 while other in self._under_way:
-                    self._go_on(other)
-        bucket.is_complete = position == summed.ready
-        bucket.sums = bucket.sum(summed, bucket.is_complete)
+                    self._continue(other)
+        bucket.is_complete = position == spec.last_action
+        bucket.collectives = bucket.reduce(spec, is_last=bucket.is_complete)
         self._under_way.append(bucket)
-        self._go_on(bucket)
+        self._continue(bucket)
 
     def _finish_cuts(self) -> None:
-        """Wait for what is being cut."""
-        for bucket in [one for one in self._under_way if one.is_cutting]:
-            self._go_on(bucket)
+        """Wait for the reduce-scatters under way."""
+        for bucket in [bucket for bucket in self._under_way if bucket.is_cutting]:
+            self._continue(bucket)
 
-    def _go_on(self, bucket: GradientBucket) -> None:
+    def _continue(self, bucket: GradientBucket) -> None:
         """Wait for a collective of a bucket, and begin the next."""
-        assert bucket.sums is not None
+        assert bucket.collectives is not None
         with torch.no_grad():
             if bucket.work is not None:
                 wait_for(bucket.work)
-            bucket.work = next(bucket.sums, None)
+            bucket.work = next(bucket.collectives, None)
         if bucket.work is None:
-            bucket.sums = None
+            bucket.collectives = None
             self._under_way.remove(bucket)
 
 
 def _count_arrival(sync: ReferenceType[GradientSync], number: int, leaf: Tensor) -> None:
     """Tell a sync that a gradient of one of its buckets has arrived.
 
-    A hook of a leaf lives as long as the leaf, where the garbage collector does not look: if it
+    A hook of a leaf lives as long as the leaf, where the garbage collector does not look. If it
     held the sync, the leaf would keep itself alive.
     """
-    if (counting := sync()) is not None:
-        counting.count(counting.buckets[number])
+    if (living := sync()) is not None:
+        living.count(living.buckets[number])

@@ -190,7 +190,12 @@ class LocalParameters:
         assert self._mesh is not None
         pieces = [
             TensorPieces.between(
-                way.coarse, way.fine, route.shape, self._mesh, self._rank, plan.kind.axes
+                way.coarse,
+                way.fine,
+                route.shape,
+                mesh=self._mesh,
+                rank=self._rank,
+                axes=plan.kind.axes,
             )
             for route in plan.parameters
             for way in [plan.kind.way(route)]

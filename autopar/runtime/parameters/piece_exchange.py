@@ -37,25 +37,25 @@ from autopar.runtime.parameters.flat_buffers import Packing, TensorPieces, pack_
 
 @dataclass
 class PendingExchange:
-    """Messages, or a collective, and what is done when they are here."""
+    """Messages or a collective under way, and the work that follows their arrival."""
 
     works: list[Any] = field(default_factory=list)
-    held: list[Tensor] = field(default_factory=list)  # what they read and write
+    tensors: list[Tensor] = field(default_factory=list)  # that the works read and write
     copied: Copied | None = None  # from the host
-    then: Callable[[], object] | None = None
+    on_arrival: Callable[[], object] | None = None
 
     def wait(self) -> None:
         for work in self.works:
             wait_for(work)
         if self.copied is not None:
             self.copied.precede()
-        if self.then is not None:
-            self.then()
-        self.works, self.held, self.copied, self.then = [], [], None, None
+        if self.on_arrival is not None:
+            self.on_arrival()
+        self.works, self.tensors, self.copied, self.on_arrival = [], [], None, None
 
 
 class PieceExchange:
-    """Of tensors that are cut over one group."""
+    """The collectives and messages that gather, or sum and cut, tensors over one group."""
 
     def __init__(
         self,
@@ -63,86 +63,89 @@ class PieceExchange:
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         device: torch.device,
-        has_straight: bool = True,
+        *,
+        may_go_straight: bool = True,
     ) -> None:
-        """`has_straight`: large pieces may go straight, where that is better."""
-        self.group, self._own, self._dtype = group, tensors[0].own, dtype
+        """Prepare for pieces of one dtype; large ones go straight where allowed and faster."""
+        self.group, self._member, self._dtype = group, tensors[0].member, dtype
         self._members = len(tensors[0].bounds)
-        self._sends_itself = uses_messages(device, group)
+        self._uses_messages = uses_messages(device, group)
         # What lies on a GPU and is moved by gloo travels through the host.
         on_host = device.type == "cuda" and moves_through_host(group)
         self._carrier = torch.device("cpu") if on_host else device
-        is_better = self._sends_itself and has_straight
+        has_straight = self._uses_messages and may_go_straight
         is_large = [
-            is_better
-            and is_sent_directly(one.shape, one.dim, math.prod(one.shape_of(0)) * dtype.itemsize)
-            for one in tensors
+            has_straight
+            and is_sent_directly(cut.shape, cut.dim, math.prod(cut.shape_of(0)) * dtype.itemsize)
+            for cut in tensors
         ]
         self._large = [at for at, large in enumerate(is_large) if large]
         self._small = [at for at, large in enumerate(is_large) if not large]
         self._tensors = tensors
         small = [tensors[at] for at in self._small]
         self._packing = Packing(small, device) if small else None
-        own = [math.prod(tensors[at].shape_of(self._own)) for at in self._large]
-        self._numels = own  # of the large ones
+        self._large_numels = [math.prod(tensors[at].shape_of(self._member)) for at in self._large]
         self._packed_length = self._packing.length if self._packing is not None else 0
-        self.length = sum(own) + self._packed_length  # of this rank's part, in elements
-        self._views: list[list[Tensor]] = []  # of the targets of `gather`, and what is packed
+        # Of this rank's part, in elements.
+        self.length = sum(self._large_numels) + self._packed_length
+        self._large_views: list[list[Tensor]] = []  # of the targets of `gather`
         self._packed_views: list[Tensor] = []
 
     @property
     def packing(self) -> Packing:
-        """Of all tensors, where none goes straight."""
+        """Return the packing of all tensors; none of them may go straight."""
         assert self._packing is not None
         assert not self._large
         return self._packing
 
     @property
     def is_direct(self) -> bool:
-        """Whether a gather writes where the tensors are as soon as it begins."""
-        return not self._small or self._sends_itself or self._is_in_place
+        """Return whether a gather writes into its targets as soon as it begins."""
+        return not self._small or self._uses_messages or self._is_in_place
 
     @property
     def _is_in_place(self) -> bool:
-        """Whether the buffer is the one tensor itself."""
+        """Return whether the buffer is the memory of the only tensor."""
         return self._packing is not None and self._packing.is_in_place and not self._large
 
     @property
     def is_full(self) -> bool:
-        """Whether this rank's part has no room left."""
+        """Return whether this rank's part has no room left."""
         return self._packing is None or self._packing.is_full
 
-    def own(self, part: Tensor) -> list[Tensor]:
-        """This rank's piece of each tensor, in its part of the sum."""
-        *large, rest = part.split_with_sizes([*self._numels, self._packed_length])
-        small = self._packing.own(rest) if self._packing is not None else []
-        shapes = [self._tensors[at].shape_of(self._own) for at in self._large]
-        found = dict(zip(self._small, small))
-        found |= {at: one.view(s) for at, one, s in zip(self._large, large, shapes)}
-        return [found[at] for at in range(len(self._tensors))]
+    def split_part(self, part: Tensor) -> list[Tensor]:
+        """View this rank's piece of each tensor in its part of a sum."""
+        *large, rest = part.split_with_sizes([*self._large_numels, self._packed_length])
+        small = self._packing.split_part(rest) if self._packing is not None else []
+        shapes = [self._tensors[at].shape_of(self._member) for at in self._large]
+        pieces = dict(zip(self._small, small))
+        pieces |= {at: flat.view(s) for at, flat, s in zip(self._large, large, shapes)}
+        return [pieces[at] for at in range(len(self._tensors))]
 
     def gather(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor], link: HostLink | None = None
     ) -> PendingExchange:
-        """Fill `targets`; they have memory when it ends, if `is_direct` when it begins.
+        """Begin to fill `targets` with the pieces of all ranks, of which `sources` are this one's.
 
-        `link`: by which `sources` come from the host.
+        The targets need memory when the exchange ends, and if `is_direct` already when it begins.
+        `link` brings the sources from the host; None if they lie on the device.
         """
-        way = PendingExchange()
+        pending = PendingExchange()
         if self._large:
-            self._views = self._views or self._rows([targets[at] for at in self._large])
-            own = self._views[self._own]
-            put = copy_each if link is None else link.up
-            put(own, [sources[at].reshape(-1) for at in self._large])
-            self._send_and_receive(way, [own] * self._members, self._views)
+            large = [targets[at] for at in self._large]
+            self._large_views = self._large_views or self._member_rows(large)
+            local = self._large_views[self._member]
+            copy = copy_each if link is None else link.up
+            copy(local, [sources[at].reshape(-1) for at in self._large])
+            self._send_and_receive(pending, [local] * self._members, self._large_views)
         if self._packing is not None:
-            some = [targets[at] for at in self._small]
-            self._gather_packed(way, some, [sources[at] for at in self._small], link)
-        return way
+            small = [targets[at] for at in self._small]
+            self._gather_packed(pending, small, [sources[at] for at in self._small], link)
+        return pending
 
     def _gather_packed(
         self,
-        way: PendingExchange,
+        pending: PendingExchange,
         targets: list[Tensor],
         sources: list[Tensor],
         link: HostLink | None,
@@ -154,67 +157,71 @@ class PieceExchange:
         else:
             flat = torch.empty(packing.numel, dtype=self._dtype, device=self._carrier)
 
-            def put() -> None:
-                self._packed_views = self._packed_views or packing.of(targets)
-                copy_each(self._packed_views, packing.inside(flat))
+            def unpack() -> None:
+                self._packed_views = self._packed_views or packing.split_tensors(targets)
+                copy_each(self._packed_views, packing.split_buffer(flat))
 
-            way.then = put
-        part = packing.own_part(flat)  # where it belongs: one buffer, not two
+            pending.on_arrival = unpack
+        part = packing.local_part(flat)  # where it belongs: one buffer, not two
         if link is None:
-            copy_each(packing.own(part), sources)
+            copy_each(packing.split_part(part), sources)
         with nullcontext() if link is None else link.beside():
             if link is not None:
-                way.copied = link.up(packing.own(part), sources)
-                way.copied.precede()
-            if self._sends_itself:
-                parts = flat.view(self._members, -1)
-                self._send_and_receive(way, [[part]] * self._members, [[one] for one in parts])
+                pending.copied = link.up(packing.split_part(part), sources)
+                pending.copied.precede()
+            if self._uses_messages:
+                received = [[row] for row in flat.view(self._members, -1)]
+                self._send_and_receive(pending, [[part]] * self._members, received)
                 return
-            way.held += [flat, part]
-            whole, own = movable(flat), movable(part)
-            way.works.append(all_gather_single(whole, own, group=self.group, async_op=True))
+            pending.tensors += [flat, part]
+            gathered, local = movable(flat), movable(part)
+            work = all_gather_single(gathered, local, group=self.group, async_op=True)
+            pending.works.append(work)
 
     def scatter(
         self, terms: Sequence[Tensor], flat: Tensor | None = None
     ) -> tuple[Tensor, PendingExchange]:
-        """Of the sum of all ranks' terms this rank's part, which is there when all have come.
+        """Begin to sum the `terms` of all ranks; return this rank's part, which fills on arrival.
 
-        `flat`: the terms, as they are packed.
+        `flat` has the terms packed already; None packs them here.
         """
         if flat is None and self._packing is not None:
             flat = pack_tensors(self._packing, [terms[at] for at in self._small], self._dtype)
         like = terms[0] if flat is None else flat
-        part, way = like.new_empty(self.length, dtype=self._dtype), PendingExchange()
-        if not self._sends_itself:
+        part, pending = like.new_empty(self.length, dtype=self._dtype), PendingExchange()
+        if not self._uses_messages:
             assert flat is not None
-            self._sum_by_collective(way, part, flat)
-            return part, way
-        sent = self._rows([terms[at].contiguous() for at in self._large])
+            self._sum_by_collective(pending, part, flat)
+            return part, pending
+        sent = self._member_rows([terms[at].contiguous() for at in self._large])
         for row, packed_part in zip(sent, () if flat is None else flat.view(self._members, -1)):
             row.append(packed_part)
-        way.then = ScatteredSum(sent, part, self._own, self.group).wait
-        return part, way
+        pending.on_arrival = ScatteredSum(sent, part, self._member, self.group).wait
+        return part, pending
 
-    def _rows(self, large: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The pieces of large tensors, member by member, each one stretch of memory."""
+    def _member_rows(self, large: Sequence[Tensor]) -> list[list[Tensor]]:
+        """View the pieces of large tensors flat, in a list for each member."""
         by_tensor = []
-        for one, cut in zip(large, [self._tensors[at] for at in self._large]):
-            pieces = cut.rows(one) if cut.is_even else [one.narrow(cut.dim, *b) for b in cut.bounds]
-            by_tensor.append([piece.view(-1) for piece in pieces])
+        for tensor, cut in zip(large, [self._tensors[at] for at in self._large]):
+            if cut.are_even:
+                by_tensor.append([row.view(-1) for row in cut.split_evenly(tensor)])
+            else:
+                by_tensor.append([tensor.narrow(cut.dim, *b).view(-1) for b in cut.bounds])
         return [list(row) for row in zip(*by_tensor)] or [[] for _ in range(self._members)]
 
     def _send_and_receive(
         self,
-        way: PendingExchange,
+        pending: PendingExchange,
         sent: Sequence[Sequence[Tensor]],
         received: Sequence[Sequence[Tensor]],
     ) -> None:
-        way.works += send_and_receive(sent, received, self._own, self.group)
-        way.held += [one for row in (*sent, *received) for one in row]
+        pending.works += send_and_receive(sent, received, self._member, self.group)
+        pending.tensors += [piece for row in (*sent, *received) for piece in row]
 
-    def _sum_by_collective(self, way: PendingExchange, part: Tensor, flat: Tensor) -> None:
-        carried, own = flat.to(self._carrier), part.to(self._carrier)
-        way.held += [carried, own]
-        way.works.append(reduce_scatter_single(own, carried, group=self.group, async_op=True))
-        if own is not part:
-            way.then = lambda: part.copy_(own)
+    def _sum_by_collective(self, pending: PendingExchange, part: Tensor, flat: Tensor) -> None:
+        terms, local = flat.to(self._carrier), part.to(self._carrier)
+        pending.tensors += [terms, local]
+        work = reduce_scatter_single(local, terms, group=self.group, async_op=True)
+        pending.works.append(work)
+        if local is not part:
+            pending.on_arrival = lambda: part.copy_(local)
