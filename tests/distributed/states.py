@@ -384,13 +384,13 @@ def refuses_a_backward_from_before(ranks: int) -> None:
 
 def most_gathered(module: ap.ParallelModule, case: Case) -> int:
     """Bytes of copies that are in memory at a time in a step."""
-    seen, bring = [], GatherWindow._bring
+    seen, gather = [], GatherWindow._gather
 
     def look(self: GatherWindow, group: Any) -> None:
-        bring(self, group)
+        gather(self, group)
         seen.append(sum(one.untyped_storage().nbytes() for one in copies_of(module)))
 
-    with patch.object(GatherWindow, "_bring", look):
+    with patch.object(GatherWindow, "_gather", look):
         module.step(*case.args)
     return max(seen)
 
@@ -413,7 +413,7 @@ def holds_pieces_alone(ranks: int) -> None:
         assert local_bytes(grads) == pieces
         assert held_by(grads) == pieces
         if states == "zero3":
-            assert most <= 2 * module.backend.leaves.window.most < size
+            assert most <= 2 * module.backend.leaves.window.largest_bytes < size
         else:
             assert most == size
 
@@ -423,16 +423,16 @@ Asked = list[tuple[set[str], set[str]]]  # parameters, and those whose copies ar
 
 def asked_in_backward(module: ap.ParallelModule, case: Case) -> Asked:
     """The copies that a step asks for in backward."""
-    seen, want, plans = Asked(), GatherWindow._want, module.backend.leaves._plans
+    seen, want, plans = Asked(), GatherWindow._request_in_backward, module.backend.leaves._plans
 
     def named(groups: Any) -> set[str]:
         return {name for group in groups for name in plans[group.number].names}
 
     def look(self: GatherWindow, groups: Any, following: Any, grads: Any) -> None:
         want(self, groups, following, grads)
-        seen.append((named(groups), named(self._passing)))
+        seen.append((named(groups), named(self._short_lived)))
 
-    with patch.object(GatherWindow, "_want", look):
+    with patch.object(GatherWindow, "_request_in_backward", look):
         module.step(*case.args)
     return seen
 
@@ -485,7 +485,7 @@ def recomputes_what_reads_many_groups(ranks: int) -> None:
             module = parity(case, states, mesh=ap.Mesh(dp=ranks), recompute=recompute)
             window = module.backend.leaves.window
             assert len(window.groups) >= 6
-            assert most_gathered(module, case) <= 2 * window.most
+            assert most_gathered(module, case) <= 2 * window.largest_bytes
             assert_counted(asked_in_backward(module, case), module.program)
 
 

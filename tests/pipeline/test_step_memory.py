@@ -83,13 +83,13 @@ def seen_in_window(made: Schedule, rank: int, by_stage: dict[int, list[GatheredG
         for _ in action.microbatches if action.kind != "W" else ():
             for number, following in turns:
                 if action.kind == "F":
-                    window.have(number, following)
-                    window.leave(number)
+                    window.request(number, following)
+                    window.release(number)
                 else:
                     beside = None if following == NO_GROUP else window.groups[following]
-                    window._want((window.groups[number],), beside, None)
+                    window._request_in_backward((window.groups[number],), beside, None)
                 most = max(most, window._bytes)
-    window.forget()
+    window.reset()
     return most
 
 

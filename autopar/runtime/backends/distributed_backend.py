@@ -187,7 +187,7 @@ class TorchBackend(Backend):
         return 1 if self.slices is None else self.slices.parts
 
     def require_callable(self) -> None:
-        if self.leaves.are_passed:
+        if self.leaves.is_in_backward:
             raise nested_call_refusal()
 
     def local_checks(self) -> AbstractContextManager[None]:
@@ -248,12 +248,12 @@ class TorchBackend(Backend):
         reached = self.program.learned[self.program.captured.loss_index]
         sync = self._sync = self._sync_of(reached | self.passes.waiting)
         self._late.clear()  # of a step that broke off
-        self.leaves.window.forget()
+        self.leaves.window.reset()
         self.passes.start(sync, reached, is_first)
         sync.after(-1)
         self._carry_out()
         self._update_buffers()
-        self.leaves.window.forget()
+        self.leaves.window.reset()
         with torch.no_grad():
             self._wait_for_sums()
             self.passes.finish(sync, reached)
@@ -338,7 +338,7 @@ class TorchBackend(Backend):
             slots = [
                 (bucket_entry(route, key, self.leaves, self.mesh, self.ranks.inner), key)
                 for route, key in keys.items()
-                if self.leaves.learns(route.name)
+                if self.leaves.is_trainable(route.name)
             ]
             cut = {k: self.leaves.cut_bytes(k.stages) for k, s in self._sums.items() if s.is_cut}
             self._syncs[names] = GradientSync(slots, self._sums, cut, self.program.buffer_bytes)
@@ -392,18 +392,18 @@ class TorchBackend(Backend):
     def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
         """The outputs in the form that was asked for."""
         window = self.leaves.window
-        window.forget()
+        window.reset()
         if self.program.stages:
             outputs = self._through(kept, inputs)
             self.messages.finish()
-            window.forget()
+            window.reset()
             return outputs
         outputs = self.whole.forward(kept, inputs)
         if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
             sync = self._sync_of(frozenset().union(*self.program.learned))
             outputs = self._calls.watch(outputs, sync, len(self.schedule.actions) - 2)
         else:
-            window.forget()
+            window.reset()
         self._works += [late.start() for late in self._late]
         self._late.clear()
         self._wait_for_sums()

@@ -95,7 +95,7 @@ def compile_graph(
             plain[node] = node.target
             node.target = halves.apart(node.target, weights)
     beside = [halves.aside] if halves is not None else []
-    beside = beside if window is None else [*beside, window.again]
+    beside = beside if window is None else [*beside, window.rerun_forward]
     call_regions(quick, RegionSettings(beside, plain, keeper, window))
     wholes = tuple(name for kind, name in origins if kind == "whole")
     return EagerProgram(profiled_function(quick), wholes)

@@ -125,11 +125,11 @@ def _replace_by_call(graph: fx.Graph, part: GraphSection, around: RegionSettings
         reads, window = info(node).copies, around.window
         if not isinstance(runner, SelectiveRecompute):
             if reads and window is not None:
-                copies[node].target = window.bringing(target, reads)
+                copies[node].target = window.gather_in_rerun(target, reads)
         elif info(node).remade:
             plain = around.plain.get(node, target)
             if reads and window is not None:
-                plain = window.again()(window.bringing(plain, reads))
+                plain = window.rerun_forward()(window.gather_in_rerun(plain, reads))
             copies[node].target = runner.noted(target, plain)
         elif (axes := info(node).away.get(part.region)) is not None:  # type: ignore[arg-type]
             copies[node].target = runner.leaves(target, axes)

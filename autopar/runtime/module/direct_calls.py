@@ -92,11 +92,11 @@ class DirectCalls:
             raise changed_before_backward()
         assert self._sync is not None
         refuse_gradient_hooks({slot.name: slot.parameter for slot in slots})
-        self._leaves.passing = backward_pass_number()
+        self._leaves.last_backward = backward_pass_number()
         window = self._leaves.window
-        window.bring_lasting()
+        window.gather_step_long()
         if not self._pending:
-            call_after_backward(window.forget)
+            call_after_backward(window.reset)
         if not will_receive_gradient(self._anchor):
             return self._to_some(output, slots, grad)
         self._reached |= names
@@ -124,11 +124,11 @@ class DirectCalls:
             self._sync.start(names)
             self._sync.after(self._last)
             leaves = [slot.leaf for slot in asked]
-            self._leaves.is_asked = True
+            self._leaves.has_inner_backward = True
             try:
                 torch.autograd.backward(output, grad, retain_graph=True, inputs=leaves)
             finally:
-                self._leaves.is_asked = False
+                self._leaves.has_inner_backward = False
             with torch.no_grad():
                 found = self._sync.finish(names)
                 self._sync.clear()

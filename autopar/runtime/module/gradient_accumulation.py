@@ -43,11 +43,11 @@ class GradientAccumulation:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients wait, those of other programs on the same parameters too."""
-        before, self._leaves.waits = self._leaves.waits, True
+        before, self._leaves.is_deferred = self._leaves.is_deferred, True
         try:
             yield
         finally:
-            self._leaves.waits = before
+            self._leaves.is_deferred = before
 
     @property
     def waiting(self) -> frozenset[str]:
@@ -66,7 +66,7 @@ class GradientAccumulation:
                 if slot.name in waiting and gradient is not None:
                     slot.leaf.grad = local_of(gradient).clone()
         gradients = (slot.parameter.grad for slot in sync.entries)
-        waits = self._leaves.waits and is_first
+        waits = self._leaves.is_deferred and is_first
         is_deferred = waits and all(one is None or is_partial(one) for one in gradients)
         sync.start(reached, is_deferred=is_deferred)
 
@@ -105,13 +105,13 @@ class GradientAccumulation:
                 got=", ".join(sorted(waiting - {slot.name for slot in sync.entries})),
                 remedy="a pass outside of no_sync(), or zero_grad(), before requires_grad_()",
             )
-        waits, self._leaves.waits = self._leaves.waits, False
+        waits, self._leaves.is_deferred = self._leaves.is_deferred, False
         try:
             with torch.no_grad():
                 self.start(sync, waiting)
                 self.finish(sync, waiting)
         finally:
-            self._leaves.waits = waits
+            self._leaves.is_deferred = waits
 
 
 def is_partial(gradient: Tensor | None) -> bool:

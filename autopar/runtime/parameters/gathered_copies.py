@@ -1,15 +1,13 @@
-"""Copies: parameters as readers want them, cast and gathered in groups before their use, and let go
-after.
+"""Keep gathered copies of parameters: cast, all-gathered in groups before their use, then freed.
 
-A copy is a tensor that stays the same from step to step; its memory comes and goes. A group is
-gathered at once: the pieces that its ranks keep go to one flat buffer, and from there to their
-places. While one group is read the next one is on its way, so that two are here at a time; those
-that last stay to the end of the step. In backward the readers of a group say when it is wanted
-again. A program asks in one order on all ranks, so collectives come in one order.
+A copy is a tensor that stays from step to step; its memory comes and goes. While one group is read
+the next is prefetched, so two have memory at a time; groups that live for a step stay to its end.
+In backward, hooks on the readers of a group request it again. A program requests groups in one
+order on all ranks, so collectives come in one order.
 
-What torch keeps for backward is the copy itself: its memory is written through `.data`, which torch
-does not count as a change, and holds the same values when backward comes. Once parameters have
-changed, torch is told, and refuses a backward from before.
+torch keeps the copy itself for backward. Its memory is written through `.data`, which torch does not
+count as a change, and has equal values when backward comes. After parameters have changed, the
+change is counted, and torch refuses a backward of an earlier forward.
 """
 
 from __future__ import annotations
@@ -34,20 +32,20 @@ from autopar.runtime.parameters.piece_exchange import PendingExchange, PieceExch
 
 @dataclass(eq=False)
 class GatheredGroup:
-    """Copies that come together."""
+    """Copies of parameters that are gathered together."""
 
     number: int
     exchange: PieceExchange | None  # None: every rank has all the pieces
     parameters: list[Tensor]
     sources: list[Tensor]  # this rank's pieces
     targets: list[Tensor]  # the copies
-    lasts: bool  # to the end of a step
-    needs: Sequence[GatheredGroup] = ()  # those that hold its sources
-    link: HostLink | None = None  # by which the pieces come from the host
-    is_here: bool = False
+    is_step_long: bool  # the copies stay to the end of a step
+    needs: Sequence[GatheredGroup] = ()  # the groups whose copies are its sources
+    link: HostLink | None = None  # by which the pieces come from the host; None: from the device
+    is_gathered: bool = False
     _work: PendingExchange | None = None
-    _age: int | None = None  # of the parameters, since `forget`
-    _filled: int | None = None  # of those that the copies were made of last
+    _age: int | None = None  # of the parameters, since `reset`
+    _filled_age: int | None = None  # of the parameters when the copies were last filled
     _has_memory: bool = False
 
     @cached_property
@@ -56,7 +54,7 @@ class GatheredGroup:
 
     @cached_property
     def _memory(self) -> list[tuple[torch.UntypedStorage, int]]:
-        """Of each copy, and its bytes while it is here."""
+        """Return the storage of each copy, and its bytes when it is gathered."""
         return [(target.untyped_storage(), target.nbytes) for target in self.targets]
 
     @cached_property
@@ -64,52 +62,52 @@ class GatheredGroup:
         return [target.data for target in self.targets]
 
     @property
-    def is_coming(self) -> bool:
+    def is_in_flight(self) -> bool:
         return self._work is not None
 
     @property
     def is_direct(self) -> bool:
-        """Whether there is no buffer beside the copies."""
+        """Return whether a gather needs no buffer beside the copies."""
         return self.exchange is None or self.exchange.is_direct
 
     def start(self) -> None:
-        """Send for the pieces of the other ranks."""
+        """Begin to gather the pieces of all ranks."""
         self._require_unchanged()
-        if self.is_coming or (self.exchange is None and self.link is None):
+        if self.is_in_flight or (self.exchange is None and self.link is None):
             return
         if self.is_direct:
-            self._grow()
+            self._allocate()
         if self.exchange is not None:
             self._work = self.exchange.gather(self._data, self.sources, self.link)
         elif self.link is not None:
             self._work = PendingExchange(copied=self.link.up(self._data, self.sources))
 
     def finish(self) -> None:
-        """Wait for them, and put them in their places."""
-        self._grow()
+        """Wait for the pieces, and fill the copies."""
+        self._allocate()
         if self._work is not None:
             wait_for(self._work)
         else:
             copy_each(self._data, self.sources)
-        self._work, self.is_here = None, True
+        self._work, self.is_gathered = None, True
 
-    def let_go(self) -> None:
-        """Give the memory back."""
+    def free(self) -> None:
+        """Free the memory of the copies."""
         if self._work is not None:
-            self._work.then = None
-            wait_for(self._work)  # it writes there
-        self._work, self.is_here = None, False
+            self._work.on_arrival = None
+            wait_for(self._work)  # it writes into that memory
+        self._work, self.is_gathered = None, False
         if self._has_memory:
             for storage, _ in self._memory:
                 storage.resize_(0)
             self._has_memory = False
 
-    def forget(self) -> None:
-        """Another pass begins, with parameters as they are then."""
-        self.let_go()
+    def reset(self) -> None:
+        """Free the copies, and let the next pass begin with changed parameters."""
+        self.free()
         self._age = None
 
-    def _grow(self) -> None:
+    def _allocate(self) -> None:
         if self._has_memory:
             return
         self._has_memory = True
@@ -121,14 +119,15 @@ class GatheredGroup:
         if self._age not in (None, age):
             raise changed_before_backward()
         self._age = age
-        if self._filled not in (None, age):
+        if self._filled_age not in (None, age):
             with torch.no_grad():
                 for target in self.targets:
                     target.view(-1)[:0].zero_()  # torch counts that as a change of the copy
-        self._filled = age
+        self._filled_age = age
 
 
 def changed_before_backward() -> InvalidInput:
+    """Return the error for a parameter or input that was changed between forward and backward."""
     return InvalidInput(
         "parameters and inputs stay as they are from forward to the end of its backward",
         got="one that was changed in between, by an optimizer perhaps",
@@ -137,160 +136,168 @@ def changed_before_backward() -> InvalidInput:
 
 
 class GatherWindow:
-    """The groups of one rank, of which few are here at a time."""
+    """The groups of one rank, of which few have memory at a time."""
 
     def __init__(self, groups: Sequence[GatheredGroup | None] = ()) -> None:
-        """By number; None of those whose parameters other ranks hold."""
+        """Hold groups by number; None for one whose parameters other ranks hold."""
         self.groups: list[GatheredGroup | None] = []
-        # By number, those that are here or coming; that which was wanted last at the end. After
-        # parameters were replaced, one may be that of a backward from before.
-        self._here: dict[int, GatheredGroup] = {}
+        # By number, those that are gathered or in flight, by the time of their last use. After
+        # parameters were replaced, one may be the group of an earlier backward.
+        self._live: dict[int, GatheredGroup] = {}
         self._read: set[GatheredGroup] = set()  # in a forward that is under way
         self._wanted: set[GatheredGroup] = set()  # in backward
-        self._held: set[GatheredGroup] = (
-            set()
-        )  # in backward, by what waits for a forward that runs again
-        self._is_again = False  # a forward runs again in backward
-        self.most = 0  # bytes of a group that does not last
-        self.take(groups)
+        self._suspended: set[GatheredGroup] = set()  # wanted by a backward that a rerun interrupts
+        self._is_rerunning = False  # a forward runs again in backward
+        self.largest_bytes = 0  # of a group that does not live for a step
+        self.set_groups(groups)
 
-    def take(self, groups: Sequence[GatheredGroup | None]) -> None:
-        """Have these groups from now on, of which some were there before."""
+    def set_groups(self, groups: Sequence[GatheredGroup | None]) -> None:
+        """Replace the groups, of which some may be there already."""
         self.groups = list(groups)
-        here = [group for group in self.groups if group is not None]
-        self.most = max((group.bytes for group in here if not group.lasts), default=0)
+        local = [group for group in self.groups if group is not None]
+        sizes = (group.bytes for group in local if not group.is_step_long)
+        self.largest_bytes = max(sizes, default=0)
 
     @property
     def calls(self) -> dict[Any, Callable[..., None]]:
-        """What a program's calls do."""
-        return {have_copies: self.have, leave_copies: self.leave, watch_readers: self.watch}
+        """Return the methods that carry out a program's calls."""
+        return {
+            have_copies: self.request,
+            leave_copies: self.release,
+            watch_readers: self.watch_backward,
+        }
 
-    def have(self, number: int, following: int) -> None:
-        """A forward is about to read a group; the other one comes after it."""
-        if self._is_again:
+    def request(self, number: int, following: int) -> None:
+        """Gather a group that forward is about to read, and prefetch the `following` one."""
+        if self._is_rerunning:
             return
-        group = self._of(number)
+        group = self._group_at(number)
         self._read.add(group)
         self._wanted.clear()
-        self._bring(group)
+        self._gather(group)
         if following != NO_GROUP:
-            self._start(self._of(following))
+            self._start(self._group_at(following))
 
-    def leave(self, number: int) -> None:
-        """Forward has read a group for the last time."""
-        if not self._is_again:
-            self._read.discard(self._of(number))
+    def release(self, number: int) -> None:
+        """Note that forward has read a group for the last time."""
+        if not self._is_rerunning:
+            self._read.discard(self._group_at(number))
 
-    def watch(self, made: Any, numbers: tuple[int, ...], following: int) -> None:
-        """Have groups here when the backward of what was made of them begins."""
-        if self._is_again:
+    def watch_backward(self, results: Any, numbers: tuple[int, ...], following: int) -> None:
+        """Have groups gathered when the backward of results that read them begins."""
+        if self._is_rerunning:
             return
-        nodes = {tensor.grad_fn for tensor in made} if isinstance(made, tuple | list) else None
-        for node in {made.grad_fn} if nodes is None else nodes:
+        is_many = isinstance(results, tuple | list)
+        nodes = {tensor.grad_fn for tensor in results} if is_many else None
+        for node in {results.grad_fn} if nodes is None else nodes:
             if node is not None:
-                groups = tuple(map(self._of, numbers))
-                after = self._of(following) if following != NO_GROUP else None
-                node.register_prehook(partial(self._want, groups, after))
+                groups = tuple(map(self._group_at, numbers))
+                after = self._group_at(following) if following != NO_GROUP else None
+                node.register_prehook(partial(self._request_in_backward, groups, after))
 
     @property
     def copies(self) -> list[Tensor]:
-        """All, of which few have memory."""
+        """Return all copies, of which few have memory."""
         return [target for group in self.groups if group is not None for target in group.targets]
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """A forward runs again in backward, which sees to what comes and goes: the groups that the
-        backward wants stay here if there is room, and are here at the end."""
-        before = self._is_again, self._wanted, self._held
-        self._is_again, self._held = True, self._wanted | self._held
+    def rerun_forward(self) -> Iterator[None]:
+        """Return a context in which a forward runs again and backward decides what is gathered.
+
+        The groups that backward wants stay gathered if there is room, and are at the end."""
+        before = self._is_rerunning, self._wanted, self._suspended
+        self._is_rerunning, self._suspended = True, self._wanted | self._suspended
         try:
             yield
         finally:
-            self._is_again, self._wanted, self._held = before
+            self._is_rerunning, self._wanted, self._suspended = before
         for group in sorted(self._wanted, key=lambda group: group.number):
-            self._bring(group)
+            self._gather(group)
 
-    def bringing(self, function: Callable[..., Any], numbers: tuple[int, ...]) -> Any:
-        """`function`, which reads these groups: where it runs again they are brought first."""
+    def gather_in_rerun(self, function: Callable[..., Any], numbers: tuple[int, ...]) -> Any:
+        """Return `function`, which reads these groups, so that a rerun gathers them first."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._is_again:
-                self._want(tuple(map(self._of, numbers)), None, None)
+            if self._is_rerunning:
+                self._request_in_backward(tuple(map(self._group_at, numbers)), None, None)
             return function(*args, **kwargs)
 
         return call
 
-    def bring_lasting(self) -> None:
-        """Have all groups here that last."""
+    def gather_step_long(self) -> None:
+        """Gather all groups that live for a step."""
         for group in self.groups:
-            if group is not None and group.lasts:
-                self._bring(group)
+            if group is not None and group.is_step_long:
+                self._gather(group)
 
-    def forget(self) -> None:
-        """Let go of everything: a pass has ended, or another begins."""
-        for group in [*self._here.values(), *self.groups]:
+    def reset(self) -> None:
+        """Free all groups: a pass has ended, or another begins."""
+        for group in [*self._live.values(), *self.groups]:
             if group is not None:
-                group.forget()
-        self._here.clear()
+                group.reset()
+        self._live.clear()
         self._read.clear()
         self._wanted.clear()
-        self._held.clear()
+        self._suspended.clear()
 
-    def _want(
+    def _request_in_backward(
         self, groups: tuple[GatheredGroup, ...], following: GatheredGroup | None, _: Any
     ) -> None:
         self._wanted = {*groups}
         for group in groups:
-            self._bring(group)
+            self._gather(group)
         if following is not None:
             self._start(following)
 
-    def _of(self, number: int) -> GatheredGroup:
+    def _group_at(self, number: int) -> GatheredGroup:
         group = self.groups[number]
         assert group is not None
         return group
 
     def _start(self, group: GatheredGroup) -> None:
-        other = self._here.get(group.number)
+        other = self._live.get(group.number)
         if other is not None and other is not group:
-            self._let_go(other)
-        if group.is_here or group.is_coming:
+            self._free(other)
+        if group.is_gathered or group.is_in_flight:
             return
         with torch.no_grad():
             for needed in group.needs:
-                self._bring(needed)
-            if not group.lasts:
-                self._make_room(group, lambda: len(self._passing) >= LIVE_GROUPS)
+                self._gather(needed)
+            if not group.is_step_long:
+                self._make_room(group, lambda: len(self._short_lived) >= LIVE_GROUPS)
             group.start()
-        self._here[group.number] = group
+        self._live[group.number] = group
 
-    def _bring(self, group: GatheredGroup) -> None:
-        if not group.is_here:
+    def _gather(self, group: GatheredGroup) -> None:
+        if not group.is_gathered:
             self._start(group)
             more = 0 if group.is_direct else group.bytes  # beside its buffer
-            if not group.lasts:
-                self._make_room(group, lambda: self._bytes + more > LIVE_GROUPS * self.most)
+            if not group.is_step_long:
+                limit = LIVE_GROUPS * self.largest_bytes
+                self._make_room(group, lambda: self._bytes + more > limit)
             with torch.no_grad():
                 group.finish()
-        self._here[group.number] = self._here.pop(group.number, group)
+        self._live[group.number] = self._live.pop(group.number, group)
 
     @property
-    def _passing(self) -> list[GatheredGroup]:
-        return [group for group in self._here.values() if not group.lasts]
+    def _short_lived(self) -> list[GatheredGroup]:
+        return [group for group in self._live.values() if not group.is_step_long]
 
     @property
     def _bytes(self) -> int:
-        return sum(group.bytes for group in self._passing)
+        return sum(group.bytes for group in self._short_lived)
 
     def _make_room(self, wanted: GatheredGroup, is_full: Callable[[], bool]) -> None:
-        """Let go of groups that nobody reads, the one whose last use is the longest ago first;
-        then of those that come before they are wanted, and those that are only held."""
-        kept = {wanted, *self._read, *self._wanted}
-        others = [group for group in self._passing if group not in kept]
-        for group in sorted(others, key=lambda one: (one in self._held, not one.is_here)):
-            if is_full():
-                self._let_go(group)
+        """Free groups that nobody reads, least recently used first.
 
-    def _let_go(self, group: GatheredGroup) -> None:
-        group.let_go()
-        del self._here[group.number]
+        Then prefetched groups go, and last those that an interrupted backward wants."""
+        in_use = {wanted, *self._read, *self._wanted}
+        others = [group for group in self._short_lived if group not in in_use]
+        others.sort(key=lambda group: (group in self._suspended, not group.is_gathered))
+        for group in others:
+            if is_full():
+                self._free(group)
+
+    def _free(self, group: GatheredGroup) -> None:
+        group.free()
+        del self._live[group.number]

@@ -1,7 +1,7 @@
-"""Leaves: what a rank's program reads of its parameters, and what autograd works on.
+"""Hold the leaves of autograd: the tensors that a rank's program reads for its parameters.
 
-A leaf lies in the memory of its parameter where that is what readers want; else it is a copy, whose
-memory comes and goes with its group (gathered_copies.py).
+A leaf lies in the memory of its parameter where readers want the parameter as it is stored. Else it
+is a copy, whose memory comes and goes with its group (`gathered_copies.py`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from autopar.runtime.parameters.piece_exchange import PieceExchange
 
 
 class LocalParameters:
-    """One leaf for each parameter that lies here.
+    """The parameters of one rank, with a leaf for each.
 
-    A leaf stays the same as long as its parameter does: a backward that is under way reaches it.
+    A leaf stays as long as its parameter does, so that a backward under way reaches it.
     """
 
     def __init__(
@@ -43,8 +43,10 @@ class LocalParameters:
         rank: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        """For `rank` of `mesh`, which computes on `device`; `plans` are the groups of copies of all
-        ranks, `group_over` some axes are the ranks that gather."""
+        """Prepare `rank` of `mesh`, which computes on `device`, for the groups of copies in `plans`.
+
+        `group_over` returns the process group of some axes; None where nothing is gathered.
+        """
         self._device = device
         self.link = (
             HostLink(device) if any(plan.kind.goes_up for plan in plans) and device else None
@@ -52,36 +54,34 @@ class LocalParameters:
         self.parameters: dict[str, nn.Parameter] = {}
         self.version = 0  # grows when parameters are replaced, frozen or unfrozen
         self.by_name: dict[str, Tensor] = {}
-        self.waits = False  # gradients are not summed for now
+        self.is_deferred = False  # gradients are not summed for now
         self.unsummed: set[str] = set()  # parameters with such a gradient, or that had one
         self._plans, self._group_over, self._mesh, self._rank = plans, group_over, mesh, rank
         self._copied = {name for plan in plans for name in plan.names}
-        self._between: dict[str, Tensor] = {}  # copies that others are made of
+        self._intermediate: dict[str, Tensor] = {}  # copies that others are made of
         self.window = GatherWindow()
-        self.passing = -1  # the backward pass that last came to them
-        self.is_asked = False  # a pass inside of another one is under way, for some of them
+        self.last_backward = -1  # the number of the pass that last reached a leaf
+        self.has_inner_backward = False  # a pass inside of another is under way, for some leaves
 
     @property
-    def are_passed(self) -> bool:
-        """Whether a backward pass that comes to them is under way here."""
+    def is_in_backward(self) -> bool:
+        """Return whether a backward pass that reaches the leaves is under way in this thread."""
         now = backward_pass_number()
-        return now >= 0 and (self.is_asked or now == self.passing)
+        return now >= 0 and (self.has_inner_backward or now == self.last_backward)
 
     def cut_bytes(self, stages: tuple[int, ...]) -> int:
-        """What a bucket holds of gradients that are cut, of parameters that these stages read: all
-        ranks that sum them see the same groups of copies."""
-        return sharded_bucket_bytes(
-            largest_group_bytes(self._plans, stages, self._mesh) if self._mesh else 0
-        )
+        """Return the bytes of a bucket whose gradients are cut, for parameters of these stages.
+
+        All ranks that sum them see the same groups of copies, and so the same limit."""
+        return sharded_bucket_bytes(largest_group_bytes(self._plans, stages, self._mesh) if self._mesh else 0)
 
     @property
     def age(self) -> int:
-        """Grows when a parameter changes. Of copies their groups know too, but not once another
-        pass has begun."""
+        """Return a number that grows when a parameter changes, also after another pass began."""
         return sum(map(version_of, self.parameters.values()))
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take what the module holds now."""
+        """Take the parameters among the tensors that the module holds now."""
         self.version += 1
         replaced = set()
         for name, parameter in tensors.items():
@@ -103,8 +103,8 @@ class LocalParameters:
             leaf.requires_grad_(self.parameters[name].requires_grad)
         keep_gradients_unshared(self.by_name.values())
 
-    def learns(self, name: str) -> bool:
-        """Whether a parameter lies here and takes a gradient now."""
+    def is_trainable(self, name: str) -> bool:
+        """Return whether a parameter lies on this rank and takes a gradient now."""
         leaf = self.by_name.get(name)
         return leaf is not None and leaf.requires_grad
 
@@ -112,32 +112,31 @@ class LocalParameters:
         """Let go of all parameters and copies; a backward that comes later is refused."""
         self.parameters = cast(dict, ClosedModule())
         self.by_name.clear()
-        self._between.clear()
-        self.window.take(())
+        self._intermediate.clear()
+        self.window.set_groups(())
 
-    def copies(self, routes: Mapping[str, ParameterMovement]) -> ParameterCopies:
-        """What a program with these routes is told of them."""
+    def copies(self, movements: Mapping[str, ParameterMovement]) -> ParameterCopies:
+        """Return the copies that a program with these movements of parameters reads."""
         groups = {
             name: number
             for number, plan in enumerate(self._plans)
             for name in plan.names
             if plan.kind.is_last
         }
-        lasting = frozenset(number for number, plan in enumerate(self._plans) if plan.kind.lasts)
-        return ParameterCopies(
-            {r.name: r.taken for r in routes.values() if r.taken}, groups, lasting
-        )
+        step_long = frozenset(number for number, plan in enumerate(self._plans) if plan.kind.lasts)
+        taken = {m.name: m.taken for m in movements.values() if m.taken}
+        return ParameterCopies(taken, groups, step_long)
 
     def _make_groups(self, replaced: set[str]) -> None:
-        """Groups of what is there now; one stays the same if all its tensors do."""
-        made: list[GatheredGroup | None] = [None] * len(self._plans)
+        """Make the groups of the present tensors; a group whose tensors all stay is kept."""
+        groups: list[GatheredGroup | None] = [None] * len(self._plans)
         holder: dict[str, GatheredGroup] = {}  # of the copies that others are made of
-        for number, plan in sorted(enumerate(self._plans), key=lambda one: one[1].kind.is_last):
+        for number, plan in sorted(enumerate(self._plans), key=lambda item: item[1].kind.is_last):
             if self.parameters.keys() >= {*plan.names}:
-                group = made[number] = self._group(number, plan, replaced, holder)
+                group = groups[number] = self._group(number, plan, replaced, holder)
                 if not plan.kind.is_last:
                     holder |= dict.fromkeys(plan.names, group)
-        self.window.take(made)
+        self.window.set_groups(groups)
 
     def _group(
         self,
@@ -148,56 +147,67 @@ class LocalParameters:
     ) -> GatheredGroup:
         names = plan.names
         parameters: list[Tensor] = [self.parameters[name] for name in names]
-        targets = [self._target(plan, one, one.name in replaced) for one in plan.parameters]
+        targets = [
+            self._target(plan, movement, is_new=movement.name in replaced)
+            for movement in plan.parameters
+        ]
         is_second = plan.kind.is_last and not plan.kind.lasts
         sources = [
-            self._between[name] if is_second and name in holder else local_of(parameter)
+            self._intermediate[name] if is_second and name in holder else local_of(parameter)
             for name, parameter in zip(names, parameters)
         ]
         old = self.window.groups[number] if self.window.groups else None
         if old is not None:
             tensors = zip([*old.sources, *old.targets], [*sources, *targets])
-            if all(one is other for one, other in tensors):
+            if all(before is now for before, now in tensors):
                 return old
-            old.forget()
-        over = self._group_over(plan.kind.axes) if plan.kind.axes and self._group_over else None
+            old.reset()
+        group = self._group_over(plan.kind.axes) if plan.kind.axes and self._group_over else None
         needs = tuple(dict.fromkeys(holder[name] for name in names if name in holder))
-        exchange = self._exchange(plan, over, targets[0]) if over is not None else None
+        exchange = self._exchange(plan, group, targets[0]) if group is not None else None
         link = self.link if plan.kind.goes_up else None
         return GatheredGroup(
-            number, exchange, parameters, sources, targets, plan.kind.lasts, needs, link
+            number,
+            exchange,
+            parameters,
+            sources,
+            targets,
+            is_step_long=plan.kind.lasts,
+            needs=needs,
+            link=link,
         )
 
     def _target(
-        self, plan: CopyGroup[ParameterMovement], route: ParameterMovement, is_new: bool
+        self, plan: CopyGroup[ParameterMovement], movement: ParameterMovement, *, is_new: bool
     ) -> Tensor:
-        """The copy of a parameter, without memory until its group comes."""
-        held = self.by_name if plan.kind.is_last else self._between
-        if is_new or route.name not in held:
+        """Return the copy of a parameter, which has no memory until its group is gathered."""
+        copies, name = self.by_name if plan.kind.is_last else self._intermediate, movement.name
+        if is_new or name not in copies:
             assert self._mesh is not None
-            shape = plan.kind.way(route).coarse.local_shape(route.shape, self._mesh, self._rank)
-            local = local_of(self.parameters[route.name])
+            coarse = plan.kind.way(movement).coarse
+            shape = coarse.local_shape(movement.shape, self._mesh, self._rank)
+            local = local_of(self.parameters[name])
             where: dict[str, Any] = {"device": self._device or local.device}
             if plan.kind.on_host:
                 where = {"device": HOST, "pin_memory": local.is_pinned()}
-            held[route.name] = torch.empty(shape, dtype=route.dtype, **where)
-            held[route.name].untyped_storage().resize_(0)
-        return held[route.name]
+            copies[name] = torch.empty(shape, dtype=movement.dtype, **where)
+            copies[name].untyped_storage().resize_(0)
+        return copies[name]
 
     def _exchange(
-        self, plan: CopyGroup[ParameterMovement], over: dist.ProcessGroup, like: Tensor
+        self, plan: CopyGroup[ParameterMovement], group: dist.ProcessGroup, like: Tensor
     ) -> PieceExchange:
         assert self._mesh is not None
         pieces = [
             TensorPieces.between(
                 way.coarse,
                 way.fine,
-                route.shape,
+                movement.shape,
                 mesh=self._mesh,
                 rank=self._rank,
                 axes=plan.kind.axes,
             )
-            for route in plan.parameters
-            for way in [plan.kind.way(route)]
+            for movement in plan.parameters
+            for way in [plan.kind.way(movement)]
         ]
-        return PieceExchange(pieces, over, like.dtype, like.device)
+        return PieceExchange(pieces, group, like.dtype, like.device)
