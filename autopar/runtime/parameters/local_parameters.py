@@ -43,7 +43,7 @@ class LocalParameters:
         rank: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        """Prepare `rank` of `mesh`, which computes on `device`, for the groups of copies in `plans`.
+        """Prepare `rank` of `mesh`, which computes on `device`, for the copies that `plans` groups.
 
         `group_over` returns the process group of some axes; None where nothing is gathered.
         """
@@ -73,7 +73,9 @@ class LocalParameters:
         """Return the bytes of a bucket whose gradients are cut, for parameters of these stages.
 
         All ranks that sum them see the same groups of copies, and so the same limit."""
-        return sharded_bucket_bytes(largest_group_bytes(self._plans, stages, self._mesh) if self._mesh else 0)
+        return sharded_bucket_bytes(
+            largest_group_bytes(self._plans, stages, self._mesh) if self._mesh else 0
+        )
 
     @property
     def age(self) -> int:
