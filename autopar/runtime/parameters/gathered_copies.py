@@ -5,7 +5,7 @@ the next is prefetched, so two have memory at a time; groups that live for a ste
 In backward, hooks on the readers of a group request it again. A program requests groups in one
 order on all ranks, so collectives come in one order.
 
-torch keeps the copy itself for backward. Its memory is written through `.data`, which is not counted
+torch keeps the copy itself for backward. Its memory is written through `.data`, not counted
 as a change, and has equal values when backward comes. After parameters have changed, the
 change is counted, and torch refuses a backward of an earlier forward.
 """
