@@ -49,7 +49,7 @@ from autopar.cluster.machines import Device, Level, Link, Node
 from autopar.cluster.presets import NAMES, preset
 from autopar.errors import AutoparError, InvalidInput
 
-SomeCluster = TypeVar("Made")
+SomeCluster = TypeVar("SomeCluster")
 _ADD_NODES = 'write [[nodes]], and below it preset = "dgx-h100", or device, devices and link'
 _NETWORK = Link(6e-6, 10e9)  # where nothing is said
 

@@ -44,7 +44,7 @@ class SizedGradient(Protocol):
         ...
 
 
-SomeGradient = TypeVar("Made", bound=SizedGradient)
+SomeGradient = TypeVar("SomeGradient", bound=SizedGradient)
 Key = TypeVar("Key", bound=Hashable)
 
 

@@ -151,7 +151,7 @@ class CopyGroupKey(NamedTuple):
         return sum(one.bytes(self.way(one).coarse, mesh) for one in parameters)
 
 
-SomeCopied = TypeVar("Some", bound=CopiedParameter)
+SomeCopied = TypeVar("SomeCopied", bound=CopiedParameter)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class GatheredParameter(Protocol):
     def last(self) -> int: ...
 
 
-SomeGathered = TypeVar("Read", bound=GatheredParameter)
+SomeGathered = TypeVar("SomeGathered", bound=GatheredParameter)
 
 
 @dataclass

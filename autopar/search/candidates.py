@@ -52,7 +52,7 @@ class Candidates:
     inside: Array  # seconds of movements that a kernel brings along, both ways
     inside_forward: Array  # of these, of a kernel that ranks carry out together
     extra: Array  # bytes kept for backward besides inputs and output
-    operator_work: OperatorWork
+    work: OperatorWork
 
     @property
     def outputs(self) -> Placements:
