@@ -32,7 +32,7 @@ def test_a_batch_that_leaves_a_rank_without_a_sample_is_refused_by_all() -> None
     mesh = Mesh(a=4)
     for rank in range(4):
         with pytest.raises(ap.InvalidInput, match="every rank has a sample"):
-            BatchShare(("a",), mesh, rank).of(3)
+            BatchShare(("a",), mesh, rank).slice_of(3)
 
 
 class Epochs(RandomSampler):

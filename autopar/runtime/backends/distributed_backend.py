@@ -419,7 +419,7 @@ class TorchGraph:
         mesh, rank, device = backend.mesh, backend.ranks.inner, backend.device
         self.graph = localize(graph, mesh, rank, device, backend.groups.name)
         if backend.slices is not None:
-            backend.slices.placed(self.graph)
+            backend.slices.place_draws(self.graph)
         self._keeper = ActivationOffload(local_mover(mesh, rank, backend.groups.name))
         how |= {"keeper": self._keeper, "compiling": backend.compiler}
         self._function = compile_graph(self.graph, **how)

@@ -1,14 +1,14 @@
-"""Slices: what each rank brings of a batch, with `local_inputs=True`.
+"""Batch slices: the part of a batch that each rank brings with `local_inputs=True`.
 
-The batch is the slices of the ranks one after another. A step in micro-batches cuts each where it
-is: micro-batch i is the i-th part of every slice. Random numbers and outputs follow the order of
-the batch:
+The batch is the slices of all ranks one after another. A step in micro-batches cuts each slice
+locally: micro-batch i is the i-th part of every slice. Random numbers and outputs follow the order
+of the batch:
 
     batch               slice of rank 0: a b c d     slice of rank 1: e f g h
     two micro-batches   a b e f                      c d g h
 
-Ranks that stand alike on the axes that cut the batch bring the same slice; so do those of all
-stages of a pipeline, whether they read it or not.
+Ranks with the same position on the axes that cut the batch bring the same slice. So do the ranks
+of all stages of a pipeline, even if a stage does not read it.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from autopar.text.units import counted
 
 
 def batch_axes(program: Program) -> Axes:
-    """The axes that cut the batch, the same for all inputs that they cut; or refuse it."""
-    found: dict[Axes, str] = {}
+    """Return the axes that cut the batch. Refuse inputs that are cut over different axes."""
+    first_inputs: dict[Axes, str] = {}
     for name in _batched_inputs(program):
         if axes := program.type_of(name).layout.dims[0]:
-            found.setdefault(axes, name)
-    if len(found) > 1:
-        cut = (f"{name} over {', '.join(axes)}" for axes, name in found.items())
+            first_inputs.setdefault(axes, name)
+    if len(first_inputs) > 1:
+        cut = (f"{name} over {', '.join(axes)}" for axes, name in first_inputs.items())
         raise InvalidInput(
             "a rank's slices of all inputs hold the same samples",
             got=f"inputs whose batch is cut in different ways: {'; '.join(cut)}",
             remedy="shard() the inputs alike, or hand every rank the global batch",
         )
-    return next(iter(found), ())
+    return next(iter(first_inputs), ())
 
 
 def require_even_slices(program: Program) -> None:
-    """Refuse micro-batches that would take more of some slices than of others."""
+    """Refuse micro-batches that would take larger parts of some slices than of others."""
     parts, batches = math.prod(program.mesh[axis] for axis in batch_axes(program)), program.batches
     count = 1 if batches is None else batches.count
     for name in _batched_inputs(program) if count > 1 else ():
@@ -63,7 +63,7 @@ def require_even_slices(program: Program) -> None:
 
 
 def _batched_inputs(program: Program) -> list[str]:
-    """The inputs whose first dim is the batch."""
+    """Return the inputs whose first dim is the batch."""
     if program.batches is not None:
         return sorted(program.batches.cut)
     shapes = program.whole_shapes
@@ -72,35 +72,42 @@ def _batched_inputs(program: Program) -> list[str]:
 
 
 class BatchSlices:
-    """Those of one rank, of a program in micro-batches."""
+    """Cuts the slices of one rank into the micro-batches of a program."""
 
     def __init__(self, program: Program, groups: Groups, rank: int) -> None:
-        """`rank` on the mesh of the program, `groups` are those over each axis alone."""
+        """Take this rank's position on the mesh of the program, and the groups over single axes."""
         self._program, self._groups, self._rank = program, groups, rank
         self.parts = math.prod(program.mesh[axis] for axis in batch_axes(program))
 
-    def placed(self, graph: fx.Graph) -> None:
-        """What operators draw is that of samples of these slices."""
+    def place_draws(self, graph: fx.Graph) -> None:
+        """Have random operators of a graph draw the numbers of the samples of these slices."""
         for node in graph.nodes:
-            node.args = tuple(map(self._placed, node.args))
-            node.kwargs = {name: self._placed(given) for name, given in node.kwargs.items()}
+            node.args = tuple(map(self._with_slices, node.args))
+            node.kwargs = {
+                name: self._with_slices(argument) for name, argument in node.kwargs.items()
+            }
 
-    def _placed(self, given: Any) -> Any:
-        return given._replace(slices=self.parts) if isinstance(given, DrawPlace) else given
+    def _with_slices(self, argument: Any) -> Any:
+        is_place = isinstance(argument, DrawPlace)
+        return argument._replace(slices=self.parts) if is_place else argument
 
     def split(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """This rank's inputs of every micro-batch, from its slices."""
+        """Return this rank's inputs of every micro-batch, cut from its slices."""
         batches, program = self._program.batches, self._program
         assert batches is not None
-        counted = () if batches.counts is None else batches.counts.find_nodes(op="placeholder")
-        wholes = {n.name: self._whole(n.name, inputs[n.name]) for n in counted if n.name in inputs}
+        count_inputs = () if batches.counts is None else batches.counts.find_nodes(op="placeholder")
+        gathered = {
+            node.name: self._gather(node.name, inputs[node.name])
+            for node in count_inputs
+            if node.name in inputs
+        }
         parts = {
             name: 1 if program.type_of(name).layout.dims[0] else self.parts for name in batches.cut
         }
-        return batches.split(inputs, batches.totals(wholes), parts)
+        return batches.split(inputs, batches.totals(gathered), parts)
 
-    def _whole(self, name: str, piece: Tensor) -> Tensor:
-        """The same of all ranks."""
+    def _gather(self, name: str, piece: Tensor) -> Tensor:
+        """Return the whole input of which this rank has a slice."""
         program = self._program
         type_ = replace(program.type_of(name), shape=program.whole_shapes[name])
         with torch.no_grad():

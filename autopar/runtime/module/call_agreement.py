@@ -1,4 +1,4 @@
-"""Together: what all ranks do and know of one call; in one process there is nobody else."""
+"""Call agreement: work and values that the ranks of a backend share; a virtual mesh is alone."""
 
 from __future__ import annotations
 
@@ -15,41 +15,42 @@ T = TypeVar("T")
 
 
 def rank_of(backend: Backend) -> int:
+    """Return the rank of this process; 0 for the virtual mesh."""
     return backend.world.rank if isinstance(backend, TorchBackend) else 0
 
 
 def work_share(backend: Backend) -> tuple[int, int]:
-    """Return which of how many equal shares of some work is this process's."""
+    """Return this process's index among the equal shares of some work, and their number."""
     return (rank_of(backend), backend.world.size if isinstance(backend, TorchBackend) else 1)
 
 
 def run_on_all_ranks(backend: Backend, work: Callable[[], T], call: str = "") -> T:
-    """What `work` makes here; what it refuses on one rank, all ranks refuse. So they do if they
-    have come here by other calls than `call`."""
+    """Return the result of `work` on this rank. All ranks refuse an error of one rank, and a rank
+    that comes here by another `call`."""
     if not isinstance(backend, TorchBackend):
         with backend.local_checks():
             return work()
-    made: list[T] = []
+    results: list[T] = []
     with backend.guard(agreed=True):
-        require_same_call(lambda: made.append(work()), call=call)
-    return made[0]
+        require_same_call(lambda: results.append(work()), call=call)
+    return results[0]
 
 
-def gather_values(backend: Backend, mine: T, everywhere: bool = True) -> list[T]:
-    """What all ranks have, by rank: on rank 0, or on all."""
+def gather_values(backend: Backend, value: T, *, everywhere: bool = True) -> list[T]:
+    """Return the values of all ranks, by rank, on all ranks or else on rank 0 alone."""
     if not isinstance(backend, TorchBackend):
-        return [mine]
-    found: list[Any] = [None] * backend.world.size
+        return [value]
+    values: list[Any] = [None] * backend.world.size
     with backend.guard():
         if everywhere:
-            dist.all_gather_object(found, mine)
+            dist.all_gather_object(values, value)
         else:
-            dist.gather_object(mine, found if backend.world.rank == 0 else None)
-    return found
+            dist.gather_object(value, values if backend.world.rank == 0 else None)
+    return values
 
 
 def scatter_values(backend: Backend, shares: Sequence[T]) -> T:
-    """That of this rank, of what rank 0 has for all."""
+    """Return this rank's share of the `shares` that rank 0 has for all ranks."""
     if not isinstance(backend, TorchBackend):
         return shares[0]
     box: list[Any] = [None]

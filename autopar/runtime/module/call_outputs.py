@@ -1,14 +1,14 @@
-"""Outputs: what a call on processes gives of a value that its ranks hold in pieces.
+"""Call outputs: the form in which a call on processes returns a value that ranks hold in pieces.
 
     parallelize(model, inputs)                        whole, plain tensors, as on one device
-    parallelize(model, inputs, outputs="dtensor")     DTensors, of which nothing is gathered
+    parallelize(model, inputs, outputs="dtensor")     DTensors, without gathering
     parallelize(model, inputs, outputs="local")       this rank's piece, a plain tensor
 
-A local piece is of this rank's samples alone, and gradients of pieces are summed over ranks, as on
-one device over samples: who makes a mean of each divides by the number of pieces as well.
+A local piece has this rank's samples alone. Gradients of pieces are summed over ranks, as over the
+samples of one device, so a mean over a piece must be divided by the number of pieces too.
 
-A whole output is a replica, and so is its gradient, which every rank makes from the whole: backward
-takes this rank's piece of it and moves nothing.
+A whole output is a replica, and so is its gradient, since every rank computes it from the whole:
+backward takes this rank's piece of it and moves nothing.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ OUTPUT_FORMS: tuple[OutputsLike, ...] = get_args(OutputsLike)
 
 
 class CallOutputs:
-    """Gives the outputs of one program in the form that was asked for."""
+    """Returns the outputs of one program in the requested form."""
 
     def __init__(self, form: OutputsLike, mesh: DeviceMesh, groups: Groups, rank: int) -> None:
-        """`rank` is this one's place on the mesh, `groups` are those over each axis alone."""
+        """Take this rank's position on the mesh, and the groups over single axes."""
         self.form, self._mesh, self._groups, self._rank = form, mesh, groups, rank
 
     def __call__(self, value: Tensor, type_: TensorType) -> Tensor:
-        """From this rank's piece, with a gradient if it has one."""
+        """Return an output in the requested form, with a gradient if this rank's piece has one."""
         if self.form == "local" or type_.layout.is_replicated:
             return value
         if self.form == "dtensor":
@@ -46,14 +46,14 @@ class CallOutputs:
         return self.whole(value, type_)
 
     def whole(self, value: Tensor, type_: TensorType) -> Tensor:
-        """The same, made whole in any case."""
+        """Return an output as a whole tensor, whatever the requested form is."""
         return join_pieces(
             value, type_, Mesh.from_device_mesh(self._mesh), self._groups, self._rank
         )
 
 
 def join_pieces(piece: Tensor, type_: TensorType, mesh: Mesh, groups: Groups, rank: int) -> Tensor:
-    """The whole of which `rank` has a piece, dim by dim, the innermost cut first."""
+    """Return the tensor of which `rank` has a piece: dim by dim, the innermost cut first."""
     layout: Layout = type_.layout
     if parts := layout.parts:
         inside, shape = layout.seen(type_.shape)
@@ -63,13 +63,15 @@ def join_pieces(piece: Tensor, type_: TensorType, mesh: Mesh, groups: Groups, ra
         for count in reversed(range(len(axes))):
             axis, layout = axes[count], layout.with_dim(dim, axes[:count])
             size = layout.local_shape(type_.shape, mesh, rank)[dim]
-            place = groups.name((axis,)), mesh[axis], mesh.position(rank, (axis,))
-            piece = torch.ops.autopar.all_gather(piece, dim, size, *place, False)
+            name, position = groups.name((axis,)), mesh.position(rank, (axis,))
+            piece = torch.ops.autopar.all_gather(
+                piece, dim, size, name, mesh[axis], position, False
+            )
     return piece
 
 
 def wants_outputs(outputs: object) -> bool:
-    """Whether a step is to give its outputs, as a caller says, if at all."""
+    """Return whether a step returns its outputs, from a caller's `outputs=` or None."""
     if outputs is None:
         return False
     if not isinstance(outputs, bool):

@@ -1,4 +1,4 @@
-"""Signature: what of a call makes its program, as a value that finds it again and that reads well.
+"""Call signature: the facts of a call that decide its program, as a readable dictionary key.
 
 (x: f32[8, 32], labels: i64[8]), step
 """
@@ -24,13 +24,13 @@ from autopar.text.units import counted
 
 @dataclass(frozen=True)
 class CallSignature:
-    """Of one call."""
+    """The structure, shapes, values and modes of one call."""
 
-    structure: str  # of its arguments
-    names: tuple[str, ...]  # of these, flat
-    values: tuple[Hashable, ...]  # tensors by shape and dtype, and whether they need a gradient
+    structure: str  # of the arguments
+    names: tuple[str, ...]  # of the flat arguments
+    values: tuple[Hashable, ...]  # tensors: shape, dtype and need of a gradient
     training: tuple[bool, ...]  # modes of all modules
-    unfrozen: frozenset[str]  # parameters that learn now, and did not when it was planned
+    unfrozen: frozenset[str]  # parameters that were frozen when the module was planned
     is_step: bool
 
     @classmethod
@@ -40,8 +40,10 @@ class CallSignature:
         kwargs: Mapping[str, Any],
         training: tuple[bool, ...],
         unfrozen: frozenset[str],
+        *,
         is_step: bool,
     ) -> CallSignature:
+        """Return the signature of a call with these arguments."""
         named = {name: kwargs[name] for name in sorted(kwargs)}
         paths, spec = pytree.tree_flatten_with_path((args, named))
         names = tuple(_name(path) for path, _ in paths)
@@ -49,24 +51,24 @@ class CallSignature:
         return cls(str(spec), names, values, training, unfrozen, is_step)
 
     @property
-    def said(self) -> str:
-        """What a rank says of it to others: in words, all but the shapes and parameters in short,
-        and these."""
+    def message(self) -> str:
+        """Return the signature for other ranks as JSON: a text, a digest without shapes and
+        parameters, then these two."""
         values = [replace(v, shape=()) if isinstance(v, _TensorKey) else v for v in self.values]
-        rest = (self.structure, self.names, values, self.training, self.is_step)
-        short = hashlib.sha256(repr(rest).encode()).hexdigest()[:16]
+        others = (self.structure, self.names, values, self.training, self.is_step)
+        digest = hashlib.sha256(repr(others).encode()).hexdigest()[:16]
         shapes = [v.shape if isinstance(v, _TensorKey) else () for v in self.values]
-        return json.dumps([str(self), short, shapes, sorted(self.unfrozen)])
+        return json.dumps([str(self), digest, shapes, sorted(self.unfrozen)])
 
     @cached_property
     def text(self) -> str:
-        """The arguments."""
+        """Return the arguments as a text."""
         pairs = zip(self.names, self.values)
         return f"({', '.join(f'{name}: {v}' if name else str(v) for name, v in pairs)})"
 
     @cached_property
     def mode(self) -> str:
-        """The modes in a word or two."""
+        """Return the training modes in a word or two."""
         if not self.training:
             return ""
         is_training = self.training[0]
@@ -93,13 +95,13 @@ class _TensorKey:
 
 @dataclass(frozen=True)
 class _ValueKey:
-    """What is no tensor: True is another value than 1, and nan is what it is."""
+    """An argument that is no tensor: True differs from 1, and nan equals itself."""
 
     kind: type
-    said: str
+    text: str
 
     def __str__(self) -> str:
-        return shorten(self.said)
+        return shorten(self.text)
 
 
 def changing_values(
@@ -107,8 +109,8 @@ def changing_values(
 ) -> tuple[str, ...]:
     """Return the arguments of `forward`, by name, whose values that are no tensors differ."""
     first, parameters = signatures[0], [*inspect.signature(forward).parameters]
-    others = [one for one in signatures if one.structure == first.structure]
-    columns = zip(*(one.values for one in others))
+    similar = [signature for signature in signatures if signature.structure == first.structure]
+    columns = zip(*(signature.values for signature in similar))
     return tuple(
         name or (parameters[place] if place < len(parameters) else f"argument {place + 1}")
         for place, (name, column) in enumerate(zip(first.names, columns))
@@ -124,7 +126,7 @@ def _value(leaf: Any) -> Hashable:
 
 
 def _name(path: Any) -> str:
-    """Of keyword arguments, and of what is in containers."""
+    """Return the name of a keyword argument, with the path inside of containers."""
     (first, at, *inside) = path
     is_named = getattr(first, "idx", 0) == 1
     return (f"{at.key}" if is_named else "") + pytree.keystr(tuple(inside))

@@ -1,12 +1,12 @@
-"""Data: a loader of global batches, of which each rank loads its own slice alone.
+"""Data loader: each rank loads its slice alone from a loader of global batches.
 
     loader = DataLoader(dataset, batch_size=32, shuffle=True)        # of global batches
     pm = ap.parallelize(model, inputs, local_inputs=True)
     for x, y in ap.shard_loader(loader, pm):
         pm.step(x, y)
 
-The slices of all ranks, one after another, are the batch that the plain loader gives on rank 0,
-which says in what order samples come.
+The slices of all ranks, one after another, are the batch of the plain loader on rank 0. Rank 0
+decides the order of samples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autopar.runtime.module.batch_checks import BatchCheck
 from autopar.runtime.module.batch_slices import batch_axes
 from autopar.runtime.module.parallel_module import ParallelModule
 
-_HANDED_ON = (  # what else a DataLoader is given
+_HANDED_ON = (  # other arguments of a DataLoader
     "dataset num_workers collate_fn pin_memory timeout worker_init_fn generator in_order "
     "multiprocessing_context prefetch_factor persistent_workers"
 )
@@ -42,15 +42,15 @@ _SAME_ORDER = (
 
 
 def shard_loader(loader: Iterable[Any], module: ParallelModule) -> ShardedLoader:
-    """The batches of `loader`, of which every rank is given the slice that `module` takes from it
-    (`local_inputs=True`). On the virtual mesh that is the whole batch.
+    """Return a loader of this rank's slices of the batches of `loader`, for a `module` with
+    `local_inputs=True`. On the virtual mesh the slice is the whole batch.
 
-    Of a `DataLoader` over a dataset with an index, a rank loads the samples of its slice alone.
-    Which these are rank 0 says, batch by batch: samplers run there alone, by whatever they order
-    samples, and the loop ends everywhere when it ends there. All ranks make the same loops over it.
-    Of whatever else gives batches, as a loader over an `IterableDataset`, every rank makes the same
-    ones, which the first three compare, and takes its slice of every tensor that has the batch as
-    first dim. `set_epoch(n)` is handed to the sampler, or to the dataset.
+    From a `DataLoader` over a dataset with an index, a rank loads the samples of its slice alone.
+    Rank 0 sends their indices batch by batch: samplers run there alone, and the loop ends on all
+    ranks when it ends there. All ranks make the same loops. Any other iterable, such as a loader
+    over an `IterableDataset`, gives the same batches on every rank, which the first three calls
+    compare. A rank then takes its slice of every tensor whose first dim is the batch.
+    `set_epoch(n)` is handed to the sampler, or to the dataset.
     """
     _require_global(loader)
     backend = module.backend
@@ -67,29 +67,29 @@ def shard_loader(loader: Iterable[Any], module: ParallelModule) -> ShardedLoader
 
 
 def _require_global(loader: Any) -> None:
-    """Refuse one that is split already."""
+    """Refuse a loader that is split already."""
     for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        for one in (sampler, getattr(sampler, "sampler", None)):
-            if isinstance(one, DistributedSampler) and one.num_replicas > 1:
+        for candidate in (sampler, getattr(sampler, "sampler", None)):
+            if isinstance(candidate, DistributedSampler) and candidate.num_replicas > 1:
                 raise InvalidInput(
                     "a loader that is split gives global batches",
-                    got=f"one with a DistributedSampler, of {one.num_replicas} replicas",
+                    got=f"one with a DistributedSampler, of {candidate.num_replicas} replicas",
                     remedy="the loader of one device: shuffle=True, or the plain sampler",
                 )
 
 
 class BatchShare:
-    """Which samples of a batch a rank of a mesh has."""
+    """The samples of a batch that one rank of a mesh has."""
 
     def __init__(self, axes: Axes, mesh: Mesh, rank: int) -> None:
         self._layout, self._mesh, self._rank = Layout(axes), mesh, rank
         self.is_whole = not axes
 
-    def of(self, size: int) -> slice:
-        """Of a batch of `size`."""
+    def slice_of(self, size: int) -> slice:
+        """Return the rank's slice of a batch of `size` samples."""
         ranks = range(self._mesh.size)
         bounds = [self._layout.local_bounds((size,), self._mesh, rank)[0] for rank in ranks]
-        if not all(length for _, length in bounds):  # on all ranks alike
+        if not all(length for _, length in bounds):  # true or false on all ranks
             raise InvalidInput(
                 "every rank has a sample of every batch, whose pieces are of one size, rounded up, "
                 "but for the last",
@@ -102,7 +102,7 @@ class BatchShare:
 
 
 class ShardedLoader:
-    """Gives a rank's slices of the batches of a loader, again with every `iter()`."""
+    """Yields a rank's slices of the batches of a loader, anew with every `iter()`."""
 
     def __init__(
         self, loader: Iterable[Any], share: BatchShare | None = None, world: World | None = None
@@ -112,30 +112,30 @@ class ShardedLoader:
         self._batch_check = None if world is None else BatchCheck(world, _SAME_ORDER)
 
     def __iter__(self) -> Iterator[Any]:
-        plain = self._ordered
+        plain = self._indexed_loader
         if plain is None:
-            return self._cuts(self.loader, self._batch_check)
-        return iter(plain) if plain.batch_sampler is not None else self._cuts(plain, None)
+            return self._yield_slices(self.loader, self._batch_check)
+        return iter(plain) if plain.batch_sampler is not None else self._yield_slices(plain, None)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
     @property
     def dataset(self) -> Any:
-        """That of the loader."""
+        """Return the dataset of the loader."""
         return self.loader.dataset  # type: ignore[attr-defined]
 
     def set_epoch(self, epoch: int) -> None:
-        """Another epoch begins, for samplers and datasets that order samples by its number."""
+        """Hand the number of an epoch to samplers and datasets that order samples by it."""
         for name in ("batch_sampler", "sampler", "dataset"):
-            told = getattr(getattr(self.loader, name, None), "set_epoch", None)
-            if told is not None:
-                told(epoch)
+            setter = getattr(getattr(self.loader, name, None), "set_epoch", None)
+            if setter is not None:
+                setter(epoch)
 
     @cached_property
-    def _ordered(self) -> DataLoader | None:
-        """A loader of the samples of this rank's slices, where samples have an index; or of whole
-        batches, where these have one."""
+    def _indexed_loader(self) -> DataLoader | None:
+        """Return a loader of this rank's samples if the dataset has an index, of whole batches if
+        batches have one; None for other loaders."""
         plain = self.loader
         if not isinstance(plain, DataLoader) or type(plain).__iter__ is not DataLoader.__iter__:
             return None
@@ -145,30 +145,30 @@ class ShardedLoader:
         if plain.batch_sampler is None:
             order = FromFirst(plain.sampler, self._world, lambda index: index)
             return DataLoader(sampler=order, batch_size=None, **options)
-        own = FromFirst(plain.batch_sampler, self._world, self._own)
-        return DataLoader(batch_sampler=own, **options)
+        local_batches = FromFirst(plain.batch_sampler, self._world, self._local_indices)
+        return DataLoader(batch_sampler=local_batches, **options)
 
-    def _own(self, batch: Any) -> Any:
-        """This rank's slice of the indices of a batch."""
-        return batch if self._share is None else batch[self._share.of(len(batch))]
+    def _local_indices(self, batch: Any) -> Any:
+        """Return this rank's slice of the indices of a batch."""
+        return batch if self._share is None else batch[self._share.slice_of(len(batch))]
 
-    def _cuts(self, batches: Iterable[Any], check: BatchCheck | None) -> Iterator[Any]:
-        """This rank's slices of batches that are there, some of which a `check` may compare."""
+    def _yield_slices(self, batches: Iterable[Any], check: BatchCheck | None) -> Iterator[Any]:
+        """Yield this rank's slices of loaded batches, some of which `check` compares."""
         for batch in batches:
             if check is not None and check.is_due(batch):
                 with stop_all_on_failure(self._world, agreed=True):
                     check.compare("the next batch of a split loader", batch)
-            yield self._cut(batch)
+            yield self._slice_batch(batch)
 
-    def _cut(self, batch: Any) -> Any:
-        """This rank's slice of a batch that is there."""
+    def _slice_batch(self, batch: Any) -> Any:
+        """Return this rank's slice of a loaded batch."""
         sizes = [v.shape[0] for v in pytree.tree_leaves(batch) if isinstance(v, Tensor) and v.ndim]
         if self._share is None or not sizes:
             return batch
-        own = self._share.of(sizes[0])
+        local_slice = self._share.slice_of(sizes[0])
 
         def cut(value: Any) -> Any:
             is_batch = isinstance(value, Tensor) and value.shape[:1] == (sizes[0],)
-            return value[own] if is_batch else value
+            return value[local_slice] if is_batch else value
 
         return pytree.tree_map(cut, batch)

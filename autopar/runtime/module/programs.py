@@ -57,8 +57,9 @@ class Programs(Sequence[RunningProgram]):
     ) -> None:
         self._modes, self._tensors = modes, tensors
         example = plan.original.example
-        about = modes.now, frozenset[str]()
-        signature = CallSignature.of(example.args, example.kwargs, *about, is_step=True)
+        signature = CallSignature.of(
+            example.args, example.kwargs, modes.now, frozenset[str](), is_step=True
+        )
         self._last = RunningProgram(plan, backend, signature, both=True)
         self._all = [self._last]
         self._every = [self._last]  # of all sizes
@@ -148,13 +149,14 @@ class Programs(Sequence[RunningProgram]):
         learns that does on the ranks which hold it."""
         first, backend = self._all[0], self._all[0].backend
         is_staged = first.plan.pipelining is not None
-        said = backend.everyones(call.signature.said, str(call.signature))
+        said = backend.everyones(call.signature.message, str(call.signature))
         shapes, call.unfrozen = _require_alike(said, backend.local_inputs, is_staged)
         if backend.local_inputs:
             call.whole = join_call(first.plan, call.args, call.kwargs, shapes)
         args, kwargs = call.whole or (call.args, call.kwargs)
-        about = call.training, call.unfrozen, call.is_step
-        call.signature = CallSignature.of(args, kwargs, *about)
+        call.signature = CallSignature.of(
+            args, kwargs, call.training, call.unfrozen, is_step=call.is_step
+        )
 
     def _look(self, call: ModuleCall) -> bool:
         """That of the last call costs no more than to look at the inputs."""

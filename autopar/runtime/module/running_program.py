@@ -170,6 +170,7 @@ class ModuleCall:
 
     @cached_property
     def signature(self) -> CallSignature:
-        """As it comes to this rank, until all have said theirs."""
-        about = self.training, self.unfrozen, self.is_step
-        return CallSignature.of(self.args, self.kwargs, *about)
+        """Return the signature on this rank, until ranks have exchanged theirs."""
+        return CallSignature.of(
+            self.args, self.kwargs, self.training, self.unfrozen, is_step=self.is_step
+        )
