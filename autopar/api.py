@@ -279,7 +279,7 @@ class _Call:
         for one in ordered:
             if one.why and speaks:
                 warn(f"of the plans that were run, one is left out: {one}")
-        return runnable[number].tried(tuple(ordered))
+        return runnable[number].with_trials(tuple(ordered))
 
     def require_runnable(self, decided: Plan, place: str) -> None:
         """Refuse a plan that cannot be carried out as it is asked for."""

@@ -1,4 +1,4 @@
-"""Explanation: the answer to why, as a value that prints and that becomes JSON."""
+"""The answer to `plan.explain(name)` as a value that prints and that becomes JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.cost.rooflines import SYMBOLS
-from autopar.plan.formulas import Edge
+from autopar.plan.formulas import PricedChange
 from autopar.text.tables import table, wrapped
 from autopar.text.units import counted, seconds_text
 
@@ -24,7 +24,7 @@ class PricedCandidate:
     strategy: str
     output: str  # its type
     memory: float  # bytes that it keeps (a parameter: with gradient and optimizer states)
-    edges: tuple[Edge, ...]  # to the neighbours as they were decided
+    edges: tuple[PricedChange, ...]  # to the neighbours as they were decided
     step: float | None  # seconds of the best step with this one forced
     chosen: bool
     inputs: tuple[str, ...] = ()  # the types of its inputs
@@ -36,7 +36,7 @@ class PricedCandidate:
 
     @property
     def all_formulas(self) -> tuple[str, ...]:
-        """Of the operator and of its movements."""
+        """The formulas of the operator and of its movements."""
         of_edges = (formula for edge in self.edges for formula in edge.formulas)
         return (*self.formulas, *of_edges)
 
@@ -50,7 +50,7 @@ class PricedCandidate:
 
     @property
     def total(self) -> float:
-        """Its own seconds, and those of the movements to its neighbours."""
+        """The seconds of the operator, and of the movements to its neighbours."""
         return self.own + self.moved
 
 
@@ -89,23 +89,25 @@ class Explanation:
 
     @property
     def ranked(self) -> list[PricedCandidate]:
-        """The chosen one, then the others, the cheapest first."""
+        """The chosen candidate, then the others, the cheapest first."""
 
-        def key(candidate: PricedCandidate) -> tuple[bool, bool, float, float]:
+        def key(candidate: PricedCandidate) -> tuple[float, ...]:
             step = candidate.total if candidate.step is None else candidate.step
             return (not candidate.chosen, bool(candidate.excluded), step, candidate.total)
 
         return sorted(self.candidates, key=key)
 
     def penalty(self, candidate: PricedCandidate) -> float | None:
-        """By how many seconds a step is longer with `candidate` forced."""
+        """Return by how many seconds a step is longer with `candidate` forced."""
         if candidate.step is None or self.chosen.step is None:
             return None
         return candidate.step - self.chosen.step
 
     def rest(self, candidate: PricedCandidate) -> float | None:
-        """Of these seconds, those that are not its own nor of its movements: by how many all else,
-        chosen anew, is longer, or shorter."""
+        """Return the part of a penalty that is neither the candidate's own nor of its movements.
+
+        All else, chosen anew, is longer by these seconds, or shorter. None without a penalty.
+        """
         penalty = self.penalty(candidate)
         if penalty is None or candidate.chosen or not math.isfinite(penalty + candidate.total):
             return None
@@ -114,12 +116,12 @@ class Explanation:
 
     @property
     def symbols(self) -> Mapping[str, str]:
-        """What those in the formulas of all candidates are."""
+        """The meanings of the symbols in the formulas of all candidates."""
         return _symbols(self.candidates)
 
     @property
     def why(self) -> str:
-        """Why the chosen one wins, in a sentence."""
+        """The reason in a sentence that the chosen candidate wins."""
         others = [c for c in self.ranked[1:] if not c.excluded]
         if self.bound:
             reason = "an annotation binds it"
@@ -151,19 +153,19 @@ class Explanation:
             | {"penalty": self.penalty(c), "rest": self.rest(c)}
             for c in self.ranked
         ]
-        told = {"why": self.why, "candidates": ranked, "symbols": self.symbols}
-        return _finite(asdict(self) | told)
+        answers = {"why": self.why, "candidates": ranked, "symbols": self.symbols}
+        return _finite(asdict(self) | answers)
 
     def __str__(self) -> str:
         at = f" in {self.module}" if self.module else ""
         lines = [*wrapped(f"{self.name}: {self.what}{at} on {self.mesh}")]
         if self.others and self.what != "parameter":
             lines.append(f"  the costliest of {counted(len(self.others) + 1, 'operator')} there")
-        about = {"": self.source, "rule: ": self.rule, "region: ": self.region}
-        told = [f"{name}{text}" for name, text in about.items() if text]
-        told += [f"bound: {text}" for text in self.bound]
-        told.append(f"chosen: {self.chosen.strategy}; {self.why}")
-        lines += [line for text in told for line in wrapped(f"  {text}")]
+        facts = {"": self.source, "rule: ": self.rule, "region: ": self.region}
+        texts = [f"{name}{text}" for name, text in facts.items() if text]
+        texts += [f"bound: {text}" for text in self.bound]
+        texts.append(f"chosen: {self.chosen.strategy}; {self.why}")
+        lines += [line for text in texts for line in wrapped(f"  {text}")]
         lines += ["", *self._table()]
         for candidate in self.ranked[:_IN_DETAIL]:
             lines += ["", *_details(candidate)]
@@ -177,13 +179,18 @@ class Explanation:
             lines += ["", *wrapped(words)]
         if self.others and self.blocks:
             rows = [
-                (one.module, one.operator, one.strategy, f"x {one.count}" * (one.count > 1))
-                for one in self.blocks
+                (
+                    group.module,
+                    group.operator,
+                    group.strategy,
+                    f"x {group.count}" * (group.count > 1),
+                )
+                for group in self.blocks
             ]
             lines += ["", "  all of them:", *table(rows, _LISTED)]
         elif self.others:
-            there = f"also in {self.module or 'the model'}"
-            kind = "read by" if self.what == "parameter" else there
+            place = f"also in {self.module or 'the model'}"
+            kind = "read by" if self.what == "parameter" else place
             more = f", and {len(self.others) - 12} more" if len(self.others) > 12 else ""
             lines += ["", *wrapped(f"  {kind}: {', '.join(self.others[:12])}{more}")]
         return "\n".join(lines)
@@ -222,7 +229,7 @@ class Explanation:
 
 
 def _details(candidate: PricedCandidate) -> list[str]:
-    """The formulas of one candidate, with its inputs and movements."""
+    """Return the formulas of one candidate as lines, with its inputs and movements."""
     lines = [*wrapped(f"  {candidate.strategy}, {seconds_text(candidate.total)}:")]
     if candidate.inputs:
         lines += wrapped(f"    ({', '.join(candidate.inputs)}) -> {candidate.output}")
@@ -239,8 +246,8 @@ def _details(candidate: PricedCandidate) -> list[str]:
 
 
 def _symbols(candidates: Iterable[PricedCandidate]) -> dict[str, str]:
-    """Those in their formulas, and what they are."""
-    lines = [line for one in candidates for line in one.all_formulas]
+    """Return the meanings of the symbols in the formulas of candidates."""
+    lines = [line for candidate in candidates for line in candidate.all_formulas]
     used = {word for line in lines for word in re.findall(r"\w+", line.partition(" = ")[2])}
     return {symbol: words for symbol, words in SYMBOLS.items() if symbol in used}
 
@@ -250,7 +257,7 @@ def _change(seconds: float) -> str:
 
 
 def _finite(data: Any) -> Any:
-    """JSON has no infinity."""
+    """Replace infinities, which JSON has not, by None."""
     if isinstance(data, dict):
         return {key: _finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

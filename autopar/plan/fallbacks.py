@@ -1,7 +1,6 @@
-"""Fallbacks: what it costs that an operator runs replicated, whole on every rank.
+"""The cost of operators that run replicated, whole on every rank, for want of a rule.
 
-What is counted is that every rank does all of its work on whole tensors, and that they are brought
-there whole.
+Two things are counted: every rank does all of the work, and inputs are brought there whole.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ class FallbackCost(Fallback):
 
     @property
     def cost(self) -> float:
-        """Against being cut over all ranks: the movements, and all but its share of the work."""
+        """The seconds that cutting it over all ranks would save: movements, and others' work."""
         return self.seconds + self.moved
 
 
 def fallback_costs(
     fallbacks: tuple[Fallback, ...], graph: fx.Graph, prices: NodePrices
 ) -> tuple[FallbackCost, ...]:
-    """The costs of all fallbacks of the rewritten `graph`."""
+    """Return the costs of all fallbacks of the rewritten `graph`."""
     nodes = {node.name: node for node in graph.nodes}
     share = 1 - 1 / prices.mesh.size
     return tuple(
@@ -46,7 +45,7 @@ def fallback_costs(
 
 
 def _brought(value: fx.Node, prices: NodePrices) -> float:
-    """The movements right before a reader."""
+    """Return the seconds of the movements right before a reader."""
     total = 0.0
     while info(value).movement is not None and len(value.users) == 1:
         total += prices(value).seconds

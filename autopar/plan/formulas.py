@@ -24,32 +24,37 @@ REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True)
-class Edge:
-    """What it takes to bring one tensor from the layout it has to the one that is wanted."""
+class PricedChange:
+    """The seconds and formulas of bringing one tensor from the layout it has to another."""
 
     tensor: str  # the value
-    neighbour: str  # who gives it, or who wants it
+    neighbour: str  # the operator that gives it, or wants it
     before: str  # types
     after: str
     seconds: float
     formulas: tuple[str, ...] = ()
 
 
-def edge(
-    value: fx.Node,
-    neighbour: str,
-    first: Placement,
-    second: Placement,
-    price: ClusterPrice,
-    of_parameters: bool,
-    meanwhile: float,
-    learns: bool,
-) -> Edge:
-    """The way from one state of `value` to another, whose readers have a gradient for it or not.
+@dataclass(frozen=True)
+class LayoutChange:
+    """A change of one value's placement on the way to a reader."""
 
-    `of_parameters`: sums of its gradient go in buckets. `meanwhile`: seconds of what is computed
-    beside what brings its gradient back."""
-    val, back = info(value).val, (info(value).differentiable, learns)
+    neighbour: str  # the operator that gives it, or wants it
+    first: Placement
+    second: Placement
+    meanwhile: float  # seconds that are computed beside what brings its gradient back
+    learns: bool  # the readers have a gradient for it
+
+
+def price_change(
+    value: fx.Node, change: LayoutChange, price: ClusterPrice, *, of_parameters: bool
+) -> PricedChange:
+    """Return the seconds and formulas of a change of `value`, forward and backward.
+
+    `of_parameters`: sums of its gradient go in buckets.
+    """
+    first, second, learns = change.first, change.second, change.learns
+    val, differentiable = info(value).val, info(value).differentiable
     shape, itemsize, mesh = tuple(val.shape), val.dtype.itemsize, price.mesh
     parts = {*info(value).parts, *first.layout.parts, *second.layout.parts}
     if of_parameters and first.pending and {*second.pending} <= {*first.pending}:
@@ -58,16 +63,16 @@ def edge(
     table = reshard_table(mesh, val.ndim, tuple(sorted(parts)))
     seconds = math.inf
     if first is second or (first in table.index and second in table.index and not first.pending):
-        all_pairs = table.seconds(shape, itemsize, price, *back)
+        all_pairs = table.seconds(shape, itemsize, price, differentiable, learns)
         seconds = float(all_pairs[table.index[first], table.index[second]])
     added = tuple(axis for axis in second.pending if axis not in first.pending)
     lines: list[str] = []
     steps: tuple[Movement, ...] = ()
-    last: tuple[str, tuple[str, ...], float] | None = None  # of the steps, what it is backward
-    beside = {"o": price.cluster.device.overlap, "K": meanwhile}
+    reduction = math.nan  # seconds of the last step, if its backward is a sum
+    overlap = {"o": price.cluster.device.overlap, "K": change.meanwhile}
     if first is not second and seconds > 0 and math.isfinite(seconds):
         layout, rest = first.layout, Placement(second.layout, added)
-        steps = redistribute(layout, rest, shape, itemsize, mesh, price, *back)
+        steps = redistribute(layout, rest, shape, itemsize, mesh, price, differentiable, learns)
         for step in steps:
             moved, link = step.apply(layout), price.link(step.axes)
             size = itemsize * max(math.prod(x.largest_shape(shape, mesh)) for x in (layout, moved))
@@ -78,32 +83,26 @@ def edge(
                 if kind not in FREE:
                     formula = COLLECTIVES[kind].explain(**collective_values(kind, link, size))
                     lines.append(f"{way} over {'*'.join(step.axes)}: {formula} s, {link.level}")
-            layout, last = moved, (step.backward, step.axes, size)
+            layout = moved
+            if step.backward in REDUCTIONS:
+                reduction = float(price.seconds(step.backward, step.axes, size))
     if of_parameters and learns and first.layout == second.layout and seconds:
         size = itemsize * math.prod(first.layout.largest_shape(shape, mesh))
         once = float(price.bucketed(added, size))
-        seconds = once - HIDDEN(C=once, **beside)
+        seconds = once - HIDDEN(C=once, **overlap)
         buckets = f"buckets of {price.buffer_bytes:,} bytes"
         lines.append(f"summed in {buckets}, which share the latency: {once:.6g} s")
-        lines.append(f"less what backward hides: {HIDDEN.explain(C=once, **beside)} s")
-    elif (
-        added
-        and learns
-        and meanwhile
-        and len(steps) == 1
-        and last is not None
-        and last[0] in REDUCTIONS
-    ):
-        reduced = float(price.seconds(*last))
-        seconds -= HIDDEN(C=reduced, **beside)
-        hidden = HIDDEN.explain(C=reduced, **beside)
+        lines.append(f"less what backward hides: {HIDDEN.explain(C=once, **overlap)} s")
+    elif added and learns and change.meanwhile and len(steps) == 1 and math.isfinite(reduction):
+        seconds -= HIDDEN(C=reduction, **overlap)
+        hidden = HIDDEN.explain(C=reduction, **overlap)
         lines.append(f"less what the gradients of weights hide: {hidden} s")
     before, after = (str(TensorType.of(val, state.layout)) for state in (first, second))
-    return Edge(value.name, neighbour, before, after, seconds, tuple(lines))
+    return PricedChange(value.name, change.neighbour, before, after, seconds, tuple(lines))
 
 
 def operator_formulas(candidates: Candidates, index: int, device: Device) -> tuple[str, ...]:
-    """The roofline of one strategy, forward and backward."""
+    """Return the roofline of one strategy as formulas, forward and backward."""
     facts, work = candidates.facts, candidates.work
     if facts is None:
         return ("a mark: nothing is computed",)
@@ -111,8 +110,8 @@ def operator_formulas(candidates: Candidates, index: int, device: Device) -> tup
         return ("a view: nothing is computed",)
     lines = []
     for way, (formula, values) in rooflines(facts, work, device).items():
-        here = {name: value[index] if np.ndim(value) else value for name, value in values.items()}
-        lines.append(f"{way}: {formula.explain(**here)} s")
+        symbols = {name: v[index] if np.ndim(v) else v for name, v in values.items()}
+        lines.append(f"{way}: {formula.explain(**symbols)} s")
     if candidates.inside[index]:
         call = KernelCall.of(facts.rule, candidates.strategies[index])
         joint = None if call is None else call.kernel.joint

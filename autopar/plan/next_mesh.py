@@ -1,4 +1,4 @@
-"""Next mesh: what a plan would take on the mesh that its search found to be the next best."""
+"""The cost of a plan on the mesh that its search found to be the next best."""
 
 from __future__ import annotations
 
@@ -17,43 +17,46 @@ from autopar.text.progress import reporter
 
 
 def next_mesh(plan: PlanValue, limit: float) -> Alternative | None:
-    """The same stages, micro-batches, states and regions there, with layouts of its own."""
+    """Return the cost of the next best mesh with the stages, micro-batches and states of a plan.
+
+    Layouts are chosen anew. None if the search saw no other mesh, or that mesh cannot run it.
+    """
     considered = () if plan.search is None else plan.search.considered
-    others = [one for one in considered if one.mesh != plan.mesh and one.seconds is not None]
-    if not others or plan.mesh not in (one.mesh for one in considered):
+    others = [m for m in considered if m.mesh != plan.mesh and m.seconds is not None]
+    if not others or plan.mesh not in (m.mesh for m in considered):
         return None
-    inner = min(others, key=lambda one: one.seconds or 0.0).mesh
-    whole = _beside(plan, inner)
-    if whole is None:
+    inner = min(others, key=lambda other: other.seconds or 0.0).mesh
+    request = _request_on(plan, inner)
+    if request is None:
         return None
     with suppress(InvalidInput, NothingFits, ExecutionError), reporter(plan.progress) as report:
-        report("mesh", str(whole))
-        planner = DeepPlanner(plan.original.example.model, plan.original, whole, report)
+        report("mesh", str(request))
+        planner = DeepPlanner(plan.original.example.model, plan.original, request, report)
         return planner.best().alternative(limit)
     return None
 
 
-def _beside(plan: PlanValue, inner: Mesh) -> Request | None:
-    """The plan as it is asked for by name on another mesh; memory is told, not kept to."""
-    made, mesh = plan.pipelining, inner
-    if made is not None:
-        mesh = Mesh(**{made.axis: made.schedule.ranks, **inner.sizes})
-        if plan.whole_mesh.names[0] != made.axis:
+def _request_on(plan: PlanValue, inner: Mesh) -> Request | None:
+    """Return the request of a plan on another mesh, which reports memory and has no limit of it."""
+    pipelining, mesh = plan.pipelining, inner
+    if pipelining is not None:
+        mesh = Mesh(**{pipelining.axis: pipelining.schedule.ranks, **inner.sizes})
+        if plan.whole_mesh.names[0] != pipelining.axis:
             return None
     kinds = {*plan.decisions.recompute.values()}
-    again = AskedRecomputation(kinds.pop() if len(kinds) == 1 else Recompute.of(None))
+    recompute = AskedRecomputation(kinds.pop() if len(kinds) == 1 else Recompute.of(None))
     if kinds:
-        again = AskedRecomputation(Recompute.of(None), dict(plan.decisions.recompute))
+        recompute = AskedRecomputation(Recompute.of(None), dict(plan.decisions.recompute))
     return Request(
         plan.cluster,
         "auto",
         plan.cluster.device.memory,
         False,
-        axis=None if made is None else made.axis,
+        axis=None if pipelining is None else pipelining.axis,
         mesh=mesh,
-        stages=1 if made is None else made.schedule.ranks,
+        stages=1 if pipelining is None else pipelining.schedule.ranks,
         microbatches=plan.microbatches,
-        schedule=None if made is None else made.schedule,
-        recompute=again,
+        schedule=None if pipelining is None else pipelining.schedule,
+        recompute=recompute,
         states=plan.states,
     )

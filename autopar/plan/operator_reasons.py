@@ -1,4 +1,4 @@
-"""Explain: why an operator runs, or a parameter is kept, the way it does.
+"""The reasons why an operator runs, or a parameter is kept, the way it does.
 
     print(plan.explain("layers.0.mlp.up"))
     print(plan.explain("stages"))              # of the whole step: autopar/plan/step_reasons.py
@@ -27,7 +27,7 @@ from autopar.cost.footprint import parameter_bytes
 from autopar.errors import InvalidInput, known_arguments
 from autopar.layout import Layout, ParameterPlacement, Placement, TensorType
 from autopar.plan.explanation import Explanation, OperatorGroup, PricedCandidate
-from autopar.plan.formulas import Edge, edge, operator_formulas
+from autopar.plan.formulas import LayoutChange, PricedChange, operator_formulas, price_change
 from autopar.plan.grouping import grouped
 from autopar.plan.plan_value import PlanValue
 from autopar.plan.step_reasons import QUESTIONS, WayExplanation, explain_way
@@ -39,15 +39,19 @@ from autopar.strategies import rule_of
 from autopar.strategies.node_info import info
 from autopar.strategies.results import maker, result_index, tensors_of, values_of
 
-_NEAR = 4  # names that are told where one is not known
+_NEAR = 4  # names that are suggested for an unknown one
 WHOLE = "plan:"  # before a question about the whole step; no module has such a name
 
 
 @known_arguments
 def explain(plan: PlanValue, name: str) -> Explanation | WayExplanation:
-    """The explanation of a parameter, a module path or a node of the captured graph; or of
-    "stages", "schedule", "microbatches", "mesh", "states" or "recompute" of the whole step, which
-    are "plan:stages" and so on where a module has such a name."""
+    """Return why something of the program runs as it does: every candidate, with its cost.
+
+    Args:
+        name: A parameter, a module path or a node of the captured graph. Or a decision
+            about the whole step: "stages", "schedule", "microbatches", "mesh", "states" or
+            "recompute", which are "plan:stages" and so on where a module has such a name.
+    """
     if not isinstance(name, str) or not name:
         raise InvalidInput(
             "explain() is asked by the name of a parameter, a module or a node, or of a choice",
@@ -55,15 +59,17 @@ def explain(plan: PlanValue, name: str) -> Explanation | WayExplanation:
             remedy=f'plan.explain("{next(iter(QUESTIONS))}")',
         )
     question = name.removeprefix(WHOLE)
-    is_asked = question in QUESTIONS
+    is_of_step = question in QUESTIONS
     explainer = _Explainer(plan)
-    if is_asked and (name != question or not explainer.knows(name)):
+    if is_of_step and (name != question or not explainer.knows(name)):
         return explain_way(plan, question)
-    found = explainer.explain(name)
-    return replace(found, namesake=f"{WHOLE}{name}") if is_asked else found
+    explanation = explainer.explain(name)
+    return replace(explanation, namesake=f"{WHOLE}{name}") if is_of_step else explanation
 
 
 class _Explainer:
+    """Explains the operators and parameters of one plan."""
+
     def __init__(self, plan: PlanValue) -> None:
         self.plan, self.captured, self.decisions = plan, plan.captured, plan.decisions
         self.mesh, self.price = plan.mesh, plan.prices.price
@@ -72,12 +78,12 @@ class _Explainer:
         self.constraints = plan.constraints or Constraints()
 
     def knows(self, name: str) -> bool:
-        """Whether a parameter, a node, or a module in which something runs has this name."""
+        """Return whether a parameter, a node, or a module with operators has this name."""
         names = {*self.captured.parameters.values(), *self.captured.tied, *self.nodes}
         return name in names or any(self._inside(name))
 
     def _inside(self, name: str) -> Iterator[fx.Node]:
-        """The operators in a module."""
+        """Yield the operators in a module."""
         for node in self.captured.operators:
             if node.target is not ANNOTATE and f"{info(node).module}.".startswith(f"{name}."):
                 yield node
@@ -85,9 +91,9 @@ class _Explainer:
     def explain(self, name: str) -> Explanation:
         placeholders = {n: p for p, n in self.captured.parameters.items()}
         placeholders |= {
-            alias: placeholders[kept]
-            for alias, kept in self.captured.tied.items()
-            if kept in placeholders
+            alias: placeholders[original]
+            for alias, original in self.captured.tied.items()
+            if original in placeholders
         }
         name = placeholders.get(name, name)
         node = self.nodes.get(name)
@@ -100,19 +106,19 @@ class _Explainer:
             raise self._unknown(name, [*placeholders])
         heaviest = max(inside, key=self._weight)
         others = [n for n in inside if n is not heaviest]
-        found = self._operator(heaviest, [n.name for n in others])
-        return replace(found, blocks=self._in_blocks(inside))
+        explanation = self._operator(heaviest, [n.name for n in others])
+        return replace(explanation, blocks=self._in_blocks(inside))
 
     def _in_blocks(self, nodes: Sequence[fx.Node]) -> tuple[OperatorGroup, ...]:
-        """Operators with their strategies, equal ones of repeated blocks together."""
+        """Return operators with their strategies, equal ones of repeated blocks together."""
 
-        def about(node: fx.Node) -> tuple[str, tuple[str, str]]:
+        def described(node: fx.Node) -> tuple[str, tuple[str, str]]:
             module = info(node).module or "the model"
             strategy = self.decisions.strategies.get(node.name)
             return module, (operator_name(node.target), str(strategy or "replicated"))
 
-        found = grouped(map(about, nodes))
-        return tuple(OperatorGroup(name, *what, count) for name, what, count in found)
+        groups = grouped(map(described, nodes))
+        return tuple(OperatorGroup(name, *what, count) for name, what, count in groups)
 
     def _unknown(self, name: str, parameters: list[str]) -> InvalidInput:
         nodes = self.captured.graph.nodes
@@ -124,7 +130,7 @@ class _Explainer:
             "node": [n.name for n in calls],
         }
         known = [*itertools.chain(*kinds.values()), *QUESTIONS]
-        near = [one for one in known if name in one.split(".")]
+        near = [path for path in known if name in path.split(".")]
         near += difflib.get_close_matches(name, known, _NEAR)
         close = ", ".join([*dict.fromkeys(near)][:_NEAR])
         others = ", ".join(f"a {kind}, as {of[0]}" for kind, of in kinds.items() if of)
@@ -191,7 +197,7 @@ class _Explainer:
         )
 
     def _region(self, operator: fx.Node) -> str:
-        """The region of an operator, and what is done again of it."""
+        """Return the region of an operator, and what is recomputed of it."""
         decided = self.decisions.recompute
         of_parameters = partial(is_of_parameters, captured=self.captured)
         for name, nodes in runs(self.captured.graph, decided, of_parameters):
@@ -200,7 +206,7 @@ class _Explainer:
         return ""
 
     def _offered(self, node: fx.Node) -> tuple[Candidates, int]:
-        """The candidates that the decision was among, and which one it is."""
+        """Return the candidates that a decision was among, and the index of the chosen one."""
         strategy = self.decisions.strategies.get(node.name)
         offered = self.kinds.candidates(node)
         if strategy is None:
@@ -217,52 +223,50 @@ class _Explainer:
         for position, constraint in self.constraints.bound.get(node.name, {}).items():
             if offered.inputs[position][index].layout != constraint.layout:
                 return f"annotated otherwise at {constraint.source}"
-        is_asked = self.plan.search is not None and offered.strategies[index].axes
-        if is_asked and node.name in self.plan.cost_graph.prologue:
+        is_cut = self.plan.search is not None and offered.strategies[index].axes
+        if is_cut and node.name in self.plan.cost_graph.prologue:
             return "not asked: what follows from the inputs alone is whole on every rank"
         return ""
 
-    def _edges(self, node: fx.Node, offered: Candidates, index: int) -> Iterator[Edge]:
+    def _edges(self, node: fx.Node, offered: Candidates, index: int) -> Iterator[PricedChange]:
         for position, value in enumerate(self.kinds.inputs(node)):
             way = self.decisions.ways.get((value.name, node.name, position))
             first = way[-1] if way else self._gives(value)
             meanwhile = self._meanwhile(value, node, offered, index)
             wants = offered.inputs[position][index]
             learns = info(node).learns and info(value).learns
-            yield self._edge(value, value.name, first, wants, meanwhile, learns)
+            change = LayoutChange(value.name, first, wants, meanwhile, learns)
+            yield self._priced(value, change)
         for value in values_of(node):
             gives = offered.results[result_index(value)][index]
             for reader, wants in self._wanted(value):
                 yield self._edge_to(value, reader, gives, wants)
 
-    def _edge(
-        self,
-        value: fx.Node,
-        neighbour: str,
-        first: Placement,
-        second: Placement,
-        meanwhile: float,
-        learns: bool,
-    ) -> Edge:
-        about = self.price, is_of_parameters(value, self.captured), meanwhile, learns
-        return edge(value, neighbour, first, second, *about)
+    def _priced(self, value: fx.Node, change: LayoutChange) -> PricedChange:
+        of_parameters = is_of_parameters(value, self.captured)
+        return price_change(value, change, self.price, of_parameters=of_parameters)
 
-    def _edge_to(self, value: fx.Node, name: str, first: Placement, second: Placement) -> Edge:
-        """To the reader of that name, or to what readers share."""
+    def _edge_to(
+        self, value: fx.Node, name: str, first: Placement, second: Placement
+    ) -> PricedChange:
+        """Return the change of a value for the reader of that name, or for what readers share."""
         learns = info(self.nodes.get(name, value)).learns and info(value).learns
-        return self._edge(value, name, first, second, self._of_readers(value, name), learns)
+        meanwhile = self._of_readers(value, name)
+        return self._priced(value, LayoutChange(name, first, second, meanwhile, learns))
 
     def _of_readers(self, value: fx.Node, name: str) -> float:
-        """What the reader of that name, or else all readers, compute meanwhile, as decided."""
+        """Return the seconds that the reader of that name, or else all, compute meanwhile."""
         readers = [node for node in value.users if node.op == "call_function"]
         readers = [node for node in readers if node.name == name] or readers
-        found = [self._meanwhile(value, node, *self._offered(node)) for node in readers]
-        is_sum = is_of_parameters(value, self.captured) or all(found)
-        return sum(found) if is_sum else 0.0
+        seconds = [self._meanwhile(value, node, *self._offered(node)) for node in readers]
+        is_sum = is_of_parameters(value, self.captured) or all(seconds)
+        return sum(seconds) if is_sum else 0.0
 
     def _meanwhile(self, value: fx.Node, reader: fx.Node, offered: Candidates, way: int) -> float:
-        """What a reader computes beside what brings back the gradient of a value: of a parameter
-        its backward, else the gradients of its weights."""
+        """Return the seconds of a reader that hide what brings back the gradient of a value.
+
+        For a parameter they are the reader's backward, else the gradients of its weights.
+        """
         if is_of_parameters(value, self.captured):
             return float(offered.backward[way])
         return float(offered.weight_seconds[way]) if reads_as_linear(reader, value) else 0.0
@@ -278,22 +282,22 @@ class _Explainer:
         return Placement(rule.signature(strategy).outputs[result_index(node)])
 
     def _wanted(self, node: fx.Node) -> list[tuple[str, Placement]]:
-        """Who reads a value, and in which state; readers that share one count once."""
-        found: dict[tuple[str, Placement], None] = {}
+        """Return the readers of a value, each with the state it reads; a shared state once."""
+        readers: dict[tuple[str, Placement], None] = {}
         for reader in node.users:
             if reader.op == "output":
                 state = self._gives(node)
                 if state.partial:
-                    found["the output", Placement(state.layout.with_partial(()))] = None
+                    readers["the output", Placement(state.layout.with_partial(()))] = None
                 continue
             for position, value in enumerate(self.kinds.inputs(reader)):
                 if value is not node:
                     continue
                 if way := self.decisions.ways.get((node.name, reader.name, position)):
-                    found["its readers", way[0]] = None
+                    readers["its readers", way[0]] = None
                 else:
-                    found[reader.name, self._wants(reader, position)] = None
-        return list(found)
+                    readers[reader.name, self._wants(reader, position)] = None
+        return list(readers)
 
     def _wants(self, reader: fx.Node, position: int) -> Placement:
         if reader.name in self.decisions.fixed:
@@ -315,12 +319,12 @@ class _Explainer:
         wanted = self._wanted(node)
         candidates = []
         for state, step in zip(states, steps):
-            kept = str(TensorType.of(info(node).val, state.layout))
+            stored = str(TensorType.of(info(node).val, state.layout))
             places = self._places(node, state.layout)
             candidates.append(
                 PricedCandidate(
-                    strategy=f"kept as {kept}{', on the host' * bool(places.on_host)}",
-                    output=kept,
+                    strategy=f"kept as {stored}{', on the host' * bool(places.on_host)}",
+                    output=stored,
                     memory=float(sum(parameter_bytes(node, places, self.mesh))),
                     edges=tuple(
                         self._edge_to(node, reader, state, wants) for reader, wants in wanted
@@ -329,13 +333,13 @@ class _Explainer:
                     chosen=state == now,
                 )
             )
-        said = constraint and f"{constraint.layout}, annotated at {constraint.source}"
+        bound = constraint and f"{constraint.layout}, annotated at {constraint.source}"
         return Explanation(
             name=name,
             what="parameter",
             source=info(node).source or "",
             mesh=str(self.mesh),
-            bound=(said,) if said else (),
+            bound=(bound,) if bound else (),
             candidates=tuple(candidates),
             others=tuple(dict.fromkeys(reader.name for reader in node.users)),
             step_is_lower_bound=self._multiplier > 0,
@@ -343,7 +347,7 @@ class _Explainer:
         )
 
     def _places(self, node: fx.Node, layout: Layout) -> ParameterPlacement:
-        """Of a parameter, if it were read there."""
+        """Return the places of a parameter, if it were read in `layout`."""
         decided = self.decisions.parameter(node.name)
         if layout == decided.working:
             return decided
@@ -364,7 +368,7 @@ class _Explainer:
         return self.plan.search.multiplier if self.plan.search is not None else 0.0
 
     def _steps(self, variable: int, count: int) -> list[float | None]:
-        """The least seconds of a step with each choice of a variable; None without a search."""
+        """Return the least seconds of a step with each choice of a variable; None unsearched."""
         if self.plan.search is None:
             return [None] * count
         built, limit = self.plan.cost_graph, self.plan.limit
@@ -374,13 +378,15 @@ class _Explainer:
 
     @property
     def _times(self) -> float:
-        """How often a step has what a program takes: the ranks of a pipeline do their parts of it
-        side by side."""
+        """The number of times that a step takes the seconds of the program.
+
+        Each micro-batch takes them once, and the ranks of a pipeline share them.
+        """
         pipelining = self.plan.pipelining
         return self.plan.microbatches / (pipelining.schedule.ranks if pipelining else 1)
 
     def _steps_of_operator(self, node: fx.Node, offered: Candidates) -> list[float | None]:
-        """The same for each candidate of an operator."""
+        """Return the least seconds of a step with each candidate of an operator."""
         variable = self.plan.cost_graph.operators[node.name]
         assert variable.candidates is not None
         searched = variable.candidates.strategies

@@ -54,23 +54,30 @@ FORMAT, VERSION = "autopar plan", 14
 
 
 class Plan(PlanValue):
-    """What was decided. `program` is what runs; `movements()` lists what moves."""
+    """Every decision about one model. `program` is what runs; `movements()` lists what moves.
+
+    A plan prints as a page, and `to_json()` gives that page as plain data. Nothing of it changes.
+    """
 
     explain, diff, report, draw, trace = explain, compare, report, draw, trace
     what_if = what_if
     to_json, __str__ = plan_data, plan_text
 
     def save(self, path: str | Path) -> None:
-        """Write every decision to a file; equal plans give equal files."""
+        """Write every decision to a file; equal plans give equal files.
+
+        Args:
+            path: The file, with or without folders that do not exist yet.
+        """
         write_file(path, self.file, "the file of a plan")
 
     @cached_property
     def file(self) -> bytes:
-        """What `save` writes, made once: nothing of a plan changes."""
+        """The bytes that `save` writes, made once: nothing of a plan changes."""
         return SavedPlan.of(self).to_bytes()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A plan is pickled as its file: what comes back is attached to its model."""
+        """Pickle a plan as its file, which is attached to its model when it comes back."""
         return SavedPlan.of_bytes, (self.file,)
 
     def __copy__(self) -> Plan:
@@ -81,24 +88,32 @@ class Plan(PlanValue):
 
     @staticmethod
     def load(path: str | Path) -> SavedPlan:
-        """Read a plan from a file. It runs once it is attached to its model."""
+        """Read a plan from a file. It runs once it is attached to its model.
+
+        Args:
+            path: A file that `save` wrote.
+        """
         return SavedPlan.load(path)
 
     def attach(
         self, model: nn.Module, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Plan:
-        """This plan for another copy of the model; any other model is refused.
+        """Return this plan for another copy of the model; any other model is refused.
 
-        Without `args` and `kwargs`, `model` is called as the one that was planned."""
+        Args:
+            model: A model equal to the one that was planned, values aside.
+            args: Its positional arguments. Without any, those that were planned.
+            kwargs: Its keyword arguments.
+        """
         require_step(self.pipelining)
         example = self.original.example
         if not args and not kwargs:
             args, kwargs = example.args, example.kwargs
         args, kwargs = _as_planned(self.dynamic, model, args, kwargs)
         captured = capture(model, args, kwargs, self.precision)
-        saved, found = SavedPlan.of(self), fingerprint_of(captured)
-        saved.require_same(found)
-        is_same = found == self.fingerprint and found.is_complete
+        saved, fingerprint = SavedPlan.of(self), fingerprint_of(captured)
+        saved.require_same(fingerprint)
+        is_same = fingerprint == self.fingerprint and fingerprint.is_complete
         if is_same and captured.example.device == example.device:
             return self
         return saved.attach_captured(captured)
@@ -115,7 +130,7 @@ class SavedPlan(SavedValue):
 
     @classmethod
     def of(cls, plan: PlanValue) -> SavedPlan:
-        """What of a plan goes to disk."""
+        """Return the part of a plan that goes to disk."""
         return cls(**values_to_save(plan))
 
     def to_json(self) -> dict[str, Any]:
@@ -124,7 +139,7 @@ class SavedPlan(SavedValue):
 
     @classmethod
     def from_json(cls, data: Any, source: str = "the data") -> SavedPlan:
-        """The plan that `data` describes; `source` says where it came from."""
+        """Return the plan that `data` describes; `source` says where it came from."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise InvalidInput(
                 "a plan file is one that plan.save() wrote",
@@ -151,7 +166,7 @@ class SavedPlan(SavedValue):
         write_file(path, self.to_bytes(), "the file of a plan")
 
     def to_bytes(self) -> bytes:
-        """What `save` writes."""
+        """Return the bytes that `save` writes."""
         return json.dumps(self.to_json(), indent=1, allow_nan=False).encode() + b"\n"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -159,28 +174,35 @@ class SavedPlan(SavedValue):
 
     @classmethod
     def of_bytes(cls, data: bytes) -> SavedPlan:
-        """The plan whose file holds `data`."""
+        """Return the plan whose file holds `data`."""
         return cls.from_json(json.loads(data))
 
     @classmethod
     def load(cls, path: str | Path) -> SavedPlan:
-        """Read what `save` wrote."""
+        """Read the file that `save` wrote."""
         return cls.from_json(read_file(path), str(path))
 
     def attach(
         self, model: nn.Module, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Plan:
-        """The plan of this very model: another model, shape or torch is refused by name. Shapes may
-        be others where it has dynamic ones: it is then attached at those that were planned."""
+        """Return the plan of this very model: another model, shape or torch is refused by name.
+
+        Sizes of dynamic dims may be others: the plan is then attached at those that were planned.
+
+        Args:
+            model: The model that was planned, or a copy of it.
+            args: Its positional arguments, as an example.
+            kwargs: Its keyword arguments.
+        """
         require_step(self.pipelining)
         args, kwargs = _as_planned(self.dynamic, model, args, kwargs)
         captured = capture(model, args, kwargs, self.precision)
         self.require_same(fingerprint_of(captured))
         return self.attach_captured(captured)
 
-    def require_same(self, found: Fingerprint) -> None:
+    def require_same(self, fingerprint: Fingerprint) -> None:
         """Refuse a model that is not the one that the plan was made for."""
-        differences = found.differences(self.fingerprint)
+        differences = fingerprint.differences(self.fingerprint)
         if differences:
             raise InvalidInput(
                 "a plan is for one model, with inputs of one shape, on one torch",
@@ -189,27 +211,32 @@ class SavedPlan(SavedValue):
             )
 
     def attach_captured(self, captured: Captured) -> Plan:
-        """The plan of a model that was captured and is the same."""
+        """Return the plan of a captured model, which is known to be the one that was planned."""
         batches = (
             None if self.microbatch_count is None else cut_batch(captured, self.microbatch_count)
         )
         captured = captured if batches is None else batches.captured
         require_fitting(self, captured)
         decisions = self.decisions
-        about = captured, self.cluster, replace(decisions, apart={}), batches
-        given = self.pipelining
-        line = None if given is None else PipelineLine.of(given.mesh, given.axis)
-        candidate = Candidate(*about, search=self.search, line=line).placed(self.states)
+        pipelining = self.pipelining
+        candidate = Candidate(
+            captured,
+            self.cluster,
+            replace(decisions, apart={}),
+            batches,
+            search=self.search,
+            line=None if pipelining is None else PipelineLine.of(pipelining.mesh, pipelining.axis),
+        ).placed(self.states)
         require_apart(self, candidate.decisions.apart)
-        if given is not None:
-            candidate = candidate.cut_as(given)
+        if pipelining is not None:
+            candidate = candidate.cut_as(pipelining)
         # A way that is given by name may take more than a device has; the host is never exceeded.
-        is_kept = self.limit is not None and (
+        is_limited = self.limit is not None and (
             self.mode == "auto" or self.limit != self.cluster.device.memory
         )
-        require_room(candidate, self.limit if is_kept and self.limit else math.inf)
+        require_room(candidate, self.limit if is_limited and self.limit else math.inf)
         names = {name: placeholder for placeholder, name in captured.parameters.items()}
-        said = {
+        annotated = {
             name: LayoutConstraint(decisions.placeholders[names[name]], source)
             for name, source in self.annotated.items()
         }
@@ -219,7 +246,7 @@ class SavedPlan(SavedValue):
             limit=self.limit,
             constraints=replace(
                 read_constraints(captured, self.mesh, {}),
-                parameters=said,
+                parameters=annotated,
                 recompute=decisions.recompute,
             ),
             alternatives=self.alternatives,
@@ -232,7 +259,7 @@ class SavedPlan(SavedValue):
         return plan
 
     def __getattr__(self, name: str) -> NoReturn:
-        """What is computed for a plan's model is never saved."""
+        """Refuse an attribute that only a plan with its model has: such are never saved."""
         if name.startswith("_") or not hasattr(Plan, name):
             raise AttributeError(f"a plan has no {name!r}", name=name, obj=self)
         raise NoModel(
@@ -245,7 +272,7 @@ class SavedPlan(SavedValue):
 def _as_planned(
     dynamic: DynamicShapes | None, model: nn.Module, args: tuple, kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple, Mapping[str, Any]]:
-    """A call of a model, at the sizes that were planned."""
+    """Return the arguments of a call, brought to the sizes that were planned."""
     if dynamic is None:
         return args, dict(kwargs or {})
     check_call(model, args, kwargs)

@@ -32,7 +32,7 @@ _NONE = {"microbatch_count": "1"}  # None in words
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """What differs; every pair is (the first plan's, the second plan's)."""
+    """The differences of two plans; every pair is (the first plan's, the second plan's)."""
 
     settings: Mapping[str, Pair]  # mesh, and what fields of a plan say that is no layout, in words
     regions: Mapping[str, tuple[str | None, str | None]]  # name -> what is recomputed
@@ -46,7 +46,7 @@ class PlanDiff:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the two plans decide the same."""
+        """Return whether the two plans decide the same."""
         return not (self.settings or self.regions or self.parameters or self.values)
 
     def to_json(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class PlanDiff:
 
     def __str__(self) -> str:
         lines = ["the plans decide the same" if self.is_empty else "the plans differ"]
-        lines += [f"  {name}: {one} | {other}" for name, (one, other) in self.settings.items()]
+        lines += [f"  {name}: {a} | {b}" for name, (a, b) in self.settings.items()]
         if self.without_model:
             lines.append(
                 "  time, memory and movements are compared where both plans have their model"
@@ -69,7 +69,7 @@ class PlanDiff:
                 lines += [what, *_columns(parts, text)]
         if self.movements:
             lines.append("movements")
-            lines += [f"  {kind}: {one} | {two}" for kind, (one, two) in self.movements.items()]
+            lines += [f"  {kind}: {a} | {b}" for kind, (a, b) in self.movements.items()]
         named = {
             "recomputed in backward": self.regions,
             "parameters": self.parameters,
@@ -78,15 +78,20 @@ class PlanDiff:
         for what, types in named.items():
             rows = grouped((self.places.get(name, name), pair) for name, pair in types.items())
             lines += [f"{what} ({len(types)})"] if rows else []
-            shown = [f"  {name}: {one or '-'} | {two or '-'}" for name, (one, two), _ in rows]
+            shown = [f"  {name}: {a or '-'} | {b or '-'}" for name, (a, b), _ in rows]
             lines += listed(shown, _LISTED, " lines; to_json() has all")
         return "\n".join(lines)
 
 
 def compare(first: PlanValue | SavedValue, second: PlanValue | SavedValue) -> PlanDiff:
-    """What differs between two plans."""
+    """Return the differences between two plans.
+
+    Args:
+        second: The plan to compare with. Plans from files compare what they
+            hold: layouts and settings, but no times, bytes or movements.
+    """
     plans = first, second
-    kept = {n for p in plans for n in (*p.fingerprint.parameters, *p.fingerprint.buffers)}
+    stored = {n for p in plans for n in (*p.fingerprint.parameters, *p.fingerprint.buffers)}
     decided = {n for p in plans for n in (*p.decisions.strategies, *p.decisions.fixed)}
     texts = ({name: str(type_) for name, type_ in plan.types.items()} for plan in plans)
     types = _different(_pairs(*texts))
@@ -97,14 +102,14 @@ def compare(first: PlanValue | SavedValue, second: PlanValue | SavedValue) -> Pl
         held = [plan.memory for plan in attached]
         cost = _pairs(*(plan.cost.to_json() for plan in attached))
         memory = _pairs(*({"peak": m.peak, **m.kinds, "host": m.host} for m in held))
-        one, two = (Counter(f"{r.forward} over {r.axis}" for r in p.movements()) for p in attached)
-        moved = {kind: (one[kind], two[kind]) for kind in sorted({**one, **two})}
+        a, b = (Counter(f"{r.forward} over {r.axis}" for r in p.movements()) for p in attached)
+        moved = {kind: (a[kind], b[kind]) for kind in sorted({**a, **b})}
         places = _places(attached[0])
     diff = PlanDiff(
         _settings(first, second),
         _different(_pairs(*({n: how.words for n, how in r.items()} for r in recomputed))),
-        {name: pair for name, pair in types.items() if name in kept},
-        {name: pair for name, pair in types.items() if name in decided - kept},
+        {name: pair for name, pair in types.items() if name in stored},
+        {name: pair for name, pair in types.items() if name in decided - stored},
         cost,
         memory,
         moved,
@@ -112,68 +117,69 @@ def compare(first: PlanValue | SavedValue, second: PlanValue | SavedValue) -> Pl
         without_model=len(attached) < 2,
     )
     if diff.is_empty and first.decisions != second.decisions:  # as on the ways between layouts
-        names = (one.name for one in fields(Decisions))
+        names = (field.name for field in fields(Decisions))
         apart = [n for n in names if getattr(first.decisions, n) != getattr(second.decisions, n)]
         return replace(diff, settings={"decisions": (f"these {', '.join(apart)}", "others")})
     return diff
 
 
 def _settings(*plans: PlanValue | SavedValue) -> dict[str, Pair]:
-    """All that is no layout, by the fields of a plan."""
+    """Return the settings in which plans differ: all that is no layout, by the fields of a plan."""
     first, second = plans
-    found = _different({"mesh": (first.whole_mesh.sizes, second.whole_mesh.sizes)})
-    of_both = [vars(one) if isinstance(one, SavedValue) else values_to_save(one) for one in plans]
-    for one in deciding():
-        pair = tuple(value[one.name] for value in of_both)
-        if one.name in _AS_LAYOUTS or pair[0] == pair[1]:
+    settings = _different({"mesh": (first.whole_mesh.sizes, second.whole_mesh.sizes)})
+    values = [vars(p) if isinstance(p, SavedValue) else values_to_save(p) for p in plans]
+    for field in deciding():
+        pair = tuple(of_plan[field.name] for of_plan in values)
+        if field.name in _AS_LAYOUTS or pair[0] == pair[1]:
             continue
-        words, none = _WORDS.get(one.name, str), _NONE.get(one.name, "none")
+        words, none = _WORDS.get(field.name, str), _NONE.get(field.name, "none")
         texts = [none if value is None else words(value) for value in pair]
-        found[said_as(one)] = _where_apart(*(texts if texts[0] != texts[1] else map(repr, pair)))
+        lines = texts if texts[0] != texts[1] else map(repr, pair)
+        settings[setting_name(field)] = _differing_lines(*lines)
     models = first.fingerprint, second.fingerprint
     if other := models[0].differences(models[1]):
-        found["model"] = other[0], models[1].differences(models[0])[0]
-    return found
+        settings["model"] = other[0], models[1].differences(models[0])[0]
+    return settings
 
 
 def _places(plan: PlanValue) -> dict[str, str]:
-    """Node -> its module and which of its kind it is there, equal in equal blocks."""
-    found, counted = {}, Counter[str]()
+    """Return each node's module, and its number among its kind there: equal in equal blocks."""
+    places, counted = {}, Counter[str]()
     for node in plan.captured.operators:
         place = ".".join(filter(None, (info(node).module, re.sub(r"_\d+$", "", node.name))))
         counted[place] += 1
-        found[node.name] = place + (f" ({counted[place]})" if counted[place] > 1 else "")
-    return found
+        places[node.name] = place + (f" ({counted[place]})" if counted[place] > 1 else "")
+    return places
 
 
-def said_as(one: Field[Any]) -> str:
-    """What a field of a plan is called among settings."""
-    name: str = one.metadata.get("key", one.name)
+def setting_name(field: Field[Any]) -> str:
+    """Return the name of a plan's field among settings."""
+    name: str = field.metadata.get("key", field.name)
     return name.replace("_", " ")
 
 
-def _where_apart(first: str, second: str) -> Pair:
-    """Two texts that differ, by the lines in which they do."""
+def _differing_lines(first: str, second: str) -> Pair:
+    """Return those lines of two texts that differ."""
     lines = itertools.zip_longest(first.splitlines(), second.splitlines(), fillvalue="")
     apart = zip(*(pair for pair in lines if pair[0] != pair[1]))
-    one, two = ("; ".join(filter(None, map(str.strip, each))) for each in apart)
-    return one, two
+    left, right = ("; ".join(filter(None, map(str.strip, column))) for column in apart)
+    return left, right
 
 
 def _pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Pair]:
-    """What both say, by name; None where one says nothing."""
+    """Return the values of both mappings by name; None where a mapping lacks the name."""
     return {name: (first.get(name), second.get(name)) for name in {**first, **second}}
 
 
 def _different(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    return {name: (one, two) for name, (one, two) in pairs.items() if one != two}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _columns(parts: Mapping[str, tuple[float, float]], text: Any) -> list[str]:
     rows = []
-    for name, (one, two) in parts.items():
-        if not (one or two):
+    for name, (before, after) in parts.items():
+        if not (before or after):
             continue
-        change = f"{(two - one) / one:+.1%}" if one else ""
-        rows.append(f"  {name:<18}{text(one):>10} | {text(two):<10} {change}".rstrip())
+        change = f"{(after - before) / before:+.1%}" if before else ""
+        rows.append(f"  {name:<18}{text(before):>10} | {text(after):<10} {change}".rstrip())
     return rows

@@ -23,8 +23,14 @@ def report(
     title: str | None = None,
     run: TrainingRun | RecordedSteps | Sequence[StepFiguresLike] | None = None,
 ) -> None:
-    """Write one HTML file that needs nothing else: what was chosen, why, and what it costs; with a
-    run, how that went: `pm.record(steps)`, once they are made, or a list of what `pm.on_step` told.
+    """Write one HTML file that needs nothing else: the decisions, their reasons and their costs.
+
+    Args:
+        path: The file, with or without folders that do not exist yet.
+        title: Its heading. None: the class of the model and the mesh.
+        run: Measured steps, shown
+            beside the predicted ones: `pm.record(steps)` once they are made, or a list of what
+            `pm.on_step` was called with.
     """
     limit = plan.cluster.device.memory if plan.limit is None else plan.limit
     name = title or f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
@@ -34,8 +40,11 @@ def report(
 
 
 def draw(plan: PlanValue, path: str | Path) -> None:
-    """Write the program as a picture, an SVG file: calls in order, equal blocks once, with the ways
-    of their values, and movements where they stand."""
+    """Write the program as a picture: calls in order, equal blocks once, values and movements.
+
+    Args:
+        path: An SVG file.
+    """
     require_ending(path, ".svg", "the picture of a plan")
     what = f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
     picture = draw_program(program_blocks(plan, module_tree(plan)), what)
@@ -43,6 +52,11 @@ def draw(plan: PlanValue, path: str | Path) -> None:
 
 
 def trace(plan: PlanValue, path: str | Path) -> None:
-    """Write the predicted step as a trace for Chrome or Perfetto, packed where `path` ends with
-    `.gz`: actions of each rank, calls with their movements, sums of gradients."""
+    """Write the predicted step as a trace for Chrome or Perfetto.
+
+    It holds the actions of each rank, calls with their movements, and sums of gradients.
+
+    Args:
+        path: A JSON file, which is packed if its name ends with `.gz`.
+    """
     write(path, Trace("simulated", digest(plan), tuple(events_of(plan))))

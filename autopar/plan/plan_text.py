@@ -31,11 +31,11 @@ from autopar.text.tables import table, titled, wrapped
 from autopar.text.units import bytes_text, counted, seconds_text, share_text
 
 _LISTED = 8  # meshes, and ways to run a step
-_BESIDE = 13  # characters before what stands beside its name
+_INDENT = 13  # characters before the text of a fact
 
 
 def plan_text(plan: PlanValue) -> str:
-    """The whole page."""
+    """Return the page of a plan."""
     memory, host = plan.memory, plan.fullest_host
     node = f"a rank at most, {bytes_text(host.needed)} of {bytes_text(host.memory)} on a node"
     facts = [
@@ -46,38 +46,37 @@ def plan_text(plan: PlanValue) -> str:
             _held(memory.peak, memory.parts, f"of {bytes_text(plan.room(plan.limit))} at the peak"),
         ),
         *([("host", _held(memory.host, memory.on_host, node))] if memory.host else []),
-        *_about(plan),
+        *_origin(plan),
         *_repeated(plan),
     ]
     lines = [*_title("plan", plan, f"mode {plan.mode}"), *_facts(facts)]
     if plan.pipelining is not None:
         lines += str(plan.pipelining).splitlines()
-    own = plan.program.placeholders.items()
-    sync = {p: info(node).sync if info(node).learns else () for p, node in own}
+    inputs = plan.program.placeholders.items()
+    sync = {p: info(node).sync if info(node).learns else () for p, node in inputs}
     rows = []
     for placeholder, name in plan.captured.parameters.items():
-        about = _kept(plan, placeholder, name), _summed(sync.get(placeholder))
-        rows.append((name, (str(plan.types[name]), ", ".join(filter(None, about)))))
+        facts_of = _places(plan, placeholder, name), _summed(sync.get(placeholder))
+        rows.append((name, (str(plan.types[name]), ", ".join(filter(None, facts_of)))))
     lines += [*_regions(plan.decisions.recompute, _uncut(plan)), "parameters", *_grouped(rows)]
     lines += [*_movements(plan), *_fallbacks(plan)]
     return "\n".join(lines + _weighed(plan))
 
 
 def _title(what: str, plan: PlanValue | SavedValue, how: str) -> list[str]:
-    """Which machines it is on."""
+    """Return the heading of a page: the mesh, and the machines that it is on."""
     mesh, cluster = plan.whole_mesh, plan.cluster.first(plan.whole_mesh.size)
-    return wrapped(f"{what} on {mesh}, {cluster.name}: {cluster.taken}, {how}", _BESIDE)
+    return wrapped(f"{what} on {mesh}, {cluster.name}: {cluster.taken}, {how}", _INDENT)
 
 
 def _facts(facts: Iterable[tuple[str, str]]) -> list[str]:
-    """Each behind its name."""
-    return [line for name, text in facts for line in wrapped(f"  {name:<9}  {text}", _BESIDE)]
+    """Return facts as lines, each text behind its name."""
+    return [line for name, text in facts for line in wrapped(f"  {name:<9}  {text}", _INDENT)]
 
 
-def _about(plan: PlanValue | SavedValue) -> list[tuple[str, str]]:
-    """How it was found, and what is not as it always is: devices that are not used, what of
-    parameters is cut, in which dtypes, and which inputs vary."""
-    facts = [("search", _search(plan.search, plan.pipelining is not None))]
+def _origin(plan: PlanValue | SavedValue) -> list[tuple[str, str]]:
+    """Return how a plan was found, and its settings that differ from the defaults."""
+    facts = [("search", _search(plan.search, is_staged=plan.pipelining is not None))]
     facts += [("not used", idle) for idle in plan.cluster.first(plan.whole_mesh.size).idle]
     facts += [] if plan.states.is_whole else [("states", str(plan.states))]
     facts += [("precision", str(plan.precision))] if plan.precision else []
@@ -85,7 +84,7 @@ def _about(plan: PlanValue | SavedValue) -> list[tuple[str, str]]:
 
 
 def _step(plan: PlanValue) -> str:
-    """Where its seconds go."""
+    """Return the predicted seconds of a step and what they are spent on."""
     cost = plan.cost
     hidden = f", {seconds_text(cost.exposed)} of it exposed" if cost.communication else ""
     waits = f", bubble {seconds_text(cost.bubble)}" if cost.bubble else ""
@@ -98,7 +97,7 @@ def _step(plan: PlanValue) -> str:
 
 
 def _no_loss(plan: PlanValue) -> list[tuple[str, str]]:
-    """What is priced of a model whose loss is outside of it."""
+    """Return a note on what is priced of a model whose loss is outside of it, if it is."""
     if plan.loss is not None:
         return []
     cost = plan.cost
@@ -112,7 +111,7 @@ def _no_loss(plan: PlanValue) -> list[tuple[str, str]]:
 
 
 def _repeated(plan: PlanValue) -> list[tuple[str, str]]:
-    """The axes along which all ranks do the same, which is more than is of use."""
+    """Return a note on the axes along which all ranks do the same, which nobody needs."""
     if not (axes := idle_axes(plan)):
         return []
     along, fewer = " and ".join(axes), plan.whole_mesh.size // plan.mesh.degree(axes)
@@ -128,11 +127,11 @@ def _held(most: float, parts: Mapping[str, float], of_what: str) -> str:
 
 
 def saved_text(saved: SavedValue) -> str:
-    """What a plan on disk tells without its model."""
+    """Return the page of a plan from a file, without its model."""
     rows = [(name, (str(saved.types[name]),)) for name in saved.fingerprint.parameters]
     count, batches = len(saved.fingerprint.operators), saved.microbatches
     how = f"mode {saved.mode}, made with torch {saved.fingerprint.torch}"
-    facts = [("operators", f"{count:,}; {counted(batches, 'micro-batch')}"), *_about(saved)]
+    facts = [("operators", f"{count:,}; {counted(batches, 'micro-batch')}"), *_origin(saved)]
     lines = [
         *_title("saved plan", saved, how),
         *_facts(facts),
@@ -147,7 +146,7 @@ def saved_text(saved: SavedValue) -> str:
 
 
 def plan_data(plan: PlanValue) -> dict[str, Any]:
-    """The same page as plain data."""
+    """Return the page of a plan as plain data."""
     return {
         "mesh": write(plan.whole_mesh),
         "cluster": plan.cluster.name,
@@ -173,7 +172,7 @@ def plan_data(plan: PlanValue) -> dict[str, Any]:
     }
 
 
-def _search(search: SearchReport | None, is_staged: bool) -> str:
+def _search(search: SearchReport | None, *, is_staged: bool) -> str:
     if search is None:
         return "none: layouts were spread from the annotations and the batch"
     sizes = search.sizes
@@ -195,7 +194,7 @@ def _summed(axes: Sequence[str] | None) -> str:
 
 
 def _regions(decided: Mapping[str, Recompute], uncut: Collection[str] = ()) -> list[str]:
-    """What runs again in backward, and where regions keep what it reads."""
+    """Return the regions that run again in backward, and where they keep what that reads."""
     rows = [
         (name, (how.words + ": no ranks keep it alike" * (name in uncut),))
         for name, how in decided.items()
@@ -204,35 +203,35 @@ def _regions(decided: Mapping[str, Recompute], uncut: Collection[str] = ()) -> l
 
 
 def _uncut(plan: PlanValue) -> set[str]:
-    """The regions that keep pieces where there is nothing to cut."""
-    asked = {name for name, how in plan.decisions.recompute.items() if how.keep == "cut"}
+    """Return the regions that are to keep pieces, and have no ranks that hold the same."""
+    to_cut = {name for name, how in plan.decisions.recompute.items() if how.keep == "cut"}
     cut = {region.name for node in plan.rewritten.nodes for region in info(node).away}
-    return asked - cut
+    return to_cut - cut
 
 
-def _kept(plan: PlanValue, placeholder: str, name: str) -> str:
-    """Of a parameter that is elsewhere from step to step, or is read elsewhere."""
+def _places(plan: PlanValue, placeholder: str, name: str) -> str:
+    """Return where a parameter is kept, read and summed, if not all in one layout."""
     places = plan.decisions.apart.get(placeholder)
     if places is None:
         return "on the host" * info(plan.program.placeholders[placeholder]).on_host
-    kept, bytes_ = plan.types[name], info(plan.program.placeholders[placeholder]).state_bytes
+    stored, bytes_ = plan.types[name], info(plan.program.placeholders[placeholder]).state_bytes
     is_cast = plan.precision is not None and bytes_ is not None and bytes_.copy != bytes_.master
-    read = replace(kept, dtype=plan.precision.compute) if is_cast and plan.precision else kept
-    said = {
-        "kept as": (kept, places.optimizer),
+    read = replace(stored, dtype=plan.precision.compute) if is_cast and plan.precision else stored
+    uses = {
+        "kept as": (stored, places.optimizer),
         "read as": (read, places.working),
-        "gradient as": (kept, places.gradient),
+        "gradient as": (stored, places.gradient),
     }
-    found = [
-        f"{how} {replace(type_, layout=layout)}"
-        for how, (type_, layout) in said.items()
+    texts = [
+        f"{use} {replace(type_, layout=layout)}"
+        for use, (type_, layout) in uses.items()
         if layout != places.storage
     ]
-    return ", ".join(found + [_there(places)] * bool(places.on_host))
+    return ", ".join(texts + [_on_host(places)] * bool(places.on_host))
 
 
-def _there(places: ParameterPlacement) -> str:
-    """What of a parameter is on the host."""
+def _on_host(places: ParameterPlacement) -> str:
+    """Return in words which states of a parameter are on the host."""
     if places.goes_up is None:
         return "on the host"
     return "kept on the host" if places.goes_up[0] == "optimizer" else "stored on the host"
@@ -271,7 +270,7 @@ def _fallbacks(plan: PlanValue) -> list[str]:
 
 
 def _weighed(plan: PlanValue | SavedValue) -> list[str]:
-    """The meshes and the ways to run a step that were weighed, where there are several."""
+    """Return the meshes and the ways to run a step that were weighed, where there are several."""
     considered, alternatives = plan.search.considered if plan.search else (), plan.alternatives
     lines = []
     if len(considered) > 1:
@@ -279,7 +278,7 @@ def _weighed(plan: PlanValue | SavedValue) -> list[str]:
         lines += [f"meshes{stages}, by the search for layouts (* taken)"]
         lines += table(rows_of_meshes(considered, plan.mesh), _LISTED)
     if len(alternatives) > 1:
-        rows = rows_of(alternatives, [one.how for one in alternatives], taken(plan))
+        rows = rows_of(alternatives, [way.how for way in alternatives], taken(plan))
         lines += ["ways to run a step (* taken)", *titled(rows, _LISTED)]
     if plan.trials:
         lines += ["ways that were run (* taken)", *titled(rows_of_trials(plan.trials))]
@@ -289,24 +288,27 @@ def _weighed(plan: PlanValue | SavedValue) -> list[str]:
 
 
 def taken(plan: PlanValue | SavedValue) -> Alternative | None:
-    """What a plan is, among the ways that were weighed."""
-    made = None if plan.pipelining is None else plan.pipelining.schedule
-    count = plan.microbatches if made is None else made.microbatches
-    run = ("", ()) if made is None else (made.name, made.options)
-    about = plan.whole_mesh, plan.states, summary(plan.decisions.recompute), count, *run
-    for one in plan.alternatives:
-        way = one.mesh, one.states, one.recompute, one.microbatches, one.schedule, one.options
-        if way == about:
-            return one
+    """Return the way that a plan took among those that were weighed; None if it is none."""
+    schedule = None if plan.pipelining is None else plan.pipelining.schedule
+    count = plan.microbatches if schedule is None else schedule.microbatches
+    run = ("", ()) if schedule is None else (schedule.name, schedule.options)
+    decided = plan.whole_mesh, plan.states, summary(plan.decisions.recompute), count, *run
+    for way in plan.alternatives:
+        if decided == (
+            *(way.mesh, way.states, way.recompute),
+            *(way.microbatches, way.schedule, way.options),
+        ):
+            return way
     return None
 
 
 def _grouped(
     rows: Iterable[tuple[str, tuple[str, ...]]], heading: tuple[str, ...] = ()
 ) -> list[str]:
-    """Names and their cells, equal blocks as one row; under a heading, at its end how often."""
-    found = grouped(rows)
+    """Return a table of names and cells, equal blocks as one row, counted under a heading."""
+    groups = grouped(rows)
     if not heading:
-        return table([(name, *cells) for name, cells, _ in found])
-    often = ("" if count == 1 else f"x {count}" for *_, count in found)
-    return table([(*heading, ""), *((*one[:1], *one[1], n) for one, n in zip(found, often))])
+        return table([(name, *cells) for name, cells, _ in groups])
+    counts = ("" if count == 1 else f"x {count}" for *_, count in groups)
+    body = ((name, *cells, often) for (name, cells, _), often in zip(groups, counts))
+    return table([(*heading, ""), *body])

@@ -19,7 +19,7 @@ from autopar.layout import Layout, TensorType
 from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.passes.stages import split_stages
 from autopar.plan.fallbacks import FallbackCost, fallback_costs
-from autopar.plan.restaged import forward_batches, restaged, without_gradients
+from autopar.plan.restaged import forward_batches, restage, without_gradients
 from autopar.plan.runtime_program import Program
 from autopar.planner.beside import spread_beside
 from autopar.planner.candidate import Alternative, Candidate
@@ -31,8 +31,8 @@ from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results
 from autopar.text.progress import Report
 
-Made = TypeVar("Made", bound="PlanValue")
-_TOLD = ("trials", "file")  # what says how a plan was chosen
+AnyPlan = TypeVar("AnyPlan", bound="PlanValue")
+_OF_TRIALS = ("trials", "file")  # attributes that say which trials a plan was chosen by
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class MovementRecord:
 
 @dataclass(frozen=True)
 class PlanValue(Candidate):
-    """The candidate that was taken, and what was asked. `program` is what runs."""
+    """The candidate that was taken, and the options it was planned by. `program` is what runs."""
 
     mode: Mode = "propagate"  # how it was made
     limit: float | None = None  # bytes of each device that the search kept to
-    constraints: Constraints | None = None  # what annotations asked
+    constraints: Constraints | None = None  # the layouts that annotations fix
     alternatives: tuple[Alternative, ...] = ()  # ways to run a step that were weighed
     # How many more were ruled out by bounds, unbuilt, of each kind.
     left_out: Mapping[str, int] = field(default_factory=dict)
@@ -66,17 +66,18 @@ class PlanValue(Candidate):
     progress: Report | bool = field(default=False, compare=False, repr=False)
 
     @classmethod
-    def of(cls: type[Made], candidate: Candidate, **asked: Any) -> Made:
-        """With all that is known of a candidate."""
-        made = cls(**{f.name: getattr(candidate, f.name) for f in fields(Candidate)}, **asked)
-        vars(made).update(vars(candidate))
-        return made
+    def of(cls: type[AnyPlan], candidate: Candidate, **options: Any) -> AnyPlan:
+        """Return the plan of a candidate, with everything that is already computed of it."""
+        plan = cls(**{f.name: getattr(candidate, f.name) for f in fields(Candidate)}, **options)
+        vars(plan).update(vars(candidate))
+        return plan
 
-    def tried(self, trials: tuple[Trial, ...]) -> Self:
-        """The same plan, which was chosen by these."""
-        made = replace(self, trials=trials)
-        vars(made).update({name: value for name, value in vars(self).items() if name not in _TOLD})
-        return made
+    def with_trials(self, trials: tuple[Trial, ...]) -> Self:
+        """Return this plan as one that was chosen by `trials`."""
+        plan = replace(self, trials=trials)
+        known = {name: value for name, value in vars(self).items() if name not in _OF_TRIALS}
+        vars(plan).update(known)
+        return plan
 
     @cached_property
     def program(self) -> Program:
@@ -95,11 +96,13 @@ class PlanValue(Candidate):
 
     @cached_property
     def whole_program(self) -> Program:
-        """The program of a whole batch, for calls beside steps: in one go, or forward through the
-        stages of a pipeline."""
+        """The program of a whole batch, for calls that are no steps.
+
+        It runs in one go, or forward through the stages of a pipeline.
+        """
         if self.pipelining is not None:
             return self.forward_program(self.original, self.microbatches)
-        return self.program if self.batches is None else self._beside(self.batches.whole)
+        return self.program if self.batches is None else self._companion(self.batches.whole)
 
     @cached_property
     def telling_program(self) -> Program:
@@ -115,39 +118,50 @@ class PlanValue(Candidate):
                 remedy="microbatches=1, or outputs=False",
                 source=error.source,
             ) from error
-        beside = self._told(batches.captured, batches)
-        return beside if self.pipelining is None else restaged(self, beside)
+        program = self._with_outputs(batches.captured, batches)
+        return program if self.pipelining is None else restage(self, program)
 
-    def _told(self, captured: Captured, batches: Microbatches) -> Program:
-        """The program of a step with more outputs, whose operators are as they are in the step."""
+    def _with_outputs(self, captured: Captured, batches: Microbatches) -> Program:
+        """Return the program of a step with more outputs, by the decisions of the step."""
         decisions = self.decisions
         if {node.name for node in captured.operators} != {n.name for n in self.captured.operators}:
-            return self._beside(captured, batches)
+            return self._companion(captured, batches)
         last = self.captured.graph.output_node().name
         ways = {key: way for key, way in decisions.ways.items() if key[1] != last}
         decisions = replace(decisions, ways=ways)
-        about = captured, self.cluster, decisions, batches
-        made = Candidate(*about, states=self.states, line=self.line)
-        size = self.states.buffer_bytes
-        return Program(captured, decisions, made.rewritten, batches, buffer_bytes=size)
+        candidate = Candidate(
+            captured, self.cluster, decisions, batches, states=self.states, line=self.line
+        )
+        return self._program_of(candidate)
 
-    def _beside(self, captured: Captured, batches: Microbatches | None = None) -> Program:
-        """Another program on the parameters of this one, whose layouts spread from theirs."""
-        made = spread_beside(self, self.mode, captured, batches)
-        size = self.states.buffer_bytes
-        return Program(captured, made.decisions, made.rewritten, batches, buffer_bytes=size)
+    def _companion(self, captured: Captured, batches: Microbatches | None = None) -> Program:
+        """Return another program on the parameters of this one; layouts spread from theirs."""
+        return self._program_of(spread_beside(self, self.mode, captured, batches))
+
+    def _program_of(self, candidate: Candidate) -> Program:
+        return Program(
+            candidate.captured,
+            candidate.decisions,
+            candidate.rewritten,
+            candidate.batches,
+            buffer_bytes=self.states.buffer_bytes,
+        )
 
     def forward_program(self, captured: Captured, count: int) -> Program:
-        """The program of a call in a pipeline, of this batch and mode or of others: in `count`
-        micro-batches where their outputs make those of the batch, else in one go."""
+        """Return the program of a call in a pipeline, of this batch and mode or of others.
+
+        It runs in `count` micro-batches where their outputs make those of the batch, else in one
+        go.
+        """
         batches = forward_batches(captured, count)
         program = captured if batches is None else batches.captured
-        return restaged(self, self._beside(without_gradients(program), batches), forward=True)
+        companion = self._companion(without_gradients(program), batches)
+        return restage(self, companion, forward=True)
 
     @cached_property
     def types(self) -> dict[str, TensorType]:
         """The type of every parameter and buffer by its name, of every value by its node's."""
-        found = {
+        of_nodes = {
             node.name: info(node).type
             for node in self.rewritten.nodes
             if node.op != "output" and not has_results(node)
@@ -158,14 +172,20 @@ class PlanValue(Candidate):
             for node in self.captured.graph.nodes
             if node.name in self.decisions.fixed
         }
-        return {name: found[placeholder] for placeholder, name in named.items()} | found | marked
+        stored = {name: of_nodes[placeholder] for placeholder, name in named.items()}
+        return stored | of_nodes | marked
 
     @cached_property
     def cost_graph(self) -> MeshCostGraph:
-        """All that the search had to choose from; built again when it is first asked for."""
-        constraints = self.constraints or Constraints()
-        about = self.captured, self.mesh, self.cluster, constraints, self.microbatches
-        return CostGraphBuilder(*about, self.states).run()
+        """The strategies that the search had to choose from, built again on first use."""
+        return CostGraphBuilder(
+            self.captured,
+            self.mesh,
+            self.cluster,
+            self.constraints or Constraints(),
+            self.microbatches,
+            self.states,
+        ).run()
 
     @property
     def graph(self) -> Listing:
@@ -180,8 +200,8 @@ class PlanValue(Candidate):
     @property
     def annotated(self) -> Mapping[str, str]:
         """The user's line for each parameter that is annotated."""
-        said = self.constraints.parameters if self.constraints is not None else {}
-        return {name: constraint.source for name, constraint in said.items()}
+        bound = self.constraints.parameters if self.constraints is not None else {}
+        return {name: constraint.source for name, constraint in bound.items()}
 
     @property
     def original(self) -> Captured:
@@ -190,7 +210,7 @@ class PlanValue(Candidate):
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """What the model is, for files and other ranks."""
+        """The features by which files and other ranks recognise the model."""
         return fingerprint_of(self.original)
 
     @cached_property
@@ -199,15 +219,16 @@ class PlanValue(Candidate):
         return fallback_costs(self.decisions.fallbacks, self.rewritten, self.prices)
 
     def movements(self) -> list[MovementRecord]:
-        """What moves inside the program, in forward or backward, once each, in its order.
+        """Return each movement inside the program, in forward or backward, in its order.
 
         What a step moves of states is in `cost`: gradients that are summed at the end (or with
         each micro-batch, where they are cut), copies that live a step, and those that are gathered
-        again for backward."""
+        again for backward.
+        """
         records = []
         for node in self.rewritten.nodes:
             if info(node).joint is not None:
-                records.append(self._inside(node))
+                records.append(self._joint_record(node))
             if (movement := info(node).movement) is None:
                 continue
             records.append(
@@ -224,8 +245,8 @@ class PlanValue(Candidate):
             )
         return records
 
-    def _inside(self, node: fx.Node) -> MovementRecord:
-        """What a call moves that ranks carry out together."""
+    def _joint_record(self, node: fx.Node) -> MovementRecord:
+        """Return the movement inside a kernel that ranks carry out together."""
         call = info(node).joint
         assert call is not None
         return MovementRecord(

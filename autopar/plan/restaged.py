@@ -1,7 +1,7 @@
-"""Restaged: another program on the parameters of a plan's pipeline, in the stages that hold these.
+"""Another program on the parameters of a plan's pipeline, in the stages that hold these.
 
-restaged(plan, program)                  a step: by the plan's schedule
-restaged(plan, program, forward=True)    a call: every stage forward, nothing back
+restage(plan, program)                  a step: by the plan's schedule
+restage(plan, program, forward=True)    a call: every stage forward, nothing back
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from autopar.passes.restaging import cut_like
 from autopar.passes.stages import split_stages
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule, forward_only, there_and_back
-from autopar.pipeline.schedules import schedule
+from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.plan.runtime_program import Program
 from autopar.planner.candidate import Candidate
 from autopar.strategies.node_info import info
 
 
-def restaged(plan: Candidate, program: Program, forward: bool = False) -> Program:
-    """`program` in the stages of the pipeline of `plan`, on whose mesh it is and whose parameters
-    it reads; as many micro-batches go through them as it has."""
+def restage(plan: Candidate, program: Program, *, forward: bool = False) -> Program:
+    """Return `program` in the stages of the pipeline of `plan`, whose parameters it reads.
+
+    As many micro-batches go through the stages as `program` has.
+    """
     pipelining = plan.pipelining
     assert pipelining is not None
     count = 1 if program.batches is None else program.batches.count
-    made = scheduled(pipelining.schedule, count, forward)
+    schedule = resize_schedule(pipelining.schedule, count, forward=forward)
     flow = flow_of(program.captured, program.graph, learns=not forward)
     stages = split_stages(cut_like(flow, plan.cut(pipelining)), program.mesh)
-    return replace(program, pipelining=replace(pipelining, schedule=made), stages=stages)
+    return replace(program, pipelining=replace(pipelining, schedule=schedule), stages=stages)
 
 
 def without_gradients(captured: Captured) -> Captured:
-    """The same program where nothing is differentiated."""
+    """Return a copy of a program in which nothing is differentiated."""
     graph = copy_subgraph(captured.graph, captured.graph.nodes)
     copies = {node.name: node for node in graph.nodes}
     for node in graph.nodes:
@@ -49,26 +51,31 @@ def without_gradients(captured: Captured) -> Captured:
 
 
 def forward_batches(captured: Captured, count: int) -> Microbatches | None:
-    """The micro-batches in which a call goes through a pipeline, where their outputs make those of
-    the batch."""
+    """Return the micro-batches in which a call goes through a pipeline.
+
+    None if their outputs do not make those of the batch.
+    """
     if not batch_statistics(captured):
         with suppress(InvalidInput):
             return cut_batch(captured, count, tells=True)
     return None
 
 
-def scheduled(made: Schedule, count: int, forward: bool) -> Schedule:
-    """A schedule for another number of (parts of) micro-batches, with all stages where they are."""
+def resize_schedule(schedule: Schedule, count: int, *, forward: bool) -> Schedule:
+    """Return a schedule for another number of micro-batches, or of parts of them.
+
+    All stages stay where they are. With `forward` it has no backward.
+    """
     if forward:
-        return forward_only(made.placement, count)
-    if made.all_parts == count:
-        return made
-    if count % made.parts == 0:
-        options: dict[str, Any] = dict(made.options)
-        asked = {"stages": made.ranks, "microbatches": count // made.parts}
+        return forward_only(schedule.placement, count)
+    if schedule.all_parts == count:
+        return schedule
+    if count % schedule.parts == 0:
+        options: dict[str, Any] = dict(schedule.options)
+        sizes = {"stages": schedule.ranks, "microbatches": count // schedule.parts}
         with suppress(InvalidInput):  # it does not know so few
-            found = schedule(made.name, **asked, **options)
-            check(found)
-            if found.placement == made.placement:
-                return found
-    return there_and_back(made.placement, count)
+            resized = make_schedule(schedule.name, **sizes, **options)
+            check(resized)
+            if resized.placement == schedule.placement:
+                return resized
+    return there_and_back(schedule.placement, count)

@@ -1,4 +1,4 @@
-"""Program: what the road hands to the runtime, and the check of what a caller hands in."""
+"""Program: the planned program that the runtime carries out, and the check of its inputs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Program:
 
     @property
     def whole_mesh(self) -> Mesh:
-        """That of the world: with the axis of the pipeline, if there is one."""
+        """The mesh of all ranks, the axis of a pipeline among its axes."""
         return self.pipelining.mesh if self.pipelining else self.mesh
 
     @cached_property
@@ -63,12 +63,12 @@ class Program:
 
     @cached_property
     def results(self) -> tuple[fx.Node, ...]:
-        """The user's outputs, what forward keeps, then the new values of mutated buffers."""
+        """The user's outputs, tensors that forward leaves in Python, new values of buffers."""
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @cached_property
     def learns(self) -> dict[str, bool]:
-        """Of every parameter of the model, whether it took a gradient when it was planned."""
+        """Whether each parameter of the model took a gradient when it was planned, by name."""
         names, nodes = self.whole.parameters, self.whole.graph.nodes
         return {names[n.name]: info(n).differentiable for n in nodes if n.name in names}
 
@@ -78,15 +78,17 @@ class Program:
 
     @cached_property
     def kept(self) -> range:
-        """Which of the outputs are tensors that forward leaves behind in Python, and does not
-        return."""
+        """The positions among `outputs` of tensors that forward does not return.
+
+        It leaves them behind in Python, for instance as attributes of modules.
+        """
         return range(len(self.outputs) - len(self.captured.kept), len(self.outputs))
 
     def type_of(self, placeholder: str) -> TensorType:
         return info(self.placeholders[placeholder]).type
 
     def kept_layout(self, placeholder: str) -> Layout:
-        """Where a parameter or buffer lies from step to step."""
+        """Return the layout that a parameter or buffer has from step to step."""
         places = info(self.placeholders[placeholder]).places
         return self.type_of(placeholder).layout if places is None else places.optimizer
 
@@ -94,8 +96,8 @@ class Program:
     def on_host(self) -> frozenset[str]:
         """The parameters and buffers that are on the host from step to step."""
         named = (self.captured.parameters | self.captured.buffers).items()
-        at = {name: info(self.placeholders[placeholder]) for placeholder, name in named}
-        return frozenset(name for name, about in at.items() if (about.places or about).on_host)
+        nodes = {name: info(self.placeholders[placeholder]) for placeholder, name in named}
+        return frozenset(name for name, node in nodes.items() if (node.places or node).on_host)
 
     @cached_property
     def has_loss(self) -> bool:
@@ -104,7 +106,7 @@ class Program:
 
     @cached_property
     def loss_dtype(self) -> torch.dtype:
-        """That of a step's loss; of a program without one, what it would be with most."""
+        """The dtype of a step's loss; float32 for a program without one."""
         loss = self.outputs[self.captured.loss_index] if self.has_loss else None
         return torch.float32 if loss is None else info(loss).val.dtype
 
@@ -124,7 +126,7 @@ class Program:
         return frozenset() if self.batches is None else self.batches.once
 
     def split(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The inputs of every micro-batch of a step, in order."""
+        """Return the inputs of every micro-batch of a step, in order."""
         return [dict(inputs)] if self.batches is None else self.batches.split(inputs)
 
     @property
@@ -134,7 +136,7 @@ class Program:
         return {node.name: tuple(info(node).val.shape) for node in inputs}
 
     def structure(self, outputs: Sequence[Any]) -> Any:
-        """The user's own output structure around `outputs`."""
+        """Return `outputs` in the structure that the user's forward returns."""
         values = iter(outputs)
         leaves = [
             next(values) if isinstance(leaf, fx.Node) else leaf
@@ -152,9 +154,9 @@ class Program:
     def bind(
         self, args: tuple, kwargs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, Tensor] | None:
-        """The tensors of a call by placeholder; None of a call that is another program's.
+        """Return the tensors of a call by placeholder; None if the call is another program's.
 
-        `shapes` are those expected here (a rank's own, with local inputs).
+        `shapes` are those expected on this rank: with local inputs, those of its slices.
         """
         names, is_flat = self._keywords
         if kwargs.keys() == set(names):
@@ -182,7 +184,7 @@ class Program:
         return bound
 
     def _is_static(self, index: int, leaf: Any) -> bool:
-        """Whether an argument that is no tensor has the value that is part of the program."""
+        """Return whether an argument that is no tensor has the value of the program."""
         captured = self.captured.static_inputs[index]
         return leaf is captured or _is_same(leaf, captured)
 
@@ -196,8 +198,10 @@ class Program:
         return known.differentiable or not needs
 
 
-def _is_same(one: object, other: object) -> bool:
-    """Equal, as values that a program has inside are; NaN is what it is."""
-    if type(one) is not type(other):
+def _is_same(value: object, other: object) -> bool:
+    """Return whether two arguments are of one type and equal; NaN equals itself."""
+    if type(value) is not type(other):
         return False
-    return repr(one) == repr(other) if isinstance(one, float | complex) else bool(one == other)
+    if isinstance(value, float | complex):
+        return repr(value) == repr(other)
+    return bool(value == other)

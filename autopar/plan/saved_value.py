@@ -1,7 +1,7 @@
-"""SavedValue: a plan as it stands on disk, field by field, without the model that it is for.
+"""SavedValue: a plan as it is on disk, field by field, without the model that it is for.
 
 Times and bytes are not saved: they are computed anew for the model that the plan is attached to.
-What a plan comes to hold besides gets a field here: files, `diff` and what ranks compare follow.
+A new decision gets a field here; files, `diff` and the comparison of ranks follow from it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from autopar.search.decisions import Decisions, TypedDecisions
 from autopar.search.search_report import SearchReport
 from autopar.states import States
 
-# How a plan was found, and where it was asked for: plans that differ in this alone decide the same.
+# Fields on how a plan was found: plans that differ in these alone decide the same.
 _ACCOUNT = {"decides": False}
-# What machines were taken to be: each rank may know its own.
+# Fields on what the machines are taken to be: each rank may know its own.
 _OF_RANK = {"is_of_rank": True}
 
 
@@ -97,40 +97,40 @@ class SavedValue:
 
 
 def deciding() -> tuple[Field[Any], ...]:
-    """The fields in which plans that decide the same are equal."""
-    return tuple(one for one in fields(SavedValue) if one.metadata.get("decides", True))
+    """Return the fields in which plans that decide the same are equal."""
+    return tuple(f for f in fields(SavedValue) if f.metadata.get("decides", True))
 
 
 def values_to_save(plan: PlanValue) -> dict[str, Any]:
-    """What of a plan goes to disk, by field."""
+    """Return the values of a plan that go to disk, by field."""
     placeholders = plan.decisions.placeholders
-    made = {
+    computed = {
         "microbatch_count": None if plan.batches is None else plan.batches.count,
         "typed": TypedDecisions.of(plan.decisions, plan.types),
         "others": {name: t for name, t in plan.types.items() if name not in placeholders},
     }
     names = (field.name for field in fields(SavedValue))
-    return {name: made[name] if name in made else getattr(plan, name) for name in names}
+    return {n: computed[n] if n in computed else getattr(plan, n) for n in names}
 
 
 def digest(plan: PlanValue) -> str:
-    """Of what a plan does: equal where no more than machines were taken to be others."""
-    data, kept = write(SavedValue(**values_to_save(plan))), {}
-    for one in deciding():
-        if not one.metadata.get("is_of_rank"):
-            key = one.metadata.get("key", one.name)
-            kept[key] = data[key]
-    if kept["pipeline"] is not None:  # what its stages take is told by the machines
-        starts = [stage["starts"] for stage in kept["pipeline"]["stages"]]
-        kept["pipeline"] = {**kept["pipeline"], "stages": starts}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+    """Return a hash of a plan's decisions, whatever the machines are taken to be."""
+    data, decided = write(SavedValue(**values_to_save(plan))), {}
+    for decision in deciding():
+        if not decision.metadata.get("is_of_rank"):
+            key = decision.metadata.get("key", decision.name)
+            decided[key] = data[key]
+    if decided["pipeline"] is not None:  # the times of its stages depend on the machines
+        starts = [stage["starts"] for stage in decided["pipeline"]["stages"]]
+        decided["pipeline"] = {**decided["pipeline"], "stages": starts}
+    return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_file(path: str | Path) -> Any:
-    """The data in a plan's file."""
+    """Return the data in a plan's file."""
     try:
         text = Path(path).read_bytes().decode("utf-8")
-        return json.loads(text, object_pairs_hook=_once)
+        return json.loads(text, object_pairs_hook=_require_unique)
     except OSError as error:
         raise InvalidInput(
             "a plan file can be read",
@@ -141,18 +141,18 @@ def read_file(path: str | Path) -> Any:
         raise malformed(str(path), f"no JSON: {error}") from None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, with each key once."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _require_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict; refuse a key that it has twice."""
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {twice!r} twice")
-    return found
+    return unique
 
 
 def malformed(source: str, what: str) -> InvalidInput:
-    """The error of a file that is no plan's as it was written."""
+    """Return the error of a file that does not hold a plan as it was written."""
     return InvalidInput(
         "a plan file is as plan.save() wrote it",
         got=f"{source}: {what}",

@@ -1,5 +1,4 @@
-"""Situation: machines and sizes of inputs, and what a step takes there; WhatIf: two beside each
-other, or three."""
+"""The answer to `plan.what_if(...)`: a step on some machines, now and in another situation."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from autopar.text.units import bytes_text, change_text, scaled, seconds_text
 
 @dataclass(frozen=True)
 class Situation:
-    """A way to run a step, and where."""
+    """A way to run a step, the machines that it runs on, and the sizes of its inputs."""
 
     nodes: int
     devices: int
@@ -30,7 +29,7 @@ class Situation:
 
     @classmethod
     def of(cls, candidate: Candidate, limit: float, sizes: Sizes) -> Situation:
-        """Of a candidate on those nodes of its cluster that it uses."""
+        """Return the situation of a candidate on those nodes of its cluster that it uses."""
         cluster = candidate.cluster.in_use
         return cls(
             nodes=len(cluster.nodes),
@@ -45,25 +44,25 @@ class Situation:
 
     @property
     def unit(self) -> str:
-        """What a step goes through."""
+        """The unit of a step's inputs: samples, or tokens if there is a sequence."""
         return "samples" if self.sizes.sequence is None else "tokens"
 
     @property
     def rate(self) -> float:
-        """How many of these in a second."""
+        """The units that are trained on in a second."""
         count = (self.sizes.batch or 1) * (self.sizes.sequence or 1)
         return count / self.way.seconds if self.way.seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """All figures."""
-        told = asdict(self) | {"way": write(self.way), "seconds": self.way.seconds}
-        told |= {"parts": self.way.cost.parts, "memory": self.way.memory, "fits": self.way.fits}
-        return told | {f"{self.unit}_per_second": self.rate}
+        """Return all figures as plain data."""
+        data = asdict(self) | {"way": write(self.way), "seconds": self.way.seconds}
+        data |= {"parts": self.way.cost.parts, "memory": self.way.memory, "fits": self.way.fits}
+        return data | {f"{self.unit}_per_second": self.rate}
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What a plan takes now, and what its decisions would take in another situation."""
+    """The cost of a plan now, and that of its decisions in another situation."""
 
     asked: str
     now: Situation
@@ -74,11 +73,11 @@ class WhatIf:
     not_found: str = ""  # why nothing was
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain data."""
-        told = {name: getattr(self, name) for name in ("now", "then", "searched")}
-        found = {name: None if one is None else one.to_json() for name, one in told.items()}
+        """Return all situations as plain data."""
+        named = {name: getattr(self, name) for name in ("now", "then", "searched")}
+        data = {name: None if case is None else case.to_json() for name, case in named.items()}
         words = {name: getattr(self, name) for name in ("asked", "note", "refused", "not_found")}
-        return words | found
+        return words | data
 
     def __str__(self) -> str:
         lines = [f"what if: {self.asked}"]
@@ -95,51 +94,54 @@ class WhatIf:
             lines.append("  searched: decided anew, with everything free")
         if self.not_found:
             lines.append(f"  searched: nothing was found: {self.not_found}")
-        each = (one for line in lines for one in line.replace("\n", "\n    ").splitlines())
-        told = [part for one in each for part in wrapped(one)]
-        return "\n".join([*told, "", *self._table()])
+        single = (part for line in lines for part in line.replace("\n", "\n    ").splitlines())
+        wrapped_lines = [part for line in single for part in wrapped(line)]
+        return "\n".join([*wrapped_lines, "", *self._table()])
 
     def _table(self) -> list[str]:
         named = {"now": self.now, "then": self.then, "searched": self.searched}
-        shown = {name: one for name, one in named.items() if one is not None}
+        shown = {name: case for name, case in named.items() if case is not None}
         return table([("", *shown), *self._rows(list(shown.values()))])
 
     def _rows(self, shown: list[Situation]) -> Iterator[tuple[str, ...]]:
-        """What is told of each, and of what."""
-        yield "devices", *(f"{one.devices} x {one.device}" for one in shown)
-        yield "nodes", *(str(one.nodes) for one in shown)
-        if max(one.nodes for one in shown) > 1:
-            yield "between nodes", *(_rate(one.bandwidth) * (one.nodes > 1) or "-" for one in shown)
-        yield "inside nodes", *(_rate(one.inside) for one in shown)
-        yield "batch", *(str(one.sizes.batch or "-") for one in shown)
+        """Yield rows of a table: the name of a figure, then the figure of each situation."""
+        yield "devices", *(f"{case.devices} x {case.device}" for case in shown)
+        yield "nodes", *(str(case.nodes) for case in shown)
+        if max(case.nodes for case in shown) > 1:
+            yield (
+                "between nodes",
+                *(_rate(case.bandwidth) * (case.nodes > 1) or "-" for case in shown),
+            )
+        yield "inside nodes", *(_rate(case.inside) for case in shown)
+        yield "batch", *(str(case.sizes.batch or "-") for case in shown)
         if self.now.sizes.sequence is not None:
-            yield "sequence", *(str(one.sizes.sequence) for one in shown)
+            yield "sequence", *(str(case.sizes.sequence) for case in shown)
         yield (
             "mesh",
-            *(", ".join(f"{a}={n}" for a, n in one.way.mesh.sizes.items()) for one in shown),
+            *(", ".join(f"{a}={n}" for a, n in case.way.mesh.sizes.items()) for case in shown),
         )
-        yield "runs as", *(one.way.said("recompute", "states") for one in shown)
-        if any(not one.way.states.is_whole for one in shown):
-            yield "states", *(str(one.way.states) for one in shown)
-        if any(one.way.recompute for one in shown):
-            yield "recomputed", *(one.way.recompute or "-" for one in shown)
-        yield "a step", *(seconds_text(one.way.seconds) + self._against(one) for one in shown)
-        for part in parts_of(one.way for one in shown):
-            yield f"  {part}", *(seconds_text(one.way.cost.parts[part]) for one in shown)
-        yield f"{self.now.unit}/s", *(scaled(one.rate, "", 3) for one in shown)
-        held = (f"{bytes_text(one.way.memory)} of {bytes_text(one.limit)}" for one in shown)
+        yield "runs as", *(case.way.said("recompute", "states") for case in shown)
+        if any(not case.way.states.is_whole for case in shown):
+            yield "states", *(str(case.way.states) for case in shown)
+        if any(case.way.recompute for case in shown):
+            yield "recomputed", *(case.way.recompute or "-" for case in shown)
+        yield "a step", *(seconds_text(case.way.seconds) + self._against(case) for case in shown)
+        for part in parts_of(case.way for case in shown):
+            yield f"  {part}", *(seconds_text(case.way.cost.parts[part]) for case in shown)
+        yield f"{self.now.unit}/s", *(scaled(case.rate, "", 3) for case in shown)
+        held = (f"{bytes_text(case.way.memory)} of {bytes_text(case.limit)}" for case in shown)
         yield "memory at the peak", *held
-        for kind in kinds_of(one.way for one in shown):
-            sizes = (bytes_text(one.way.held.kinds[kind]) for one in shown)
+        for kind in kinds_of(case.way for case in shown):
+            sizes = (bytes_text(case.way.held.kinds[kind]) for case in shown)
             yield f"  {kind.replace('_', ': ')}", *sizes
-        yield "fits", *("yes" if one.way.fits else "no" for one in shown)
+        yield "fits", *("yes" if case.way.fits else "no" for case in shown)
 
-    def _against(self, one: Situation) -> str:
-        """Its seconds beside those of now."""
+    def _against(self, case: Situation) -> str:
+        """Return in words how the seconds of a situation differ from those of now."""
         now = self.now.way.seconds
-        if one is self.now or not now:
+        if case is self.now or not now:
             return ""
-        return f" ({change_text(now, one.way.seconds)})"
+        return f" ({change_text(now, case.way.seconds)})"
 
 
 def _rate(bandwidth: float) -> str:

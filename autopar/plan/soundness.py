@@ -1,7 +1,7 @@
-"""Sound: a plan from a file agrees with itself, and with the program it is attached to.
+"""Checks that a plan from a file agrees with itself, and with the program it is attached to.
 
-The schema has seen to it that everything is of its kind. Here: names exist, layouts fit, numbers
-that are said twice are the same, and nothing is left over.
+The schema has checked the types of everything. Checked here: names exist, layouts fit, numbers that
+stand in two places are the same, and nothing is left over.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.capture.marker import ANNOTATE
-from autopar.capture.regions import checkpoints, found
+from autopar.capture.regions import checkpoints
+from autopar.capture.regions import found as regions_in
 from autopar.errors import InvalidInput
 from autopar.layout import ParameterPlacement, TensorType
 from autopar.pipeline.pipelining import Pipelining
@@ -29,12 +30,12 @@ def require_sound(saved: SavedValue) -> None:
     """Refuse a plan that contradicts itself."""
     placed = saved.decisions.placeholders
     _require_names("parameters with places apart", saved.decisions.apart, placed, ())
-    kept = (*saved.fingerprint.parameters, *saved.fingerprint.buffers)
-    _require_names("parameters and buffers", saved.annotated, kept, ())
+    stored = (*saved.fingerprint.parameters, *saved.fingerprint.buffers)
+    _require_names("parameters and buffers", saved.annotated, stored, ())
     if saved.dynamic is not None:
-        roots = (one.root for one in saved.dynamic.dims)
+        roots = (dim.root for dim in saved.dynamic.dims)
         _require_names("dims that vary", roots, saved.dynamic.ranges, ())
-    for name in kept:
+    for name in stored:
         if name not in saved.types:
             _fail("a plan has a layout for each parameter and buffer", f"none for {name}")
     for name, type_ in saved.types.items():
@@ -70,7 +71,7 @@ def require_step(pipelining: Pipelining | None) -> None:
 
 
 def _require_places(saved: SavedValue, name: str, places: ParameterPlacement) -> None:
-    """Of a parameter that has more than one place."""
+    """Refuse places of a parameter that do not fit its tensor or each other."""
     type_ = saved.types[name]
     for layout in (places.storage, places.working, places.gradient, places.optimizer):
         layout.validate(type_.shape, saved.mesh)
@@ -118,7 +119,7 @@ def require_fitting(saved: SavedValue, captured: Captured) -> None:
     _require_names("values that go in", decisions.placeholders, placeholders, placeholders)
     _require_names("parameters", decisions.apart, captured.parameters, ())
     _require_names("annotations", decisions.fixed, markers, markers)
-    known = found(captured, decisions.recompute)
+    known = regions_in(captured, decisions.recompute)
     _require_names("regions that are recomputed", decisions.recompute, known, checkpoints(captured))
     _require_names("operators", decisions.strategies, calls, ())
     _require_names("annotated parameters", saved.annotated, set(captured.parameters.values()), ())
@@ -137,9 +138,9 @@ def require_fitting(saved: SavedValue, captured: Captured) -> None:
 
 
 def _require_names(
-    what: str, given: Iterable[str], known: Iterable[str], needed: Iterable[str]
+    what: str, names: Iterable[str], known: Iterable[str], needed: Iterable[str]
 ) -> None:
-    unknown, missing = set(given) - set(known), set(needed) - set(given)
+    unknown, missing = set(names) - set(known), set(needed) - set(names)
     for name in sorted(unknown | missing):
         is_missing = "is missing" if name in missing else "is not there"
         _fail(f"a plan names the {what} of its program", f"{name}, which {is_missing}")
@@ -161,10 +162,12 @@ def _require_rule(saved: SavedValue, captured: Captured, node: fx.Node) -> None:
 
 def require_apart(saved: SavedValue, apart: Mapping[str, ParameterPlacement]) -> None:
     """Refuse a plan that has parameters elsewhere than its states say."""
-    given = saved.decisions.apart
-    for name in dict.fromkeys([*given, *apart]):
-        if given.get(name) != apart.get(name):
-            got = f"{name}: {given.get(name)}, where {apart.get(name)} follows from {saved.states}"
+    of_file = saved.decisions.apart
+    for name in dict.fromkeys([*of_file, *apart]):
+        if of_file.get(name) != apart.get(name):
+            got = (
+                f"{name}: {of_file.get(name)}, where {apart.get(name)} follows from {saved.states}"
+            )
             _fail("the places of parameters follow from the states of a plan", got)
 
 

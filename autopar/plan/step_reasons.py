@@ -1,8 +1,8 @@
-"""Ways: why a step runs in this many stages, by this schedule, with states in these places.
+"""The reasons why a step runs in this many stages, by this schedule, with states in these places.
 
     print(plan.explain("stages"))        # or "schedule", "microbatches", "mesh", "states", ...
 
-Of what was weighed, the best with each other decision, all else free, and where it loses.
+Shown is the best of the weighed ways with each other decision, all else free, and where it loses.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ _SAME = 1e-9  # relative
 _AS_FAST = "is as fast"
 
 
-def _depth(one: Alternative) -> str:
-    return f"{counted(one.mesh[one.axis], 'rank')} deep" if one.axis else "no pipeline"
+def _depth(way: Alternative) -> str:
+    return f"{counted(way.mesh[way.axis], 'rank')} deep" if way.axis else "no pipeline"
 
 
-def _schedule(one: Alternative) -> str:
-    return schedule_words(one.schedule, dict(one.options)) if one.schedule else "no pipeline"
+def _schedule(way: Alternative) -> str:
+    return schedule_words(way.schedule, dict(way.options)) if way.schedule else "no pipeline"
 
 
-def _inside(one: Alternative) -> str:
-    if not one.axis:
-        return str(one.mesh)
-    stages = counted(one.mesh[one.axis], "stage")
-    return f"{one.mesh.without(one.axis)} in each of {stages}"
+def _inside(way: Alternative) -> str:
+    if not way.axis:
+        return str(way.mesh)
+    stages = counted(way.mesh[way.axis], "stage")
+    return f"{way.mesh.without(way.axis)} in each of {stages}"
 
 
-# What is explained of a whole plan, and what an alternative has for it.
+# The decisions about the whole step, and the value that an alternative has for each.
 QUESTIONS: Mapping[str, Callable[[Alternative], str]] = {
     "stages": _depth,
     "schedule": _schedule,
-    "microbatches": lambda one: counted(one.microbatches, "micro-batch"),
+    "microbatches": lambda way: counted(way.microbatches, "micro-batch"),
     "mesh": _inside,
-    "states": lambda one: str(one.states),
-    "recompute": lambda one: one.recompute or "nothing",
+    "states": lambda way: str(way.states),
+    "recompute": lambda way: way.recompute or "nothing",
 }
 
 
-# What is left only where memory is short.
+# Values that are left only where memory is short.
 _LEAST = {
     ("states", "whole"): "cut ones are looked at where memory is short",
     ("recompute", "nothing"): "nothing is computed twice",
@@ -91,23 +91,23 @@ class WayExplanation:
 
     @property
     def why(self) -> str:
-        """Why it was chosen, in a sentence."""
+        """The reason in a sentence that the chosen value won."""
         first, *rest = self._reason()
         return first + (f": {'; '.join(rest)}" if rest else "")
 
     def _reason(self) -> list[str]:
-        """The same in parts."""
+        """Return the reason in parts."""
         if not self.others:
             return [self._alone()]
         first = self.others[0]
         if not first.best.fits:
             return [f"nothing else that was built fits into {bytes_text(self.limit)}"]
-        takes, *rest = self._told(first.best)
+        takes, *rest = self._differences(first.best)
         rest += ["of equals the first that was found is taken"] if takes == _AS_FAST else []
         return [f"the next, {first.value}, {takes}", *rest]
 
     def _alone(self) -> str:
-        """Why there is no other."""
+        """Return why no other value was weighed."""
         if least := _LEAST.get((self.name, self.chosen)):
             held = f"{bytes_text(self.way.memory)} of {bytes_text(self.limit)}"
             return f"nothing else was weighed: {least}, and {held} are held with it"
@@ -124,76 +124,76 @@ class WayExplanation:
         return "nothing else was weighed: it was asked for, or there is no other"
 
     def against(self, other: Alternative) -> str:
-        """What another way takes beside the one that was chosen, and where it loses and wins."""
-        first, *rest = self._told(other)
+        """Return in words what another way takes compared with the chosen one, and why."""
+        first, *rest = self._differences(other)
         return first + (f": {'; '.join(rest)}" if rest else "")
 
-    def _told(self, other: Alternative) -> list[str]:
+    def _differences(self, other: Alternative) -> list[str]:
         more = _more(self.way.seconds, other.seconds)
-        told = [f"takes {more}" if more else _AS_FAST]
+        texts = [f"takes {more}" if more else _AS_FAST]
         if (ran := self.ran.get(self.way.how)) and (other_ran := self.ran.get(other.how)):
-            told = [
+            texts = [
                 f"took {_more(ran, other_ran) or 'as long'} when both were run",
                 f"was predicted to take {more or 'as long'}",
             ]
-        told += [f"{what} {parts}" for what, parts in self._changes(other).items() if parts]
-        held, own = bytes_text(other.memory), bytes_text(self.way.memory)
+        texts += [f"{what} {parts}" for what, parts in self._changes(other).items() if parts]
+        held, held_now = bytes_text(other.memory), bytes_text(self.way.memory)
         if not other.fits:
-            told.append(f"but holds {held} of {bytes_text(self.limit)}")
-        elif held != own:
-            told.append(f"holds {held}, not {own}")
-        return told
+            texts.append(f"but holds {held} of {bytes_text(self.limit)}")
+        elif held != held_now:
+            texts.append(f"holds {held}, not {held_now}")
+        return texts
 
     @property
     def _too_large(self) -> list[WeighedValue]:
-        """The fastest that would be faster, if it had room."""
-        left = (one for one in self.others[_IN_WORDS:] if not one.best.fits)
-        return [one for one in left if one.best.seconds < self.way.seconds][:1]
+        """The fastest value that would be faster, if it had room."""
+        without_room = (value for value in self.others[_IN_WORDS:] if not value.best.fits)
+        return [value for value in without_room if value.best.seconds < self.way.seconds][:1]
 
     def _changes(self, other: Alternative) -> dict[str, str]:
-        """The parts of a step in which it loses, and wins, those that weigh most first."""
+        """Return the parts of a step in which another way loses, and wins, the largest first."""
         before, after = self.way.cost.parts, other.cost.parts
-        found = {name: after[name] - before[name] for name in before}
-        told = [name for name in found if abs(found[name]) > 1e-3 * self.way.seconds]
-        told.sort(key=lambda name: -abs(found[name]))
-        words = {name: f"{name} {seconds_text(abs(found[name]))}" for name in told}
+        changes = {name: after[name] - before[name] for name in before}
+        shown = [name for name in changes if abs(changes[name]) > 1e-3 * self.way.seconds]
+        shown.sort(key=lambda name: -abs(changes[name]))
+        words = {name: f"{name} {seconds_text(abs(changes[name]))}" for name in shown}
         return {
-            "loses": ", ".join(words[name] for name in told if found[name] > 0),
-            "wins": ", ".join(words[name] for name in told if found[name] < 0),
+            "loses": ", ".join(words[name] for name in shown if changes[name] > 0),
+            "wins": ", ".join(words[name] for name in shown if changes[name] < 0),
         }
 
     def to_json(self) -> dict[str, Any]:
-        """All that was weighed."""
+        """Return all weighed values as plain data."""
         others = [
             {"value": o.value, "count": o.count, "parts": o.best.cost.parts, **write(o.best)}
             for o in self.others
         ]
-        own = {"parts": self.way.cost.parts, **write(self.way)}
+        way = {"parts": self.way.cost.parts, **write(self.way)}
         words = {"name": self.name, "chosen": self.chosen, "why": self.why}
         more = {"left_out": dict(self.left_out), "meshes": write(self.meshes)}
-        return {**words, "way": own, "others": others, **more}
+        return {**words, "way": way, "others": others, **more}
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.chosen}", *self._fastest(), *_lines(self._reason())]
         if self.is_cut_short:
             lines.append("  the search ended early: what was not weighed may be better")
-        for one in (*self.others[1:_IN_WORDS], *self._too_large):
-            takes, *rest = self._told(one.best)
-            lines += _lines([f"{one.value} {takes}", *rest])
+        for other in (*self.others[1:_IN_WORDS], *self._too_large):
+            takes, *rest = self._differences(other.best)
+            lines += _lines([f"{other.value} {takes}", *rest])
         if self.others:
             lines += ["", *titled(self._rows(), _LISTED)]
         if self.meshes:
-            own = self.way.mesh.without(self.way.axis) if self.way.axis else self.way.mesh
+            inner = self.way.mesh.without(self.way.axis) if self.way.axis else self.way.mesh
             lines += ["", "  meshes by the search for layouts (* taken)"]
-            lines += table(rows_of_meshes(self.meshes, own), _LISTED)
+            lines += table(rows_of_meshes(self.meshes, inner), _LISTED)
         if self.left_out:
             words = f"  ruled out by bounds, unbuilt: {left_out_words(self.left_out)}"
             lines += ["", *wrapped(words)]
         return "\n".join(lines)
 
     def _fastest(self) -> list[str]:
-        """What it takes, if nothing that fits takes less."""
-        fitting = [one.best.seconds for one in self.others if one.best.fits]
+        """Return a line with the seconds of the chosen way, if nothing that fits takes less."""
+        fitting = [other.best.seconds for other in self.others if other.best.fits]
         if ran := self.ran.get(self.way.how):
             return [f"  the fastest that was run: {seconds_text(ran)} a step when it was measured"]
         if not fitting or min(fitting) < self.way.seconds * (1 - _SAME):
@@ -202,43 +202,43 @@ class WayExplanation:
         return [f"  the fastest that fits: {seconds_text(self.way.seconds)} a step, {held}"]
 
     def _rows(self) -> list[tuple[str, ...]]:
-        own = WeighedValue(self.chosen, self.way, 1)
-        found = [own, *self.others]
-        widest = max(len(one.value) for one in found)
-        names = [f"{one.value:<{widest}}  {self._rest(one)}" for one in found]
-        return rows_of([one.best for one in found], names, self.way)
+        values = [WeighedValue(self.chosen, self.way, 1), *self.others]
+        widest = max(len(weighed.value) for weighed in values)
+        names = [f"{weighed.value:<{widest}}  {self._rest(weighed.best)}" for weighed in values]
+        return rows_of([weighed.best for weighed in values], names, self.way)
 
-    def _rest(self, one: WeighedValue) -> str:
-        """How the best with one decision runs besides."""
-        mesh = "" if self.name == "mesh" else str(one.best.mesh)
-        return ": ".join(part for part in (mesh, one.best.said(self.name)) if part)
+    def _rest(self, way: Alternative) -> str:
+        """Return in words how a way runs, apart from the decision that is explained."""
+        mesh = "" if self.name == "mesh" else str(way.mesh)
+        return ": ".join(part for part in (mesh, way.said(self.name)) if part)
 
 
 def explain_way(plan: PlanValue, name: str) -> WayExplanation:
     """The explanation of one of the `QUESTIONS`."""
     limit = plan.cluster.device.memory if plan.limit is None else plan.limit
-    ask, way = QUESTIONS[name], plan.alternative(limit)
+    value_of, way = QUESTIONS[name], plan.alternative(limit)
     weighed = plan.alternatives
-    if name == "mesh" and (beside := next_mesh(plan, limit)) is not None:
-        weighed = (*weighed, beside)
-    found: dict[str, list[Alternative]] = {}
-    for one in weighed:
-        found.setdefault(ask(one), []).append(one)
-    chosen = ask(way)
+    if name == "mesh" and (other_mesh := next_mesh(plan, limit)) is not None:
+        weighed = (*weighed, other_mesh)
+    by_value: dict[str, list[Alternative]] = {}
+    for alternative in weighed:
+        by_value.setdefault(value_of(alternative), []).append(alternative)
+    chosen = value_of(way)
     others = [
         WeighedValue(value, _best(ways), len(ways))
-        for value, ways in found.items()
+        for value, ways in by_value.items()
         if value != chosen
     ]
-    others.sort(key=lambda one: (not one.best.fits, one.best.seconds))
+    others.sort(key=lambda other: (not other.best.fits, other.best.seconds))
     considered = () if plan.search is None or name != "mesh" else plan.search.considered
-    about = limit, plan.left_out, plan.search is not None
     return WayExplanation(
         name,
         chosen,
         way,
         tuple(others),
-        *about,
+        limit,
+        plan.left_out,
+        searched=plan.search is not None,
         meshes=tuple(considered),
         is_cut_short=plan.search is not None and plan.search.interrupted,
         has_loss=plan.loss is not None,
@@ -247,7 +247,7 @@ def explain_way(plan: PlanValue, name: str) -> WayExplanation:
 
 
 def _more(before: float, after: float) -> str:
-    """By how much something takes more or less; empty: by nothing."""
+    """Return in words by how much a time grows or shrinks; empty for no change."""
     more = after - before
     if abs(more) <= _SAME * before:
         return ""
@@ -256,10 +256,10 @@ def _more(before: float, after: float) -> str:
 
 
 def _best(ways: Sequence[Alternative]) -> Alternative:
-    return min(ways, key=lambda one: (not one.fits, one.seconds))
+    return min(ways, key=lambda way: (not way.fits, way.seconds))
 
 
-def _lines(told: Sequence[str]) -> list[str]:
-    """A reason and its parts, one below the other."""
-    first, *rest = told
+def _lines(texts: Sequence[str]) -> list[str]:
+    """Return a reason and its parts as lines, one below the other."""
+    first, *rest = texts
     return [*wrapped(f"  {first}"), *(line for part in rest for line in wrapped(f"    {part}"))]

@@ -1,4 +1,4 @@
-"""What if: a plan on other machines, or with inputs of other sizes, priced at once.
+"""The price of a plan on other machines, or with inputs of other sizes.
 
     print(plan.what_if(nodes=4))         # or bandwidth="2x", sequence=32768, memory="40GB", ...
     print(plan.what_if(nodes=4, batch="2x", search=True))
@@ -36,7 +36,7 @@ from autopar.text.progress import reporter
 from autopar.text.units import LEAST_MEMORY, counted, read_bytes, read_rate, scaled
 
 Change = float | str  # what something becomes, or how many times as much, as "2x"
-_BYTES = {"bandwidth": "B/s", "inside": "B/s", "memory": "B"}  # what is said with a unit
+_BYTES = {"bandwidth": "B/s", "inside": "B/s", "memory": "B"}  # the changes that have a unit
 _SEQUENCE = (
     "a sequence: the second dim of tokens that look up rows, or of (batch, sequence, features), "
     "where no weight is as long as it"
@@ -46,7 +46,7 @@ _TIMES = re.compile(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*x\s*", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class _Changes:
-    """What is asked, as it is given."""
+    """The changes that a user asks for, as they were given."""
 
     nodes: Change | None
     bandwidth: Change | None
@@ -56,8 +56,8 @@ class _Changes:
     memory: Change | None
 
     def __str__(self) -> str:
-        said = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ", ".join(f"{n} {_said(n, v)}" for n, v in said.items() if v is not None)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ", ".join(f"{n} {_text(n, v)}" for n, v in values.items() if v is not None)
 
 
 CHANGES = tuple(field.name for field in fields(_Changes))
@@ -76,25 +76,33 @@ def what_if(
     search: bool = False,
     seconds: float | None = SECONDS,
 ) -> WhatIf:
-    """What a step of the same decisions would take with this many `nodes`, this `bandwidth` of each
-    node's way out, and of links `inside` of nodes (bytes/s), with inputs of another `batch` or
-    `sequence`, and whether they fit into this `memory` of each device. Each is a number, of bytes
-    also as "100GB/s" and "40GB", or how many times as much: "2x".
+    """Return what a step of the same decisions would take on other machines or sizes.
 
-    With the nodes grows the axis of the mesh that cuts the batch (or else the sequence), and the
-    global batch stays, if not told otherwise. `search`: decide anew there, too, all free,
-    within so many `seconds`, as `plan` does."""
+    Each change is a number, for bytes also a text such as "40GB", or how many times as much: "2x".
+    With the nodes grows the axis of the mesh that cuts the batch (or else the sequence); the global
+    batch stays, unless `batch` changes it.
+
+    Args:
+        nodes: The number of nodes. None: as now, like all that follow.
+        bandwidth: Bytes a second of each node's way out. Example: "100GB/s".
+        inside: Bytes a second of links inside of nodes.
+        batch: The size of the global batch.
+        sequence: The length of sequences.
+        memory: Bytes of each device. Example: "40GB".
+        search: Decide anew in that situation, too, with everything free. Default: False.
+        seconds: The CPU seconds that this search may take. None: no limit.
+    """
     require_seconds("seconds", seconds)
-    asked = _Changes(nodes, bandwidth, inside, batch, sequence, memory)
-    if not str(asked):
+    changes = _Changes(nodes, bandwidth, inside, batch, sequence, memory)
+    if not str(changes):
         raise InvalidInput(
             "what_if() is told what is different",
             got="nothing of it",
             remedy='plan.what_if(nodes=4), or bandwidth="2x", sequence=32768',
         )
-    cluster, limit = _cluster(plan.cluster, asked, search), _limit(plan)
-    if asked.memory is not None:
-        cluster = _with_memory(cluster, asked.memory, limit)
+    cluster, limit = _cluster(plan.cluster, changes, search=search), _limit(plan)
+    if changes.memory is not None:
+        cluster = _with_memory(cluster, changes.memory, limit)
         limit = cluster.device.memory
     now, whole = sizes_of(plan.original), plan.original
     wanted = Sizes(
@@ -102,39 +110,47 @@ def what_if(
         _size("sequence", sequence, now.sequence, _SEQUENCE, whole),
     )
     whole = whole if wanted == now else _of_sizes(whole, now, wanted)
-    found, why, note = _carried_over(plan, cluster, whole, search)
-    searched, failed = None, ""
-    if search:
-        searched, failed, early = _searched(plan, cluster, limit, whole, seconds)
-        note = "; ".join(filter(None, (note, "the search ended early" if early else "")))
-    if searched is not None and found is not None and found.fits(limit):
-        searched = min(found, searched, key=lambda one: one.seconds)
+    then = _carried_over(plan, cluster, whole, search=search)
+    searched = _searched(plan, cluster, limit, whole, seconds) if search else _Outcome()
+    best = searched.candidate
+    if best is not None and then.candidate is not None and then.candidate.fits(limit):
+        best = min(then.candidate, best, key=lambda candidate: candidate.seconds)
     return WhatIf(
-        asked=str(asked),
-        note=note,
+        asked=str(changes),
+        note="; ".join(filter(None, (then.note, searched.note))),
         now=Situation.of(plan, _limit(plan), now),
-        then=None if found is None else Situation.of(found, limit, wanted),
-        refused=why,
-        searched=None if searched is None else Situation.of(searched, limit, wanted),
-        not_found=failed,
+        then=then.situation(limit, wanted),
+        refused=then.refused,
+        searched=replace(searched, candidate=best).situation(limit, wanted),
+        not_found=searched.refused,
     )
 
 
-def _carried_over(
-    plan: PlanValue, cluster: Cluster, whole: Captured, search: bool
-) -> tuple[Candidate | None, str, str]:
-    """The plan there, or why it cannot be; and what is said of it. Refused without a search."""
+@dataclass(frozen=True)
+class _Outcome:
+    """A candidate for the other situation, or why there is none, and a note for the user."""
+
+    candidate: Candidate | None = None
+    refused: str = ""
+    note: str = ""
+
+    def situation(self, limit: float, sizes: Sizes) -> Situation | None:
+        return None if self.candidate is None else Situation.of(self.candidate, limit, sizes)
+
+
+def _carried_over(plan: PlanValue, cluster: Cluster, whole: Captured, *, search: bool) -> _Outcome:
+    """Take the decisions of a plan over; raise if they cannot be and nothing is searched."""
     try:
         ranks, note = _grown(plan, cluster)
-        return moved(plan, cluster, ranks, whole), "", note
+        return _Outcome(moved(plan, cluster, ranks, whole), note=note)
     except InvalidInput as error:
         if not search:
             raise
-        return None, f"{error.rule}: {error.got}", ""
+        return _Outcome(refused=f"{error.rule}: {error.got}")
 
 
 def _grown(plan: PlanValue, cluster: Cluster) -> tuple[dict[str, int], str]:
-    """The ranks of the axis that grows with the nodes, and what is said of it."""
+    """Return the ranks of the axis that grows with the nodes, and a note on it."""
     before, after = len(plan.cluster.nodes), len(cluster.nodes)
     if before == after:
         return {}, ""
@@ -143,15 +159,15 @@ def _grown(plan: PlanValue, cluster: Cluster) -> tuple[dict[str, int], str]:
         if ranks and not rest:
             words = f"goes from {plan.mesh[axis]} to {counted(ranks, 'rank')}"
             return {axis: ranks}, f"{axis}, along which all ranks do the same, {words}"
-    found = data_axis(plan, sizes_of(plan.original).sequence)
+    growing = data_axis(plan, sizes_of(plan.original).sequence)
     remedy = "search=True, which decides anew"
-    if found is None:
+    if growing is None:
         raise InvalidInput(
             "with the nodes grows the axis of the mesh that cuts the batch or the sequence",
             got=f"{plan.whole_mesh}, of which no axis does",
             remedy=remedy,
         )
-    axis, what = found
+    axis, what = growing
     ranks, rest = divmod(plan.mesh[axis] * after, before)
     if rest or not ranks:
         raise InvalidInput(
@@ -167,8 +183,8 @@ def _grown(plan: PlanValue, cluster: Cluster) -> tuple[dict[str, int], str]:
 
 def _searched(
     plan: PlanValue, cluster: Cluster, limit: float, whole: Captured, seconds: float | None
-) -> tuple[Candidate | None, str, bool]:
-    """The best there is there, or why there is none; and whether the search ended early."""
+) -> _Outcome:
+    """Search for the best candidate in the other situation."""
     model, axis = whole.example.model, AXIS if plan.pipelining is None else plan.pipelining.axis
     parts = 1 if batch_statistics(whole) else None  # more would change the loss
     free = cluster if has_world() else replace(cluster, used=())
@@ -183,12 +199,12 @@ def _searched(
             best, _ = choice.best()
         refuse_random(whole, best.whole_mesh, best.microbatches)
     except (InvalidInput, NothingFits) as error:
-        return None, f"{error.rule}: {error.got}", False
-    return best, "", bool(choice.ended)
+        return _Outcome(refused=f"{error.rule}: {error.got}")
+    return _Outcome(best, note="the search ended early" if choice.ended else "")
 
 
 def _of_sizes(planned: Captured, now: Sizes, wanted: Sizes) -> Captured:
-    """The program of the same model with other inputs."""
+    """Return the program of a model, captured again with inputs of other sizes."""
     example = planned.example
     args, kwargs = resized(example.args, example.kwargs, now, wanted)
     try:
@@ -207,37 +223,45 @@ def _limit(plan: PlanValue) -> float:
     return plan.cluster.device.memory if plan.limit is None else plan.limit
 
 
-def _cluster(now: Cluster, asked: _Changes, search: bool) -> Cluster:
-    """The machines there, of which a search may use others than now."""
-    count = len(now.nodes) if asked.nodes is None else _count("nodes", asked.nodes, len(now.nodes))
+def _cluster(now: Cluster, changes: _Changes, *, search: bool) -> Cluster:
+    """Return the changed machines, of which a search may use others than now."""
+    count = len(now.nodes)
+    if changes.nodes is not None:
+        count = _count("nodes", changes.nodes, count)
     if len({*now.nodes}) > 1 and count != len(now.nodes):
         raise InvalidInput(
             "nodes are added to, or taken from, a cluster of equal ones",
             got=f"{now.name}, of several kinds",
             remedy="plan again for the other cluster",
         )
-    made = now if count == len(now.nodes) else replace(now, nodes=now.nodes[:1] * count, used=())
-    if asked.bandwidth is not None:
-        if len((made if search else made.in_use).nodes) == 1:
+    cluster = now
+    if count != len(now.nodes):
+        cluster = replace(now, nodes=now.nodes[:1] * count, used=())
+    if changes.bandwidth is not None:
+        if len((cluster if search else cluster.in_use).nodes) == 1:
             raise InvalidInput(
                 "bandwidth is that between nodes",
-                got=f"{asked.bandwidth} on one node",
+                got=f"{changes.bandwidth} on one node",
                 remedy="inside= for links in a node, or nodes=2 beside it",
             )
-        rate = _changed("bandwidth", asked.bandwidth, made.network.bandwidth)
-        made = replace(made, network=replace(made.network, bandwidth=rate))
-    if asked.inside is None:
-        return made
-    links = {node: _changed("inside", asked.inside, node.link.bandwidth) for node in {*made.nodes}}
+        rate = _changed("bandwidth", changes.bandwidth, cluster.network.bandwidth)
+        cluster = replace(cluster, network=replace(cluster.network, bandwidth=rate))
+    if changes.inside is None:
+        return cluster
+    rates = {
+        node: _changed("inside", changes.inside, node.link.bandwidth) for node in {*cluster.nodes}
+    }
     nodes = tuple(
-        replace(node, link=replace(node.link, bandwidth=links[node])) for node in made.nodes
+        replace(node, link=replace(node.link, bandwidth=rates[node])) for node in cluster.nodes
     )
-    return replace(made, nodes=nodes)
+    return replace(cluster, nodes=nodes)
 
 
 def _with_memory(cluster: Cluster, memory: Change, limit: float) -> Cluster:
-    """The same machines, each device with other memory; now it has all of its own, or as much as a
-    plan was to keep to."""
+    """Return a cluster whose devices have other memory.
+
+    A factor multiplies what a device has, or the `limit` that the plan was to keep to.
+    """
     is_own = limit == cluster.device.memory
     nodes = tuple(
         replace(
@@ -253,26 +277,26 @@ def _with_memory(cluster: Cluster, memory: Change, limit: float) -> Cluster:
 
 
 def _size(
-    name: str, given: Change | None, now: int | None, what: str, captured: Captured
+    name: str, change: Change | None, now: int | None, what: str, captured: Captured
 ) -> int | None:
-    """Of the inputs; None where they have no such dim."""
-    if given is None:
+    """Return a changed size of the inputs; None where they have no such dim."""
+    if change is None:
         return now
     if now is None:
         nodes = (node for node in captured.graph.nodes if node.name in captured.inputs)
         types = [info(node).val for node in nodes]
-        inputs = ", ".join(str(TensorType.of(one, Layout.replicated(one.ndim))) for one in types)
+        inputs = ", ".join(str(TensorType.of(val, Layout.replicated(val.ndim))) for val in types)
         raise InvalidInput(
             f"{name} is for inputs with {what}",
-            got=f"{name}={given!r} for {inputs or 'no tensor'}, which has none that can be told",
+            got=f"{name}={change!r} for {inputs or 'no tensor'}, which has none that can be told",
             remedy="plan(model, args) with inputs of the other size",
         )
-    return _count(name, given, now)
+    return _count(name, change, now)
 
 
-def _count(name: str, given: Change, now: int) -> int:
-    """A whole number."""
-    value = _changed(name, given, now)
+def _count(name: str, change: Change, now: int) -> int:
+    """Return a changed whole number."""
+    value = _changed(name, change, now)
     if value != round(value):
         raise InvalidInput(
             f"{name} is a whole number", got=f"{value:g}", remedy=f"{name}={2 * now}"
@@ -280,35 +304,35 @@ def _count(name: str, given: Change, now: int) -> int:
     return round(value)
 
 
-def _changed(name: str, given: Any, now: float) -> float:
-    """What is given, or so many times what is now."""
-    value = _read(name, given, now)
+def _changed(name: str, change: Any, now: float) -> float:
+    """Return the number that a change gives, or its factor times `now`."""
+    value = _read(name, change, now)
     least = LEAST_MEMORY if name in _BYTES else 0  # who says less has meant another unit
     if not least < value < math.inf:
         other = f'"100G{_BYTES[name]}"' if name in _BYTES else f"{2 * now:g}"
         other += ' (or "400Gb/s", of bits)' if _BYTES.get(name) == "B/s" else ""
         raise InvalidInput(
             f"{name} is a number above {least}, or how many times as much as now",
-            got=repr(given),
+            got=repr(change),
             remedy=f'{name}={other}, or {name}="2x"',
         )
     return value
 
 
-def _read(name: str, given: Any, now: float) -> float:
-    if not isinstance(given, str):
-        return read_bytes(given)
-    if match := _TIMES.fullmatch(given):
+def _read(name: str, change: Any, now: float) -> float:
+    if not isinstance(change, str):
+        return read_bytes(change)
+    if match := _TIMES.fullmatch(change):
         return float(match[1]) * now
     if name in _BYTES:
-        return read_rate(given) if _BYTES[name] == "B/s" else read_bytes(given)
+        return read_rate(change) if _BYTES[name] == "B/s" else read_bytes(change)
     with suppress(ValueError):
-        return float(given)
+        return float(change)
     return math.nan
 
 
-def _said(name: str, given: Any) -> str:
-    """What is given, as people write it."""
-    if isinstance(given, str) or not math.isfinite(read_bytes(given)):
-        return str(given)
-    return scaled(given, _BYTES[name]) if name in _BYTES else f"{given:.15g}"
+def _text(name: str, change: Any) -> str:
+    """Return a change as people write it."""
+    if isinstance(change, str) or not math.isfinite(read_bytes(change)):
+        return str(change)
+    return scaled(change, _BYTES[name]) if name in _BYTES else f"{change:.15g}"

@@ -17,7 +17,7 @@ from autopar.passes.flow import Flow, copy_subgraph
 from autopar.passes.restaging import cut_like
 from autopar.pipeline.schedule import forward_only
 from autopar.plan.plan import Plan
-from autopar.plan.restaged import restaged
+from autopar.plan.restaged import restage
 from tests import models
 from tests.models import Case, shared
 from tests.pipeline.models import share_captures  # noqa: F401
@@ -35,12 +35,12 @@ def planned(case: Case, **options) -> Plan:
 def test_the_plans_own_program_has_the_stages_that_it_has(name, options):
     plan = planned(shared(name, layers=4) if name == "gpt" else shared(name), **options)
     program = replace(plan.program, pipelining=None, stages=())
-    found, expected = restaged(plan, program), plan.program
-    assert found.schedule == expected.schedule
-    assert [str(Listing(one.graph)) for one in found.stages] == [
+    restaged, expected = restage(plan, program), plan.program
+    assert restaged.schedule == expected.schedule
+    assert [str(Listing(one.graph)) for one in restaged.stages] == [
         str(Listing(one.graph)) for one in expected.stages
     ]
-    assert [(s.receives, s.sends, s.outputs, s.loss, s.statistics) for s in found.stages] == [
+    assert [(s.receives, s.sends, s.outputs, s.loss, s.statistics) for s in restaged.stages] == [
         (s.receives, s.sends, s.outputs, s.loss, s.statistics) for s in expected.stages
     ]
 

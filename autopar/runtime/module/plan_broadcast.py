@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError, InvalidInput, said
 from autopar.plan.plan import Plan, SavedPlan
-from autopar.plan.plan_diff import compare, said_as
+from autopar.plan.plan_diff import compare, setting_name
 from autopar.plan.saved_value import deciding
 from autopar.runtime.backends.world import joined
 
@@ -102,7 +102,7 @@ def require_equal_plan(own: Plan, first: SavedPlan) -> Plan:
     differences = own.fingerprint.differences(first.fingerprint)
     if not differences:
         diff = compare(own, first)
-        own_of_ranks = {said_as(one) for one in deciding() if one.metadata.get("is_of_rank")}
+        own_of_ranks = {setting_name(one) for one in deciding() if one.metadata.get("is_of_rank")}
         if _stage_order(own) == _stage_order(first):
             own_of_ranks.add("pipeline")
         settings = {name: pair for name, pair in diff.settings.items() if name not in own_of_ranks}

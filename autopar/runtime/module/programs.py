@@ -29,7 +29,12 @@ from autopar.capture.failure import check_call, require_one_dtype
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.capture.plain_tensors import is_plain
 from autopar.errors import InvalidInput
-from autopar.plan.companion_plan import follow_beside, plan_beside, resize, staged_beside
+from autopar.plan.companion_plan import (
+    follow_companion,
+    plan_companion,
+    resize_companion,
+    stage_companion,
+)
 from autopar.plan.plan import Plan
 from autopar.planner.verdict import require_rules, tell
 from autopar.runtime.backends.backend import Backend
@@ -234,12 +239,13 @@ class Programs(Sequence[RunningProgram]):
 
             def decide() -> Plan:
                 if sizes is not None:
-                    return resize(plan, sizes.first.plan, captured, is_step, inputs)
-                return plan_beside(plan, captured, is_step, inputs)
+                    like = sizes.first.plan
+                    return resize_companion(plan, like, captured, is_step=is_step, inputs=inputs)
+                return plan_companion(plan, captured, is_step=is_step, inputs=inputs)
 
-            follow = partial(follow_beside, plan, captured, is_step)
+            follow = partial(follow_companion, plan, captured, is_step=is_step)
             made = agree_on_plan(decide, follow) if _is_among_others(backend) else decide()
-            made = staged_beside(plan, made, is_step)
+            made = stage_companion(plan, made, is_step=is_step)
             tell(captured, made, sizes.first.plan if sizes is not None else plan)
         with backend.guard():
             both = plan.batches is None and plan.pipelining is None
@@ -270,8 +276,9 @@ class Programs(Sequence[RunningProgram]):
             is_local = first.backend.local_inputs
             inputs = input_layouts(first.plan, captured) if is_local else None
             with first.backend.guard(agreed=True):
-                made = resize(first.plan, running.plan, captured, False, inputs)
-                made = staged_beside(first.plan, made, is_step=False)
+                like = running.plan
+                made = resize_companion(first.plan, like, captured, is_step=False, inputs=inputs)
+                made = stage_companion(first.plan, made, is_step=False)
             with first.backend.guard():
                 running.inside = made, first.backend.beside(made.program, plainly=True)
         return running.inside
