@@ -88,10 +88,10 @@ def piece_call(
         if 0 in lengths:
             shapes = [list(t.layout.local_shape(t.shape, mesh, rank)) for t in flat_values(types)]
             dtypes = [type_.dtype for type_ in flat_values(types)]
-            learns = info(node).differentiable
+            learns = {"learns": info(node).differentiable}
             if has_results(node):
-                return zero_results, (shapes, dtypes, learns, *node.all_input_nodes), {}
-            return zero_result, (shapes[0], dtypes[0], learns, *node.all_input_nodes), {}
+                return zero_results, (shapes, dtypes, *node.all_input_nodes), learns
+            return zero_result, (shapes[0], dtypes[0], *node.all_input_nodes), learns
     # Every reshape that looks at sizes becomes `reshape`.
     function = torch.ops.aten.reshape.default if traits.as_reshape else node.target
     args, kwargs = localize_arguments(node, types, mesh, rank)

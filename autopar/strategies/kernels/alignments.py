@@ -1,7 +1,7 @@
 """Losses of sequences over all their alignments with a target, a row for each sample.
 
-torch's own operator makes room for the longest target, which only values tell. This one keeps what
-it reads, and goes over the alignments again in backward.
+torch's operator allocates by the longest target, which only values tell. This one keeps its inputs,
+and goes over the alignments again in backward.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ def ctc_losses(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    lengths = input_lengths, target_lengths
-    losses, _ = aten._ctc_loss.Tensor(log_probs, targets, *lengths, blank, zero_infinity)
+    """Return the loss of each sample."""
+    losses, _ = aten._ctc_loss.Tensor(
+        log_probs, targets, input_lengths, target_lengths, blank, zero_infinity
+    )
     return losses.masked_fill(losses == torch.inf, 0) if zero_infinity else losses
 
 
@@ -38,9 +40,10 @@ def ctc_slopes(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    given = log_probs, targets, input_lengths, target_lengths
-    losses, alpha = aten._ctc_loss.Tensor(*given, blank, zero_infinity)
-    return aten._ctc_loss_backward.Tensor(slope, *given, losses, alpha, blank, zero_infinity)
+    """Return the gradient of `log_probs`, from the gradient `slope` of the losses."""
+    sequences = [log_probs, targets, input_lengths, target_lengths]
+    losses, alpha = aten._ctc_loss.Tensor(*sequences, blank, zero_infinity)
+    return aten._ctc_loss_backward.Tensor(slope, *sequences, losses, alpha, blank, zero_infinity)
 
 
 @ctc_losses.register_fake
@@ -59,8 +62,8 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-    given = ctc_slopes(slope, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity)
-    return given, None, None, None, None, None
+    of_log_probs = ctc_slopes(slope, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity)
+    return of_log_probs, None, None, None, None, None
 
 
 ctc_losses.register_autograd(_backward, setup_context=_remember)

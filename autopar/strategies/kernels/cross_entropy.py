@@ -13,7 +13,7 @@ so three numbers of each piece of the classes are enough: the local lse, and its
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The loss of each element, 0 where the target is `ignore_index`."""
+    """Return the loss of each element, 0 where the target is `ignore_index`."""
     classes = logits.shape[-1]
     losses = F.cross_entropy(
         logits.reshape(-1, classes),
@@ -43,7 +43,7 @@ def cross_entropy(
 
 
 def count_targets(target: Tensor, weight: Tensor | None = None, ignore_index: int = -100) -> Tensor:
-    """What a mean loss divides by: the number (or the weight) of targets not ignored."""
+    """Return the divisor of a mean loss: the number (or the weight) of targets not ignored."""
     counted = target != ignore_index
     if weight is None:
         return counted.sum()
@@ -51,7 +51,7 @@ def count_targets(target: Tensor, weight: Tensor | None = None, ignore_index: in
 
 
 def count_classes(target: Tensor, classes: int, ignore_index: int = -100) -> Tensor:
-    """How many targets are of each class, of those not ignored."""
+    """Return how many targets are of each class, without the ignored ones."""
     counted = (target != ignore_index).reshape(-1)
     index = target.reshape(-1).masked_fill(~counted, 0)
     counts = torch.zeros(classes, dtype=torch.int64, device=target.device)
@@ -67,7 +67,7 @@ def cross_entropy_part(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """What the classes `start` and on add to the loss: [..., 3] of lse, Q and W."""
+    """Return the share of the classes from `start` on in the loss: [..., 3] of lse, Q and W."""
     return _CrossEntropyPart.apply(
         logits, target, weight, start, classes, ignore_index, label_smoothing
     )
@@ -80,7 +80,7 @@ def cross_entropy_combine(
     ignore_index: int = -100,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The losses from the columns of all `count` pieces side by side, [..., 3 * count]."""
+    """Return the losses from the columns of all `count` pieces side by side, [..., 3 * count]."""
     lse, share, weight = parts.view(*target.shape, count, COLUMNS).unbind(-1)
     losses = weight.sum(-1) * torch.logsumexp(lse, -1) - share.sum(-1)
     losses = losses.masked_fill(target == ignore_index, 0)
@@ -90,8 +90,8 @@ def cross_entropy_combine(
 def cross_entropy_part_call(
     args: tuple[Any, ...], kwargs: dict[str, Any], start: int, classes: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `cross_entropy_part` from those of a localised `cross_entropy`."""
-    logits, target, weight, ignore_index, smoothing = _arguments(*args, **kwargs)
+    """Return arguments of `cross_entropy_part` from those of a localised `cross_entropy`."""
+    logits, target, weight, ignore_index, smoothing = _Arguments(*args, **kwargs)
     return (logits, target, weight, start, classes, ignore_index, smoothing), {}
 
 
@@ -102,23 +102,21 @@ def cross_entropy_combine_call(
     parts: int,
     dtype: torch.dtype | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `cross_entropy_combine` from those of a localised `cross_entropy`."""
-    _, target, _, ignore_index, _ = _arguments(*args, **kwargs)
+    """Return arguments of `cross_entropy_combine` from those of a localised `cross_entropy`."""
+    _, target, _, ignore_index, _ = _Arguments(*args, **kwargs)
     return (gathered, target, parts, ignore_index, dtype), {}
 
 
-def _arguments(
-    logits: Any,
-    target: Any,
-    weight: Any = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> tuple[Any, Any, Any, int, float]:
-    return logits, target, weight, ignore_index, label_smoothing
+class _Arguments(NamedTuple):
+    logits: Any
+    target: Any
+    weight: Any = None
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
 
 
 class _CrossEntropyPart(torch.autograd.Function):
-    """Keeps the logits and two numbers a row; its backward is one pass over the logits."""
+    """The share of a piece of the classes; backward is one pass over the logits."""
 
     @staticmethod
     def forward(
@@ -133,15 +131,15 @@ class _CrossEntropyPart(torch.autograd.Function):
     ) -> Tensor:
         wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         local = target - start
-        here = (local >= 0) & (local < logits.shape[-1]) & (target != ignore_index)
-        local = local.masked_fill(~here, 0)
+        is_local = (local >= 0) & (local < logits.shape[-1]) & (target != ignore_index)
+        local = local.masked_fill(~is_local, 0)
         columns = wide.new_zeros(*target.shape, COLUMNS)
         if logits.shape[-1] == 0:
             columns[..., 0] = -torch.inf
         else:
             columns[..., 0] = torch.logsumexp(wide, -1)
-            picked = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0)
-            strength = here if weight is None else weight[local].masked_fill(~here, 0)
+            picked = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~is_local, 0)
+            strength = is_local if weight is None else weight[local].masked_fill(~is_local, 0)
             columns[..., 2] = strength.to(wide.dtype) * (1 - smoothing)
             columns[..., 1] = picked * columns[..., 2]
             if smoothing:
@@ -149,13 +147,13 @@ class _CrossEntropyPart(torch.autograd.Function):
                 weighted = wide.sum(-1) if weight is None else wide @ weight.to(wide.dtype)
                 columns[..., 1] += even * weighted
                 columns[..., 2] += even * (logits.shape[-1] if weight is None else weight.sum())
-        ctx.save_for_backward(logits, local, here, weight, columns[..., 0])
+        ctx.save_for_backward(logits, local, is_local, weight, columns[..., 0])
         ctx.smoothing, ctx.classes = smoothing, classes
         return columns
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, local, here, weight, lse = ctx.saved_tensors
+        logits, local, is_local, weight, lse = ctx.saved_tensors
         nothing = (None,) * 6
         if torch.is_grad_enabled() and logits.shape[-1]:
             lse = torch.logsumexp(logits.to(lse.dtype), -1)  # as it depends on the logits
@@ -170,7 +168,7 @@ class _CrossEntropyPart(torch.autograd.Function):
         if smoothing:
             even = slope.unsqueeze(-1) * (smoothing / ctx.classes)
             out += even if weight is None else even * weight
-        strength = here.to(out.dtype) if weight is None else weight[local] * here
+        strength = is_local.to(out.dtype) if weight is None else weight[local] * is_local
         picked = (slope * strength * (1 - smoothing)).to(out.dtype)
         out.scatter_add_(-1, local.unsqueeze(-1), picked.unsqueeze(-1))
         return out.to(logits.dtype), *nothing

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def zero_result(shape: list[int], dtype: torch.dtype, learns: bool, *inputs: Tensor) -> Tensor:
+def zero_result(shape: list[int], dtype: torch.dtype, *inputs: Tensor, learns: bool) -> Tensor:
     """Return zeros that autograd leads to all inputs, if the operator `learns`."""
     if not learns:
         return inputs[0].new_zeros(shape, dtype=dtype)
@@ -20,23 +20,23 @@ def zero_result(shape: list[int], dtype: torch.dtype, learns: bool, *inputs: Ten
 
 
 def zero_results(
-    shapes: list[list[int]], dtypes: list[torch.dtype], learns: bool, *inputs: Tensor
+    shapes: list[list[int]], dtypes: list[torch.dtype], *inputs: Tensor, learns: bool
 ) -> tuple[Tensor, ...]:
     """Return `zero_result` for each result of an operator that has several."""
-    return tuple(zero_result(shape, dtype, learns, *inputs) for shape, dtype in zip(shapes, dtypes))
+    return tuple(zero_result(s, d, *inputs, learns=learns) for s, d in zip(shapes, dtypes))
 
 
 class _Zeros(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shape: list[int], dtype: torch.dtype, *inputs: Tensor) -> Tensor:
-        # What the gradients are like; the inputs themselves may go.
-        ctx.alike = [(t.shape, t.dtype, t.device) for t in inputs]
+        # The gradients are like the inputs, which themselves may go.
+        ctx.forms = [(t.shape, t.dtype, t.device) for t in inputs]
         return inputs[0].new_zeros(shape, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         zeros = (
             torch.zeros(shape, dtype=dtype, device=device) if needs else None
-            for (shape, dtype, device), needs in zip(ctx.alike, ctx.needs_input_grad[2:])
+            for (shape, dtype, device), needs in zip(ctx.forms, ctx.needs_input_grad[2:])
         )
         return None, None, *zeros

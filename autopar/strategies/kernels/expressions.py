@@ -3,8 +3,8 @@
 >>> evaluate("mul(silu(gate), up)", gate=torch.zeros(2), up=torch.ones(2))
 tensor([0., 0.])
 
-A text names operators of torch with what they take: values, numbers, None, `key=number`. What is
-written twice is computed once.
+A text names operators of torch and their arguments: values, numbers, None, `key=number`. A part
+that is written twice is computed once.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from autopar.errors import InvalidInput
 
 
 def evaluate(text: str, **values: Tensor) -> Tensor:
-    """The value of an expression of `values`."""
+    """Return the value of an expression of `values`."""
     return _value_of(_parsed(text), dict[str, Any](values))
 
 
 def _value_of(node: ast.expr, values: dict[str, Any]) -> Any:
-    """The value of a part of an expression; `values` are those that are computed, by their text."""
+    """Return the value of a part of an expression; `values` has known ones by their text."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.UnaryOp):
@@ -40,7 +40,7 @@ def _value_of(node: ast.expr, values: dict[str, Any]) -> Any:
 
 
 def require(text: str, values: tuple[str, ...]) -> None:
-    """Refuse what is no expression of `values`."""
+    """Refuse a text that is no expression of `values`."""
     try:
         tree = _parsed(text)
     except SyntaxError:

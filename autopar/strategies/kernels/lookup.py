@@ -1,4 +1,4 @@
-"""Embedding with the rows of the table cut, where each rank looks up those it has; and in bags."""
+"""Embedding with the rows of the table cut: each rank looks up the rows it has. Also bags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def cut_embedding(
     *,
     start: int,
 ) -> Tensor:
-    """Rows `start` and on of a table looked up; ids of other ranks give zeros.
+    """Return rows of the piece of a table from `start` on; ids of other ranks give zeros.
 
     The sum over ranks is the embedding. The row `padding_idx` of the whole table gets no gradient.
     """
@@ -27,8 +27,8 @@ def cut_embedding(
     local = indices - start
     outside = (local < 0) | (local >= rows)
     padding = padding_idx - start if start <= padding_idx < start + rows else -1
-    found = torch.embedding(weight, local.masked_fill(outside, 0), padding)
-    return found.masked_fill(outside.unsqueeze(-1), 0)
+    picked = torch.embedding(weight, local.masked_fill(outside, 0), padding)
+    return picked.masked_fill(outside.unsqueeze(-1), 0)
 
 
 def bags_of_rows(
@@ -42,7 +42,15 @@ def bags_of_rows(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """What `embedding_bag` gives first: the sum, mean or maximum of the rows of each bag."""
-    ends = per_sample_weights, include_last_offset, padding_idx
-    options = scale_grad_by_freq, mode, sparse, *ends
-    return torch.ops.aten.embedding_bag.padding_idx(weight, indices, offsets, *options)[0]
+    """Return the first result of `embedding_bag`: a sum, mean or maximum of rows a bag."""
+    return torch.ops.aten.embedding_bag.padding_idx(
+        weight,
+        indices,
+        offsets,
+        scale_grad_by_freq,
+        mode,
+        sparse,
+        per_sample_weights,
+        include_last_offset,
+        padding_idx,
+    )[0]

@@ -4,13 +4,10 @@
 
     h = linear_scan(a, b, start, dim)        a, b and h of one shape, start without the dim
 
-Two steps are one step of a recurrence of half the length, so that all states take a number of
-calls that grows with the logarithm of the length. Their gradient is a recurrence, too, that runs
-backwards: with v[t] = a[t] * (grad[t] + v[t + 1]) each b gets grad[t] + v[t + 1], and each a this
-times the state before.
-
-Where ranks have pieces of the dim, each makes its states as though nothing came before, and says
-what it does with one that does: a factor and the last state of its own.
+Two steps are one step of a recurrence of half the length: the number of calls is logarithmic. The
+gradient is a recurrence that runs backwards: with v[t] = a[t] * (grad[t] + v[t + 1]) each b gets
+grad[t] + v[t + 1], and each a this times the state before. Ranks with pieces of the dim compute
+states from zero, and share the product of their factors and their last state.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from autopar.collectives.joint_kernels import AllGather, CommVolume, JointKernel
 
 
 def scan_states(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
-    """Along the first dim."""
+    """Return all states along the first dim."""
     if not len(b):
         return b.clone()
     if start is not None:
@@ -47,12 +44,12 @@ def _from_nothing(a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear_scan(a: Tensor, b: Tensor, start: Tensor | None = None, dim: int = -1) -> Tensor:
-    """All states of a recurrence."""
+    """Return all states of a recurrence along `dim`; `start` None: zero."""
     return LINEAR_SCAN(a, b, start, dim)
 
 
 def _along(dim: int, x: Tensor) -> Tensor:
-    """With the dim in front, in digits that states are added in."""
+    """Return x with `dim` in front, in the dtype in which states are added."""
     return _wide(x.movedim(dim, 0))
 
 
@@ -65,8 +62,8 @@ def _run(a: Tensor, b: Tensor, start: Tensor | None = None, dim: int = -1) -> Te
     return _back(scan_states(_along(dim, a), _along(dim, b), start), dim, b)
 
 
-def _back(found: Tensor, dim: int, like: Tensor) -> Tensor:
-    return found.to(like.dtype).movedim(0, dim).contiguous()
+def _back(rows: Tensor, dim: int, like: Tensor) -> Tensor:
+    return rows.to(like.dtype).movedim(0, dim).contiguous()
 
 
 def _fake(a: Tensor, b: Tensor, start: Tensor | None = None, dim: int = -1) -> Tensor:
@@ -102,12 +99,12 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _moved(x: Tensor, row: Tensor, dim: int, by: int) -> Tensor:
-    """Each the next one, `row` behind the last; or the one before, `row` before the first."""
+    """Return x moved by one along a dim, with `row` in the place that becomes free."""
     length = x.shape[dim]
     if not length:
         return x
-    kept = x.narrow(dim, max(by, 0), length - 1)
-    return torch.cat([kept, row] if by > 0 else [row, kept], dim)
+    inner = x.narrow(dim, max(by, 0), length - 1)
+    return torch.cat([inner, row] if by > 0 else [row, inner], dim)
 
 
 _library = torch.library.Library("autopar", "FRAGMENT")
@@ -123,35 +120,37 @@ LINEAR_SCAN = torch.ops.autopar.linear_scan.default
 def cut_linear_scan(
     group: KernelGroup, a: Tensor, b: Tensor, start: Tensor | None = None, dim: int = -1
 ) -> Steps:
-    """One's own states, and what becomes of the last one before."""
+    """Return the states of a piece, to which the last state before it is carried."""
     first = None if group.index or start is None else _wide(start)
-    made, before = yield from _carried(group.index, False, _along(dim, a), _along(dim, b), first)
-    h = _back(made, dim, b)
+    rows, before = yield from _carried(group.index, _along(dim, a), _along(dim, b), first)
+    h = _back(rows, dim, b)
     return (h,), (a, h, before.to(b.dtype)), (dim, start is not None)
 
 
 def cut_linear_scan_backward(
     group: KernelGroup, saved: Sequence[Tensor], rest: tuple[int, bool], grad: Tensor
 ) -> Steps:
-    """The same the other way round."""
+    """Return the gradients: a scan of the pieces in reverse."""
     (a, h, before), (dim, has_start) = saved, rest
     factors, slopes = _along(dim, a).conj(), _along(dim, grad)
     index = group.count - 1 - group.index
-    back, behind = yield from _carried(index, True, factors.flip(0), (factors * slopes).flip(0))
+    back, behind = yield from _carried(
+        index, factors.flip(0), (factors * slopes).flip(0), is_reversed=True
+    )
     back = back.flip(0)
     of_b = slopes + _moved(back, behind[None], 0, 1)
     of_a = of_b * _moved(_along(dim, h), _wide(before)[None], 0, -1).conj()
-    found = _back(of_a, dim, a), _back(of_b, dim, a)
+    gradients = _back(of_a, dim, a), _back(of_b, dim, a)
     if not has_start:
-        return found
+        return gradients
     is_first = not group.index and len(back)
-    return *found, (back[0] if is_first else torch.zeros_like(behind)).to(a.dtype)
+    return *gradients, (back[0] if is_first else torch.zeros_like(behind)).to(a.dtype)
 
 
 def _carried(
-    index: int, is_reversed: bool, a: Tensor, b: Tensor, start: Tensor | None = None
+    index: int, a: Tensor, b: Tensor, start: Tensor | None = None, *, is_reversed: bool = False
 ) -> Steps:
-    """The states of the piece that is number `index`, along the first dim, and the one before."""
+    """Return the states of piece `index` along the first dim, and the state before it."""
     h = scan_states(a, b, start)
     last = h[-1] if len(h) else h.new_zeros(h.shape[1:])
     totals = yield (yield AllGather(torch.stack([a.prod(0), last])))
@@ -166,7 +165,7 @@ def _carried(
 def _traffic(
     count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
 ) -> CommVolume:
-    """Two rows of each rank."""
+    """Return the traffic: two rows of each rank."""
     once = (("all_gather", 2 * count * outputs[0]),)
     return CommVolume(once, once, (2, 2))
 

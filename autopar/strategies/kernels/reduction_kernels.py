@@ -1,12 +1,11 @@
-"""Reductions over a dim in pieces: each rank reduces its own, and all combine what these give.
+"""Reductions over a dim in pieces: each rank reduces its piece, and all combine the results.
 
     norm(x)  =  norm(norms of the pieces)          max(x)  =  max(maxima of the pieces)
 
-What a piece gives stands in one or more columns: the deviation needs the mean of each piece, and a
-largest element shares its gradient with all that are as large. What all combine them to is the
-result, and what backward needs besides, which needs no message: the slope at an element follows
-from it and from what is found of all, by torch's own formulas, so that it is the same where numbers
-are infinite or none. Softmax is here, too, whose rows have one sum.
+A piece gives one or more columns: the deviation needs the mean of each piece, and a largest element
+shares its gradient with all that are as large. All pieces combine to the result, and to numbers for
+backward, which needs no message: it uses torch's formulas, also for infinite numbers and NaN.
+Softmax is here, too, whose rows have one sum.
 """
 
 from __future__ import annotations
@@ -31,41 +30,45 @@ from autopar.collectives.joint_kernels import (
 Arguments = Mapping[str, Any]
 # The columns of a piece, from its elements, the dims and the arguments.
 Reduce = Callable[[Tensor, list[int], Arguments], list[Tensor]]
-# The result, and what backward needs besides, from the columns of all pieces [members, ...], the
-# number of elements of each, and the place of one's own.
+# The result, and further tensors for backward, from the columns of all pieces [members, ...], the
+# number of elements of each, and the index of the local piece.
 Combine = Callable[[list[Tensor], Sequence[int], int, Arguments], tuple[Tensor, ...]]
-# The gradient of a piece, from that of the result, the piece, what was combined, and the number of
-# all elements.
+# The gradient of a piece, from that of the result, the piece, the combined tensors, and the number
+# of all elements.
 Slope = Callable[[Tensor, Tensor, Sequence[Tensor], int, Arguments], Tensor]
 
 
 def _kernel(
     name: str, reduce: Reduce, combine: Combine, slope: Slope, columns: int = 1
 ) -> JointKernel:
-    """The kernel of an operator whose columns are reduced and combined so."""
+    """Return the kernel of a reduction, with so many columns a piece."""
 
     def forward(group: KernelGroup, self: Tensor, **arguments: Any) -> Steps:
         dims = dims_of(self, arguments)
-        own = torch.stack(reduce(_wide(self, arguments), dims, arguments))
-        parts = torch.stack((yield (yield AllGather(own))))
+        local = torch.stack(reduce(_wide(self, arguments), dims, arguments))
+        parts = torch.stack((yield (yield AllGather(local))))
         counts = _counts(group, self, dims)
-        found = combine([*parts.unbind(1)], counts, group.index, arguments)
+        combined = combine([*parts.unbind(1)], counts, group.index, arguments)
         differs = self.is_floating_point()
-        shaped = found[0] if arguments.get("keepdim") else found[0].squeeze(dims)
+        shaped = combined[0] if arguments.get("keepdim") else combined[0].squeeze(dims)
         dtype = arguments.get("dtype") or self.dtype
         rest = arguments, sum(counts)
-        return (shaped.to(dtype) if differs else shaped,), (self, *found) if differs else (), rest
+        return (
+            (shaped.to(dtype) if differs else shaped,),
+            (self, *combined) if differs else (),
+            rest,
+        )
 
     def backward(
         group: KernelGroup, saved: Sequence[Tensor], rest: tuple[Arguments, int], grad: Tensor
     ) -> Steps:
         yield from ()
-        (x, *found), (arguments, count) = saved, rest
+        (x, *combined), (arguments, count) = saved, rest
         if not arguments.get("keepdim"):
             for dim in sorted(dims_of(x, arguments)):
                 grad = grad.unsqueeze(dim)
         wide = _wide(x, arguments)
-        return (slope(grad.to(wide.dtype), wide, found, count, arguments).to(x.dtype),)
+        return (slope(grad.to(wide.dtype), wide, combined, count, arguments).to(x.dtype),)
 
     forward.__name__ = forward.__qualname__ = f"cut_{name}"
     return JointKernel(forward, backward, partial(_traffic, columns), is_wide=True)
@@ -78,32 +81,32 @@ def _traffic(
     outputs: Sequence[float],
     needs: Sequence[bool],
 ) -> CommVolume:
-    """The columns of all ranks."""
+    """Return the traffic: the columns of all ranks."""
     return CommVolume((("all_gather", columns * count * outputs[0]),), (), (2, 1))
 
 
 def dims_of(x: Tensor, arguments: Arguments) -> list[int]:
-    """Those that are reduced: all, where none is named."""
-    given = arguments.get("dim")
-    named = [given] if isinstance(given, int) else given or range(x.ndim)
-    return [dim % x.ndim for dim in named]
+    """Return the dims that are reduced: all, where none is named."""
+    dims = arguments.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims or range(x.ndim)
+    return [dim % x.ndim for dim in dims]
 
 
 def _wide(x: Tensor, arguments: Arguments) -> Tensor:
-    """In a dtype that holds sums and counts."""
+    """Return x in a dtype that holds sums and counts."""
     dtype = arguments.get("dtype") or x.dtype
     return x.to(torch.promote_types(dtype, torch.float32)) if dtype.is_floating_point else x
 
 
 def _counts(group: KernelGroup, x: Tensor, dims: list[int]) -> list[int]:
-    """The elements of each piece that make one of the result."""
+    """Return how many elements of each piece are reduced to one."""
     cut = group.input(0)
-    beside = math.prod(x.shape[dim] for dim in dims if dim != cut.dim)
-    return [beside * length for length in cut.lengths]
+    uncut = math.prod(x.shape[dim] for dim in dims if dim != cut.dim)
+    return [uncut * length for length in cut.lengths]
 
 
 def _filled(x: Tensor, dims: list[int], value: float) -> Tensor:
-    """What a piece without elements gives."""
+    """Return the column of a piece without elements."""
     shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
     return x.new_full(shape, value)
 
@@ -116,7 +119,7 @@ def _is_empty(x: Tensor, dims: list[int]) -> bool:
 
 
 def _spread(x: Tensor, dims: list[int], arguments: Arguments) -> list[Tensor]:
-    """The mean, and the norm of what deviates from it."""
+    """Return the mean, and the norm of the deviations from it."""
     if _is_empty(x, dims):
         return [_filled(x, dims, 0)] * 2
     mean = x.mean(dims, keepdim=True)
@@ -126,7 +129,7 @@ def _spread(x: Tensor, dims: list[int], arguments: Arguments) -> list[Tensor]:
 def _deviation(
     columns: list[Tensor], counts: Sequence[int], index: int, arguments: Arguments
 ) -> tuple[Tensor, ...]:
-    """With the mean of all."""
+    """Return the deviation and the mean of all pieces."""
     means, norms = columns
     weights = means.new_tensor(counts).view(-1, *(1,) * (means.ndim - 1))
     mean = (means * weights).sum(0) / sum(counts)
@@ -143,24 +146,24 @@ def _variance(
 
 
 def _slope_of_variance(
-    grad: Tensor, x: Tensor, found: Sequence[Tensor], count: int, arguments: Arguments
+    grad: Tensor, x: Tensor, combined: Sequence[Tensor], count: int, arguments: Arguments
 ) -> Tensor:
-    return 2 / (count - correction_of(arguments)) * grad * (x - found[1])
+    return 2 / (count - correction_of(arguments)) * grad * (x - combined[1])
 
 
 def _slope_of_deviation(
-    grad: Tensor, x: Tensor, found: Sequence[Tensor], count: int, arguments: Arguments
+    grad: Tensor, x: Tensor, combined: Sequence[Tensor], count: int, arguments: Arguments
 ) -> Tensor:
-    grad = (grad / (2 * found[0])).masked_fill(found[0] == 0, 0)
-    return _slope_of_variance(grad, x, found, count, arguments)
+    grad = (grad / (2 * combined[0])).masked_fill(combined[0] == 0, 0)
+    return _slope_of_variance(grad, x, combined, count, arguments)
 
 
 def correction_of(arguments: Arguments) -> float:
-    """What is taken off the number of elements: one, where nothing is said."""
+    """Return the number that is subtracted from the number of elements; by default one."""
     if "unbiased" in arguments:
         return float(arguments["unbiased"])
-    given = arguments["correction"]
-    return 1.0 if given is None else float(given)
+    correction = arguments["correction"]
+    return 1.0 if correction is None else float(correction)
 
 
 def _norm(x: Tensor, dims: list[int], arguments: Arguments) -> list[Tensor]:
@@ -179,18 +182,18 @@ def _norm_of_norms(
 ) -> tuple[Tensor, ...]:
     order = arguments["ord"]
     if math.isinf(order):
-        return _most(columns, counts, index, arguments, order > 0)
+        return _combined_extreme(columns, counts, index, arguments, is_max=order > 0)
     return (torch.linalg.vector_norm(columns[0], order or 1, 0),)
 
 
 def _slope_of_norm(
-    grad: Tensor, x: Tensor, found: Sequence[Tensor], count: int, arguments: Arguments
+    grad: Tensor, x: Tensor, combined: Sequence[Tensor], count: int, arguments: Arguments
 ) -> Tensor:
-    order, norm = arguments["ord"], found[0]
+    order, norm = arguments["ord"], combined[0]
     if order == 0:
         return torch.zeros_like(x)
     if math.isinf(order):
-        return x.sgn() * _slope_of_most(grad, x.abs(), found, count, arguments)
+        return x.sgn() * _slope_of_extreme(grad, x.abs(), combined, count, arguments)
     if order == 1:
         return x.sgn() * grad
     if order == 2:
@@ -213,9 +216,9 @@ def _log_of_sum(
 
 
 def _slope_of_log(
-    grad: Tensor, x: Tensor, found: Sequence[Tensor], count: int, arguments: Arguments
+    grad: Tensor, x: Tensor, combined: Sequence[Tensor], count: int, arguments: Arguments
 ) -> Tensor:
-    return grad * (x - found[0]).exp()
+    return grad * (x - combined[0]).exp()
 
 
 def _product(x: Tensor, dims: list[int], arguments: Arguments) -> list[Tensor]:
@@ -228,81 +231,86 @@ def _product(x: Tensor, dims: list[int], arguments: Arguments) -> list[Tensor]:
 def _product_of_products(
     columns: list[Tensor], counts: Sequence[int], index: int, arguments: Arguments
 ) -> tuple[Tensor, ...]:
-    """With that of all other pieces."""
+    """Return the product of all pieces, and the product of the others."""
     (products,) = columns
     others = torch.cat((products[:index], products[index + 1 :]))
     return products.prod(0), others.prod(0)
 
 
 def _slope_of_product(
-    grad: Tensor, x: Tensor, found: Sequence[Tensor], count: int, arguments: Arguments
+    grad: Tensor, x: Tensor, combined: Sequence[Tensor], count: int, arguments: Arguments
 ) -> Tensor:
-    """Where an element is zero there is nothing to divide by: the others' product times the slope
-    of one's own."""
-    whole, others = found
+    """Return the gradient of a product.
+
+    Where it is zero, it cannot be divided by an element: there the others' product is multiplied
+    by the gradient of the local product.
+    """
+    whole, others = combined
     if not x.numel():
         return torch.zeros_like(x)
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
-        (own,) = _product(leaf, dims_of(x, arguments), arguments)
-    (beside,) = torch.autograd.grad(own, leaf, grad * others)
-    return torch.where(whole == 0, beside, grad * (whole / x))
+        (local,) = _product(leaf, dims_of(x, arguments), arguments)
+    (undivided,) = torch.autograd.grad(local, leaf, grad * others)
+    return torch.where(whole == 0, undivided, grad * (whole / x))
 
 
 # The largest and the smallest.
 
 
 def _extreme(
-    x: Tensor, dims: list[int], arguments: Arguments, is_max: bool, of_all: bool
+    x: Tensor, dims: list[int], arguments: Arguments, *, is_max: bool, of_all: bool
 ) -> list[Tensor]:
     if _is_empty(x, dims):
         least, most = -math.inf, math.inf
         if not x.is_floating_point():
             least, most = torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max
-        found = _filled(x, dims, least if is_max else most)
-        return [found, torch.zeros_like(found)]
+        extreme = _filled(x, dims, least if is_max else most)
+        return [extreme, torch.zeros_like(extreme)]
     if of_all:
-        found = (x.max() if is_max else x.min()).view([1] * x.ndim)
+        extreme = (x.max() if is_max else x.min()).view([1] * x.ndim)
     else:
-        found = x.amax(dims, keepdim=True) if is_max else x.amin(dims, keepdim=True)
-    return [found, _ties(x, found, dims, of_all)]
+        extreme = x.amax(dims, keepdim=True) if is_max else x.amin(dims, keepdim=True)
+    return [extreme, _ties(x, extreme, dims, of_all=of_all)]
 
 
-def _equal(x: Tensor, found: Tensor, of_all: bool) -> Tensor:
-    """What is no number is as large as another such: so torch has it for the largest of all."""
-    equal = x == found
-    return equal | (x.isnan() & found.isnan()) if of_all else equal
+def _equal(x: Tensor, extreme: Tensor, *, of_all: bool) -> Tensor:
+    """Return where x is the extreme; for that `of_all` elements NaN equals NaN, as in torch."""
+    equal = x == extreme
+    return equal | (x.isnan() & extreme.isnan()) if of_all else equal
 
 
-def _ties(x: Tensor, found: Tensor, dims: list[int], of_all: bool = True) -> Tensor:
-    """How many elements are as large."""
-    return _equal(x, found, of_all).sum(dims, keepdim=True).to(x.dtype)
+def _ties(x: Tensor, extreme: Tensor, dims: list[int], *, of_all: bool = True) -> Tensor:
+    """Return how many elements equal the extreme."""
+    return _equal(x, extreme, of_all=of_all).sum(dims, keepdim=True).to(x.dtype)
 
 
-def _most(
+def _combined_extreme(
     columns: list[Tensor],
     counts: Sequence[int],
     index: int,
     arguments: Arguments,
+    *,
     is_max: bool,
 ) -> tuple[Tensor, ...]:
-    """With the number of elements that are as large."""
+    """Return the extreme of all pieces, and how many elements equal it."""
     values, ties = columns
-    found = values.amax(0) if is_max else values.amin(0)
-    return found, (ties * _equal(values, found, of_all=True)).sum(0)
+    extreme = values.amax(0) if is_max else values.amin(0)
+    return extreme, (ties * _equal(values, extreme, of_all=True)).sum(0)
 
 
-def _slope_of_most(
+def _slope_of_extreme(
     grad: Tensor,
     x: Tensor,
-    found: Sequence[Tensor],
+    combined: Sequence[Tensor],
     count: int,
     arguments: Arguments,
+    *,
     of_all: bool = True,
 ) -> Tensor:
-    """All that are as large have the same of it."""
-    most, ties = found
-    return grad * _equal(x, most, of_all) / ties
+    """Return the gradient of an extreme, which elements that equal it share."""
+    extreme, ties = combined
+    return grad * _equal(x, extreme, of_all=of_all) / ties
 
 
 REDUCTIONS = (
@@ -315,8 +323,8 @@ REDUCTIONS = (
         _kernel(
             name,
             partial(_extreme, is_max="max" in name, of_all=not name.startswith("a")),
-            partial(_most, is_max="max" in name),
-            partial(_slope_of_most, of_all=not name.startswith("a")),
+            partial(_combined_extreme, is_max="max" in name),
+            partial(_slope_of_extreme, of_all=not name.startswith("a")),
             2,
         )
         for name in ("amax", "amin", "max", "min")
@@ -332,9 +340,10 @@ def cut_softmax(
     self: Tensor,
     dim: int,
     dtype: torch.dtype | None = None,
+    *,
     half_to_float: bool = False,
 ) -> Steps:
-    """The largest of all pieces first, then the sum of the exponentials."""
+    """Return the softmax: pieces share their largest elements, then the sum of exponentials."""
     dtype = torch.float32 if half_to_float else dtype
     exponentials, total, _ = yield from _exponentiated(self, dim, dtype)
     out = (exponentials / total).to(dtype or self.dtype)
@@ -346,9 +355,10 @@ def cut_log_softmax(
     self: Tensor,
     dim: int,
     dtype: torch.dtype | None = None,
+    *,
     half_to_float: bool = False,
 ) -> Steps:
-    """The same, as logarithms."""
+    """Return the logarithm of the softmax."""
     dtype = torch.float32 if half_to_float else dtype
     _, total, shifted = yield from _exponentiated(self, dim, dtype)
     out = (shifted - total.log()).to(dtype or self.dtype)
@@ -360,8 +370,8 @@ def _exponentiated(x: Tensor, dim: int, dtype: torch.dtype | None) -> Steps:
     most = _filled(wide, [dim % x.ndim], -math.inf)
     if x.shape[dim]:
         most = wide.amax(dim, keepdim=True)
-    found = yield (yield AllGather(most))
-    shifted = wide - torch.stack(found).amax(0)
+    maxima = yield (yield AllGather(most))
+    shifted = wide - torch.stack(maxima).amax(0)
     exponentials = shifted.exp()
     (total,) = yield (yield AllReduce(exponentials.sum(dim, keepdim=True)))
     return exponentials, total, shifted
@@ -370,7 +380,7 @@ def _exponentiated(x: Tensor, dim: int, dtype: torch.dtype | None) -> Steps:
 def cut_softmax_backward(
     group: KernelGroup, saved: Sequence[Tensor], rest: tuple[int, torch.dtype], grad: Tensor
 ) -> Steps:
-    """What all elements of a row have in common is one sum."""
+    """Return the gradient of a softmax; the elements of a row share one sum."""
     (out,), (dim, dtype) = saved, rest
     slope = _wide(grad * out, {})
     (common,) = yield (yield AllReduce(slope.sum(dim, keepdim=True)))
@@ -380,7 +390,7 @@ def cut_softmax_backward(
 def cut_log_softmax_backward(
     group: KernelGroup, saved: Sequence[Tensor], rest: tuple[int, torch.dtype], grad: Tensor
 ) -> Steps:
-    """As above, for which the probabilities are made again."""
+    """Return the gradient of a log-softmax, which computes the probabilities again."""
     (out,), (dim, dtype) = saved, rest
     wide = _wide(grad, {})
     (total,) = yield (yield AllReduce(wide.sum(dim, keepdim=True)))
@@ -393,7 +403,7 @@ def _traffic_of_rows(
     outputs: Sequence[float],
     needs: Sequence[bool],
 ) -> CommVolume:
-    """A number of each rank for each row, then a sum; one sum in backward."""
+    """Return the traffic: a number a rank and row, then a sum; one sum in backward."""
     return CommVolume(
         (("all_gather", count * outputs[0]), ("all_reduce", outputs[0])),
         (("all_reduce", outputs[0]),),

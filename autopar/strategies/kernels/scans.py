@@ -1,4 +1,4 @@
-"""Cumulative sums along a dim in pieces: each rank begins with the totals of those before it."""
+"""Cumulative sums along a dim in pieces: each rank begins with the totals of earlier pieces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.collectives.joint_kernels import AllGather, CommVolume, JointKernel
 def cut_cumsum(
     group: KernelGroup, self: Tensor, dim: int, dtype: torch.dtype | None = None
 ) -> Steps:
-    """One's own sums, and what all ranks before have in total."""
+    """Return the local cumulative sums plus the totals of all ranks before."""
     totals = yield (yield AllGather(self.sum(dim, keepdim=True, dtype=dtype)))
     out = self.cumsum(dim, dtype=dtype)
     for total in totals[: group.index]:
@@ -24,19 +24,19 @@ def cut_cumsum(
 def cut_cumsum_backward(
     group: KernelGroup, saved: Sequence[Tensor], rest: tuple[int, torch.dtype], grad: Tensor
 ) -> Steps:
-    """Each element is in all sums from its own on."""
+    """Return the gradient: each element is in all sums from its position on."""
     dim, dtype = rest
     totals = yield (yield AllGather(grad.sum(dim, keepdim=True)))
-    found = grad.flip(dim).cumsum(dim).flip(dim)
+    out = grad.flip(dim).cumsum(dim).flip(dim)
     for total in totals[group.index + 1 :]:
-        found += total
-    return (found.to(dtype),)
+        out += total
+    return (out.to(dtype),)
 
 
 def _traffic(
     count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
 ) -> CommVolume:
-    """One row of each rank."""
+    """Return the traffic: one row of each rank."""
     once = (("all_gather", count * outputs[0]),)
     return CommVolume(once, once, (1, 1))
 

@@ -3,8 +3,8 @@
     sums = batch_sums(x, running_mean)                 # [2, c]: contracted over batch and space
     y = batch_normalize(x, sums, running_mean, weight, bias, count, eps)
 
-With x cut along the batch, `sums` is a partial sum; its all-reduce (and that of its gradient) is
-what synchronised batch norm does. The sums are taken of x - shift: with the shift near the mean,
+With x cut along the batch, `sums` is a partial sum; its all-reduce, and that of its gradient, is
+synchronised batch norm. The sums are taken of x - shift: with the shift near the mean,
 var = E[(x - shift)^2] - E[x - shift]^2 loses no digits. Half precision is summed in float32.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def batch_sums(x: Tensor, shift: Tensor | None = None) -> Tensor:
-    """Sums over all dims but 1 of x - shift and of its square, stacked to [2, c]."""
+    """Return sums over all dims but 1 of x - shift and of its square, stacked to [2, c]."""
     return _BatchSums.apply(x, shift)
 
 
@@ -30,7 +30,7 @@ def batch_normalize(
     count: int,
     eps: float,
 ) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias, with mean and var from `sums` over `count`."""
+    """Return (x - mean) / sqrt(var + eps) * weight + bias, by `sums` over `count` points."""
     return _BatchNormalize.apply(x, sums, shift, weight, bias, count, eps)
 
 
@@ -42,7 +42,7 @@ def running_mean(
     momentum: float | None,
     count: int,
 ) -> Tensor:
-    """The new running mean; `momentum=None` averages over `batches` seen, this one included."""
+    """Return the new running mean; `momentum=None` averages over `batches`, this one included."""
     mean, _ = _moments(sums.detach(), shift, count)
     return _moved(old, mean, batches, momentum)
 
@@ -55,7 +55,7 @@ def running_var(
     momentum: float | None,
     count: int,
 ) -> Tensor:
-    """The new running variance, from the unbiased one as torch has it."""
+    """Return the new running variance, from the unbiased one, as in torch."""
     _, var = _moments(sums.detach(), shift, count)
     return _moved(old, var * (count / max(count - 1, 1)), batches, momentum)
 
@@ -77,7 +77,7 @@ def _moments(sums: Tensor, shift: Tensor | None, count: int) -> tuple[Tensor, Te
 
 
 def _along(vector: Tensor, x: Tensor) -> Tensor:
-    """A vector of channels, shaped to broadcast against x."""
+    """Return a vector of channels, shaped to broadcast against x."""
     return vector.view(1, -1, *(1,) * (x.dim() - 2))
 
 
@@ -113,7 +113,7 @@ class _BatchSums(torch.autograd.Function):
 
 
 class _BatchNormalize(torch.autograd.Function):
-    """Keeps x and vectors of channels, not the normalised x."""
+    """The norm, which keeps x and vectors of channels, not the normalised x."""
 
     @staticmethod
     def forward(

@@ -20,7 +20,7 @@ def cut_group_norm(
     eps: float,
     **_: object,
 ) -> Steps:
-    """The mean first, then the deviation from it: two small sums, which lose no digits."""
+    """Return the norm: first sum for the mean, then for the deviations, which loses no digits."""
     x, count = _grouped(input, num_groups), _points(group, input, num_groups)
     (mean,) = yield (yield AllReduce(x.sum(-1) / count))
     (variance,) = yield (yield AllReduce((x - mean.unsqueeze(-1)).square().sum(-1) / count))
@@ -37,7 +37,7 @@ def cut_group_norm(
 def cut_group_norm_backward(
     group: KernelGroup, saved: Sequence[Tensor], rest: tuple[int, bool], grad: Tensor
 ) -> Steps:
-    """What all points of a group have in common are two sums."""
+    """Return the gradients; the points of a group share two sums."""
     input, *parameters, mean, inverse = saved
     num_groups, has_bias = rest
     count, wide = _points(group, input, num_groups), grad.to(mean.dtype)
@@ -49,16 +49,16 @@ def cut_group_norm_backward(
     of_x = grouped - common.unsqueeze(-1) - around * along.unsqueeze(-1)
     of_input = (of_x * inverse.unsqueeze(-1)).view(input.shape).to(input.dtype)
     dims = [dim for dim in range(grad.ndim) if dim != 1]
-    found: list[Tensor] = [of_input]
+    gradients: list[Tensor] = [of_input]
     if parameters:
-        found.append((wide * normal).sum(dims).to(parameters[0].dtype))
+        gradients.append((wide * normal).sum(dims).to(parameters[0].dtype))
     if has_bias:
-        found.append(wide.sum(dims).to(grad.dtype))
-    return tuple(found)
+        gradients.append(wide.sum(dims).to(grad.dtype))
+    return tuple(gradients)
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """The points of each group of each sample, in a dtype that can be summed."""
+    """Return the points of each group of each sample, in a dtype for sums."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.reshape(x.shape[0], groups, math.prod(x.shape[1:]) // groups).to(wide)
 
@@ -69,15 +69,15 @@ def _normal(x: Tensor, groups: int, mean: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _along(vector: Tensor, x: Tensor) -> Tensor:
-    """A vector of channels, shaped to broadcast against x."""
+    """Return a vector of channels, shaped to broadcast against x."""
     return vector.view(-1, *(1,) * (x.ndim - 2))
 
 
 def _points(group: KernelGroup, x: Tensor, groups: int) -> int:
-    """Those of a group of one sample, of all pieces."""
+    """Return the number of points of a group of one sample, of all pieces."""
     cut = group.input(0)
-    beside = math.prod(size for dim, size in enumerate(x.shape) if dim not in (0, 1, cut.dim))
-    return x.shape[1] // groups * beside * cut.size
+    uncut = math.prod(size for dim, size in enumerate(x.shape) if dim not in (0, 1, cut.dim))
+    return x.shape[1] // groups * uncut * cut.size
 
 
 def _traffic(

@@ -1,7 +1,7 @@
 """RMS norm that keeps its input, its weight and a number for each row, on every device.
 
-torch has one kernel for it on GPUs. On a CPU it makes it of parts, and keeps what each of them
-keeps: the normalised input, too.
+torch has a fused kernel for GPUs. On a CPU it composes operators, which keep the normalised input,
+too.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 def rms_norm(
     x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dims, as `F.rms_norm`."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dims, as `F.rms_norm`."""
     if x.device.type == "cpu":
         return _RmsNorm.apply(x, len(normalized_shape), weight, eps)
     return F.rms_norm(x, normalized_shape, weight, eps)
 
 
 class _RmsNorm(torch.autograd.Function):
-    """The parts of torch, in its order and precision."""
+    """RMS norm by torch's operators, in their order and precision."""
 
     @staticmethod
     def forward(
@@ -55,7 +55,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _inverted(x: Tensor, dims: list[int], eps: float | None) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) of each row."""
+    """Return 1 / sqrt(mean(x^2) + eps) of each row."""
     wide = _wide(x)
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
     return torch.rsqrt(wide.pow(2).mean(dims, keepdim=True) + eps)
