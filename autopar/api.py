@@ -271,10 +271,17 @@ class _Call:
 
         here = world() if place == "torch" else None
         speaks = here is None or here.rank == 0
-        with reporter(self.options.progress if speaks else False) as report:
-            about = self.args, self.kwargs, report, here, device
-            with state_put_back(self.model):
-                trials = run_trials(runnable, build, *about)
+        progress = reporter(self.options.progress if speaks else False)
+        with progress as report, state_put_back(self.model):
+            trials = run_trials(
+                runnable,
+                build,
+                args=self.args,
+                kwargs=self.kwargs,
+                report=report,
+                world=here,
+                device=device,
+            )
         number, ordered = fastest_trial(trials), sorted(trials, key=lambda one: one.order)
         for one in ordered:
             if one.why and speaks:

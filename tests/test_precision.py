@@ -257,7 +257,7 @@ def test_every_so_many_good_steps_more_is_tried():
 
     scale = LossScale()
     for _ in range(GROWTH_INTERVAL):
-        scale.update(True)
+        scale.update(is_good=True)
     assert scale == LossScale(value=2.0**17)
 
 

@@ -249,7 +249,7 @@ class TorchBackend(Backend):
         sync = self._sync = self._sync_of(reached | self.passes.waiting)
         self._late.clear()  # of a step that broke off
         self.leaves.window.reset()
-        self.passes.start(sync, reached, is_first)
+        self.passes.start(sync, reached, is_first=is_first)
         sync.after(-1)
         self._carry_out()
         self._update_buffers()

@@ -1,8 +1,8 @@
 """Direct calls on processes: their backward passes, which give parameters their gradients.
 
 A call may be differentiated by any of its outputs, or by several one after another. At the end of a
-pass every parameter that it leads to gets its gradient, summed over ranks. Of a pass that is
-restricted, as by `torch.autograd.grad`, torch itself gives the gradients that are asked for.
+backward pass every parameter that it reaches gets its gradient, summed over ranks. In a pass
+restricted to some inputs, as by `torch.autograd.grad`, torch itself returns their gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopar.runtime.parameters.local_parameters import LocalParameters
 
 
 class DirectCalls:
-    """Those of one program."""
+    """Handles the backward passes through the outputs of one program."""
 
     def __init__(
         self,
@@ -40,34 +40,39 @@ class DirectCalls:
     ) -> None:
         self._program, self._leaves, self._world, self._passes = program, leaves, world, passes
         self._sync: GradientSync | None = None
-        self._last = 0  # the action after which a pass begins
-        self._pending = False  # a backward pass is under way
-        self._reached: frozenset[str] = frozenset()  # parameters that it leads to
-        # Of passes that are restricted to some inputs, none reaches it.
+        self._last = 0  # the action before the backward pass
+        self._pending = False  # whether a backward pass is under way
+        self._reached: frozenset[str] = frozenset()  # parameters that it reaches
+        # A pass that is restricted to some inputs does not reach the anchor.
         self._anchor = torch.empty(0, requires_grad=True)
 
     def close(self) -> None:
-        """Let go of parameters; a backward pass that comes later is refused."""
+        """Release the parameters; a later backward pass is refused."""
         self._sync = None
 
     def watch(self, outputs: list[Tensor], sync: GradientSync, last: int) -> list[Tensor]:
-        """Have `sync` sum what any backward pass through these outputs of a call makes; it comes
-        after the action `last` of a step."""
+        """Return the outputs of a call, through which `sync` sums gradients of backward passes.
+
+        Backward comes after the action `last` of a step."""
         self._sync, self._last = sync, last
         self._pending, self._reached = False, frozenset()
         return [
-            self._watched(output, [slot for slot in sync.entries if slot.name in names], names)
+            self._with_notice(output, [slot for slot in sync.entries if slot.name in names], names)
             if output.requires_grad
             else output
             for output, names in zip(outputs, self._program.learned)
         ]
 
-    def _watched(self, output: Tensor, slots: list[BucketEntry], names: frozenset[str]) -> Tensor:
-        come = partial(self._comes, get_gradient_edge(output), slots, names, self._leaves.age)
+    def _with_notice(
+        self, output: Tensor, slots: list[BucketEntry], names: frozenset[str]
+    ) -> Tensor:
+        on_backward = partial(
+            self._begin_backward, get_gradient_edge(output), slots, names, self._leaves.age
+        )
         parameters = [slot.parameter for slot in slots]
-        return _BackwardNotice.apply(come, output, self._anchor, *parameters)
+        return _BackwardNotice.apply(on_backward, output, self._anchor, *parameters)
 
-    def _comes(
+    def _begin_backward(
         self,
         output: GradientEdge,
         slots: list[BucketEntry],
@@ -75,11 +80,11 @@ class DirectCalls:
         age: int,
         grad: Tensor,
     ) -> list[Tensor | None]:
-        """A backward pass goes through an output: to the parameters `names`, or to some that are
-        asked for, whose gradients are made here and given to torch. `age` is that of the leaves
-        when the output was made.
+        """Begin a backward pass through an output that reaches the parameters `names`.
 
-        Which it is is the same on all ranks, whatever each of them finds there.
+        A restricted pass reaches some of them; their gradients are computed here and returned to
+        torch. All ranks decide alike between the two. `age` is that of the leaves when the output
+        was computed.
         """
         require_single_gradient(grad)
         if torch.is_grad_enabled():
@@ -98,7 +103,7 @@ class DirectCalls:
         if not self._pending:
             call_after_backward(window.reset)
         if not will_receive_gradient(self._anchor):
-            return self._to_some(output, slots, grad)
+            return self._restricted_gradients(output, slots, grad)
         self._reached |= names
         if not self._pending:
             require_living(self._world)
@@ -108,31 +113,31 @@ class DirectCalls:
             call_after_backward(self._finish)
         return [None] * len(slots)
 
-    def _to_some(
+    def _restricted_gradients(
         self, output: GradientEdge, slots: list[BucketEntry], grad: Tensor
     ) -> list[Tensor | None]:
-        """The gradients of those parameters that a restricted pass is to reach.
+        """Return the gradients of the parameters that a restricted pass reaches.
 
-        It goes on to inputs by itself, so this one inside of it leaves everything as it is."""
-        asked = [slot for slot in slots if will_receive_gradient(slot.parameter)]
-        if not asked:
+        The pass continues to inputs by itself; the inner pass here changes nothing else."""
+        reached = [slot for slot in slots if will_receive_gradient(slot.parameter)]
+        if not reached:
             return [None] * len(slots)
         assert self._sync is not None
         require_living(self._world)
-        names = frozenset(slot.name for slot in asked)
+        names = frozenset(slot.name for slot in reached)
         with stop_all_on_failure(self._world):
             self._sync.start(names)
             self._sync.after(self._last)
-            leaves = [slot.leaf for slot in asked]
+            leaves = [slot.leaf for slot in reached]
             self._leaves.has_inner_backward = True
             try:
                 torch.autograd.backward(output, grad, retain_graph=True, inputs=leaves)
             finally:
                 self._leaves.has_inner_backward = False
             with torch.no_grad():
-                found = self._sync.finish(names)
+                gradients = self._sync.finish(names)
                 self._sync.clear()
-        return [found.get(slot.name) for slot in slots]
+        return [gradients.get(slot.name) for slot in slots]
 
     def _finish(self) -> None:
         """Give every parameter its gradient of this backward pass."""
@@ -145,16 +150,21 @@ class DirectCalls:
 
 
 class _BackwardNotice(torch.autograd.Function):
-    """The same value, of which a backward pass is told; it leads to an anchor and to parameters
-    too, which have their gradients from `come`."""
+    """Returns its value and calls `on_backward` with the gradient in a backward pass.
+
+    The result also depends on an anchor and on parameters; `on_backward` returns their gradients.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, come: Callable[[Tensor], list[Tensor | None]], value: Tensor, *others: Tensor
+        ctx: Any,
+        on_backward: Callable[[Tensor], list[Tensor | None]],
+        value: Tensor,
+        *others: Tensor,
     ) -> Tensor:
-        ctx.come = come
-        return value.detach()  # no view: the caller may change what he gets in place
+        ctx.on_backward = on_backward
+        return value.detach()  # no view: the caller may change the output in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, grad, None, *ctx.come(grad)
+        return None, grad, None, *ctx.on_backward(grad)

@@ -1,13 +1,13 @@
-"""No sync: gradients that add up on each rank alone, until a later pass sums them over the ranks.
+"""Gradient accumulation: gradients add up on each rank until a later pass sums them over ranks.
 
     with pm.no_sync():
         criterion(pm(x), y).backward()      # parameter.grad is a partial sum over the ranks
     criterion(pm(x), y).backward()          # sums both at once
 
-Such a gradient is a DTensor that says so (`Partial()` over the axes over which it is summed later):
-whoever reads it has the right numbers, and who drops it drops it. A pass that sums begins with what
-there is of them; one of another program on the same parameters sums them first. What is kept in
-pieces through a step, or adds up in another dtype, does not wait.
+Such a gradient is a DTensor with `Partial()` over the axes over which it is summed later: reading
+and dropping it work. A pass that sums starts from the waiting gradients; a pass of another program
+on the same parameters sums them first. Gradients that are kept in pieces through a step, or add up
+in another dtype, do not wait.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.runtime.parameters.placing import dtensor_wrapper
 
 
 class GradientAccumulation:
-    """Backward passes, which give parameters their gradients, summed over ranks or to be summed."""
+    """Gives parameters the gradients of backward passes, summed over ranks or still partial."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class GradientAccumulation:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients wait, those of other programs on the same parameters too."""
+        """Defer sums of gradients inside, for all programs on the same parameters."""
         before, self._leaves.is_deferred = self._leaves.is_deferred, True
         try:
             yield
@@ -51,14 +51,16 @@ class GradientAccumulation:
 
     @property
     def waiting(self) -> frozenset[str]:
-        """The parameters with a gradient that is still to be summed: who drops it, drops it."""
+        """Return the parameters whose gradient is still a partial sum."""
         parameters, names = self._leaves.parameters, self._leaves.unsummed
         names.intersection_update([n for n in names if is_partial(parameters[n].grad)])
         return frozenset(names)
 
-    def start(self, sync: GradientSync, reached: Set[str], is_first: bool = True) -> None:
-        """A pass begins that reaches `reached`, or some of them. What is summed already takes no
-        more parts: then the pass is summed too. Unless it `is_first`, some was taken aside."""
+    def start(self, sync: GradientSync, reached: Set[str], *, is_first: bool = True) -> None:
+        """Begin a pass that reaches the parameters `reached`, or some of them.
+
+        The pass is not deferred if a gradient is summed already, or is set aside: then not
+        `is_first`."""
         waiting = self.waiting
         with torch.no_grad():
             for slot in sync.entries if waiting else ():
@@ -67,16 +69,16 @@ class GradientAccumulation:
                     slot.leaf.grad = local_of(gradient).clone()
         gradients = (slot.parameter.grad for slot in sync.entries)
         waits = self._leaves.is_deferred and is_first
-        is_deferred = waits and all(one is None or is_partial(one) for one in gradients)
+        is_deferred = waits and all(grad is None or is_partial(grad) for grad in gradients)
         sync.start(reached, is_deferred=is_deferred)
 
     def finish(self, sync: GradientSync, reached: Set[str]) -> None:
-        """It has ended: parameters get their gradients."""
+        """End a pass: give the parameters `reached` their gradients."""
         parameters, unsummed = self._leaves.parameters, self._leaves.unsummed
         reached = (self.waiting & {slot.name for slot in sync.entries}) | reached
         for name, gradient in sync.finish(reached).items():
             parameter = parameters[name]
-            if name not in unsummed and is_partial(parameter.grad):  # by another program
+            if name not in unsummed and is_partial(parameter.grad):  # deferred by another program
                 earlier, at = cast(DTensor, parameter.grad), cast(DTensor, parameter).placements
                 parameter.grad = earlier.redistribute(placements=at)
             if parameter.grad is None or name in unsummed:
@@ -94,7 +96,7 @@ class GradientAccumulation:
         return dtensor_wrapper(layout, tuple(parameter.shape), self._device_mesh)(local)
 
     def sum_waiting(self, sync_of: Callable[[frozenset[str]], GradientSync]) -> None:
-        """Sum what no pass comes for; all ranks together."""
+        """Sum the gradients that wait, without a pass; all ranks call this together."""
         waiting = self.waiting
         if not waiting:
             return
@@ -115,5 +117,5 @@ class GradientAccumulation:
 
 
 def is_partial(gradient: Tensor | None) -> bool:
-    """Whether a gradient is still to be summed."""
+    """Return whether a gradient is a partial sum over ranks."""
     return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)

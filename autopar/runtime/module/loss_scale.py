@@ -1,4 +1,4 @@
-"""LossScale: how far a loss is scaled up so that small gradients do not vanish."""
+"""Loss scale: the factor of a loss that keeps small gradients from underflow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.runtime.module.gradient_accumulation import is_partial
 from autopar.text.source_lines import shorten
 
 INITIAL_SCALE = 2.0**16
-GROWTH_INTERVAL = 2000  # steps without an overflow after which more is tried
+GROWTH_INTERVAL = 2000  # steps without an overflow after which the scale doubles
 
 
 @dataclass
@@ -26,8 +26,8 @@ class LossScale:
     good: int = 0  # steps since it changed
     skipped: int = 0  # steps that gave no gradients
 
-    def update(self, is_good: bool) -> None:
-        """A step is over; whether all its gradients are numbers, on all ranks."""
+    def update(self, *, is_good: bool) -> None:
+        """Adjust the scale after a step; `is_good`: all gradients of all ranks are finite."""
         self.good = self.good + 1 if is_good else 0
         self.skipped += not is_good
         if not is_good:
@@ -37,8 +37,10 @@ class LossScale:
 
 
 def require_scale(scale: object, dtype: torch.dtype) -> float:
-    """What gradients are multiplied by, as a caller gives it, if at all; or refuse that. `dtype`:
-    of the loss, from which the first gradient is made."""
+    """Return the factor of the gradients from a caller's `scale=`, 1.0 for None; or refuse it.
+
+    `dtype` is that of the loss, in which the first gradient is computed.
+    """
     if scale is None:
         return 1.0
     most = torch.finfo(dtype).max
@@ -54,25 +56,26 @@ def require_scale(scale: object, dtype: torch.dtype) -> float:
     return float(number)
 
 
-def take_gradients(kept: Iterable[Tensor]) -> list[tuple[nn.Parameter, Tensor | None]]:
-    """Those that are parameters, with the gradients that they had; now they have none, but for
-    those that are still to be summed (no_sync.py)."""
-    parameters = (one for one in kept if isinstance(one, nn.Parameter))
-    found = [(one, one.grad) for one in parameters if not is_partial(one.grad)]
-    for parameter, _ in found:
+def take_gradients(tensors: Iterable[Tensor]) -> list[tuple[nn.Parameter, Tensor | None]]:
+    """Take the gradients of parameters away, except partial sums, and return both."""
+    parameters = (parameter for parameter in tensors if isinstance(parameter, nn.Parameter))
+    gradients = [
+        (parameter, parameter.grad) for parameter in parameters if not is_partial(parameter.grad)
+    ]
+    for parameter, _ in gradients:
         parameter.grad = None
-    return found
+    return gradients
 
 
 @torch.no_grad()
 def restore_gradients(
-    before: Iterable[tuple[nn.Parameter, Tensor | None]], scale: float, is_good: bool
+    before: Iterable[tuple[nn.Parameter, Tensor | None]], scale: float, *, is_good: bool
 ) -> None:
-    """Scale gradients down and add them to those from before, or drop them."""
+    """Scale new gradients down and add them to those from before; drop them unless `is_good`."""
     for parameter, earlier in before:
-        made, parameter.grad = parameter.grad, earlier
-        if made is None or not is_good:
+        gradient, parameter.grad = parameter.grad, earlier
+        if gradient is None or not is_good:
             continue
         if scale != 1:
-            made.div_(scale)
-        parameter.grad = made if earlier is None else earlier.add_(made)
+            gradient.div_(scale)
+        parameter.grad = gradient if earlier is None else earlier.add_(gradient)

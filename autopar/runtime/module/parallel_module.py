@@ -338,9 +338,9 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
         except BaseException:
             restore_gradients(before, scale, is_good=False)
             raise
-        restore_gradients(before, scale, is_good)
+        restore_gradients(before, scale, is_good=is_good)
         if scaled is not None:
-            scaled.update(is_good)
+            scaled.update(is_good=is_good)
         return found
 
     def _require_learning(self, inputs: Iterable[Any]) -> None:

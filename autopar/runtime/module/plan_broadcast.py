@@ -1,8 +1,8 @@
 """Plan broadcast: all ranks of a world carry out one plan, that of rank 0.
 
-Rank 0 plans and sends its decisions as plain data. Every other rank attaches them to the model that
-it has itself, which compares the two models; or, if it brought a plan, compares the two plans. A
-rank that disagrees, or that refuses what it was called with, is named on all ranks.
+Rank 0 plans and sends its decisions as plain data. Every other rank attaches them to its own model,
+which compares the two models. A rank that brought a plan compares the two plans. A rank that
+disagrees, or that refuses its arguments, is named on all ranks.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ _ONE_CALL = (
 
 
 def require_same_call(check_alone: Callable[[], None], **alike: Hashable) -> None:
-    """Before rank 0 plans: what `check_alone` raises on one rank is refused on all.
+    """Refuse, on all ranks, an error of `check_alone` on one rank, and differing calls.
 
-    `alike`: options that are equal on all ranks, since they say when ranks wait for one another.
+    `alike` are options that must be equal on all ranks, since they decide when ranks wait.
     """
     _, error = _attempt(check_alone)
-    here = joined()
-    calls = 0 if here is None else here.liveness.call_count
-    told = gather_from_ranks((None if error is None else _failure_text(error), alike, calls))
-    if here is not None:  # whatever calls they came from, the next one has one number
-        here.liveness.call_count = max(calls for _, _, calls in told)
+    world = joined()
+    calls = 0 if world is None else world.liveness.call_count
+    from_ranks = gather_from_ranks((None if error is None else _failure_text(error), alike, calls))
+    if world is not None:  # the next call has one number on all ranks
+        world.liveness.call_count = max(calls for _, _, calls in from_ranks)
     if error is not None:
         raise error
-    if wrong := _by_rank([text for text, _, _ in told]):
+    if wrong := _by_rank([text for text, _, _ in from_ranks]):
         raise InvalidInput(
             "what one rank refuses, all ranks refuse",
             got=wrong,
             remedy="make the same call on all ranks, and mend what failed there",
         )
     for name in alike:
-        given = [options[name] for _, options, _ in told]
-        if len(set(given)) > 1:
+        values = [options[name] for _, options, _ in from_ranks]
+        if len(set(values)) > 1:
             is_call = name == "call"
             raise InvalidInput(
                 _ONE_CALL if is_call else f"all ranks give the same {name}",
                 got="\n".join(
-                    f"rank {rank}: {one if is_call else f'{name}={one}'}"
-                    for rank, one in enumerate(given)
+                    f"rank {rank}: {value if is_call else f'{name}={value}'}"
+                    for rank, value in enumerate(values)
                 ),
                 remedy="make the same call on all ranks",
             )
 
 
 def agree_on_plan(make: Callable[[], Plan], attach: Callable[[SavedPlan], Plan]) -> Plan:
-    """The plan of this rank. Rank 0 calls `make`, the others `attach` what it made."""
+    """Return the plan of this rank. Rank 0 calls `make`, the others `attach` the result."""
     plan: Plan | None
     if dist.get_rank() == 0:
 
@@ -67,8 +67,8 @@ def agree_on_plan(make: Callable[[], Plan], attach: Callable[[SavedPlan], Plan])
             plan = make()
             return plan, SavedPlan.of(plan).to_json()
 
-        made, error = _attempt(first)
-        plan, data = made or (None, {"error": "" if error is None else _failure_text(error)})
+        result, error = _attempt(first)
+        plan, data = result or (None, {"error": "" if error is None else _failure_text(error)})
         broadcast_from_rank0(data)
     else:
         received = broadcast_from_rank0(None)
@@ -96,35 +96,46 @@ def agree_on_plan(make: Callable[[], Plan], attach: Callable[[SavedPlan], Plan])
     return plan
 
 
-def require_equal_plan(own: Plan, first: SavedPlan) -> Plan:
-    """`own`, if it does what the plan of rank 0 does: what machines were taken to be, and the times
-    that follow from that, are for each to know."""
-    differences = own.fingerprint.differences(first.fingerprint)
+def require_equal_plan(plan: Plan, first: SavedPlan) -> Plan:
+    """Return this rank's plan if it does the same as the plan of rank 0; refuse it otherwise.
+
+    Assumptions about machines, and the times that follow from them, may differ.
+    """
+    differences = plan.fingerprint.differences(first.fingerprint)
     if not differences:
-        diff = compare(own, first)
-        own_of_ranks = {setting_name(one) for one in deciding() if one.metadata.get("is_of_rank")}
-        if _stage_order(own) == _stage_order(first):
-            own_of_ranks.add("pipeline")
-        settings = {name: pair for name, pair in diff.settings.items() if name not in own_of_ranks}
+        diff = compare(plan, first)
+        local_settings = {
+            setting_name(setting) for setting in deciding() if setting.metadata.get("is_of_rank")
+        }
+        if _stage_order(plan) == _stage_order(first):
+            local_settings.add("pipeline")
+        settings = {
+            name: pair for name, pair in diff.settings.items() if name not in local_settings
+        }
         pairs = {**settings, **diff.regions, **diff.parameters, **diff.values}
-        differences = [f"{name}: {one}, not {two}" for name, (one, two) in pairs.items()][:4]
+        differences = [f"{name}: {setting}, not {two}" for name, (setting, two) in pairs.items()][
+            :4
+        ]
     if differences:
         raise InvalidInput(
             "the plan of every rank is that of rank 0",
             got="\n".join(differences),
             remedy="plan in the same way on every rank, or leave planning to parallelize()",
         )
-    return own
+    return plan
 
 
 def _stage_order(plan: Plan | SavedPlan) -> object:
-    """Its pipeline but for what its stages take."""
-    one = plan.pipelining
-    return one and (replace(one, stages=()), [stage.starts for stage in one.stages])
+    """Return the pipeline of a plan without the costs of its stages."""
+    pipelining = plan.pipelining
+    return pipelining and (
+        replace(pipelining, stages=()),
+        [stage.starts for stage in pipelining.stages],
+    )
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What this rank makes, or why not: the others are to hear of that before it is raised."""
+    """Return the result of `work`, or its error, which the others learn before it is raised."""
     try:
         return work(), None
     except Exception as error:
@@ -132,17 +143,17 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def broadcast_from_rank0(data: Any) -> Any:
-    """What rank 0 gives, on every rank."""
+    """Return the `data` of rank 0 on every rank."""
     box = [data]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
-def gather_from_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What all ranks give, by rank, in the world of now or another group of all of them."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine, group=group)
-    return found
+def gather_from_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks, by rank, over the world or another group of all ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _by_rank(texts: Sequence[str | None]) -> str:
@@ -151,6 +162,6 @@ def _by_rank(texts: Sequence[str | None]) -> str:
 
 def _failure_text(error: Exception) -> str:
     if isinstance(error, AutoparError):
-        given = f": {error.got}" if error.got is not None else ""
-        return f"{error.rule}{given}"
+        got = f": {error.got}" if error.got is not None else ""
+        return f"{error.rule}{got}"
     return said(error)

@@ -1,6 +1,8 @@
-"""Wrappers: what others put around a module to train it on several ranks, which this one is made
-for, or to compile it. They are refused when they are put there; Accelerate leaves alone what is
-prepared."""
+"""Refused wrappers: DistributedDataParallel, FSDP, torch.compile and others around a module.
+
+A parallel module is parallel and compiled already, so it refuses them when they are applied.
+Accelerate leaves a module alone that is marked as prepared.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +16,22 @@ from autopar.errors import InvalidInput
 
 
 class RefusesWrappers(nn.Module):
-    """A module that nothing is to be put around."""
+    """A module that refuses all wrappers."""
 
     def __init__(self) -> None:
         super().__init__()
         vars(self)["_is_accelerate_prepared"] = True
-        vars(self)[COMPOSABLE_REGISTRY] = (
-            _RefusingRegistry()
-        )  # where fully_shard and replicate look
+        vars(self)[COMPOSABLE_REGISTRY] = _RefusingRegistry()  # read by fully_shard and replicate
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_ddp_params_and_buffers_to_ignore":  # what DistributedDataParallel looks for
+        if name == "_ddp_params_and_buffers_to_ignore":  # read by DistributedDataParallel
             _refuse("DistributedDataParallel")
         if name == COMPILED_MARK:
             self.compile()
         return super().__getattr__(name)
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """What torch would do here, `parallelize` does."""
+        """Refuse torch.compile, which `parallelize(compile=True)` replaces."""
         raise InvalidInput(
             "a parallel module is compiled where it is made: the program of each rank, collectives "
             "inside",
@@ -44,7 +44,7 @@ class RefusesWrappers(nn.Module):
 
 
 class _RefusingRegistry(dict[str, Any]):
-    """By name what torch has made of a module in place."""
+    """The registry of torch's in-place wrappers of a module, which refuses every lookup."""
 
     def __contains__(self, name: object) -> bool:
         if is_collecting_wrappers():  # there is none

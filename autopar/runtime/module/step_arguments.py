@@ -1,4 +1,4 @@
-"""Words: what a step is told beside the arguments of the model.
+"""Step arguments: keyword arguments of a step next to those of the model.
 
 pm.step(x, scale=1 / 4)        the step's, if the model's forward takes no scale
 pm.step(x, scale=2.0)          the model's, if the example call has one
@@ -22,15 +22,15 @@ _REMEDIES = {
 
 
 def split_step_arguments(
-    example: Example, args: tuple, kwargs: Mapping[str, Any], words: Mapping[str, Any]
+    example: Example, args: tuple, kwargs: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the model is given by name, and what the step is told: of `words`, None is not said."""
-    given, told = dict(kwargs), dict(words)
-    for name, value in words.items():
+    """Return the keyword arguments of the model, and those of the step; None is not given."""
+    for_model, for_step = dict(kwargs), dict(options)
+    for name, value in options.items():
         if value is None:
             continue
         if name in example.kwargs:
-            given[name], told[name] = value, None
+            for_model[name], for_step[name] = value, None
         elif _takes(example.model, name, args):
             raise InvalidInput(
                 "a word that a step and the model both know belongs to the model if the example "
@@ -40,14 +40,17 @@ def split_step_arguments(
                 remedy=f"for the model's: parallelize with {name} among the example's keyword "
                 f"arguments. For the step's: give the model's before it; or {_REMEDIES[name]}",
             )
-    return given, told
+    return for_model, for_step
 
 
 def _takes(model: nn.Module, name: str, args: tuple) -> bool:
-    """Whether forward has a parameter of this name beside those that `args` are for. What it takes
-    by `**` it has no name for."""
+    """Return whether forward has a parameter of this name that `args` do not fill; `**` does not
+    count."""
     signature = inspect.signature(model.forward)
-    found = signature.parameters.get(name)
-    if found is None or found.kind not in (found.POSITIONAL_OR_KEYWORD, found.KEYWORD_ONLY):
+    parameter = signature.parameters.get(name)
+    if parameter is None or parameter.kind not in (
+        parameter.POSITIONAL_OR_KEYWORD,
+        parameter.KEYWORD_ONLY,
+    ):
         return False
     return name not in list(signature.parameters)[: len(args)]

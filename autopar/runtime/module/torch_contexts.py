@@ -1,4 +1,4 @@
-"""Surroundings: what of torch may stand around a call of a parallel module, and what may not."""
+"""Torch contexts: transforms and backward passes in which a parallel module refuses a call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from autopar.errors import InvalidInput
 
 
 def refuse_transforms() -> None:
-    """Refuse a call whose inputs stand for several values, or for a value and its tangent."""
+    """Refuse a call whose inputs are batched by vmap, or carry tangents."""
     if is_transformed():
         raise InvalidInput(
             "a parallel module is called on plain tensors, and differentiated backward",
@@ -19,7 +19,7 @@ def refuse_transforms() -> None:
 
 
 def nested_call_refusal() -> InvalidInput:
-    """Of a call on processes."""
+    """Return the refusal of a call on processes inside of a backward pass."""
     return InvalidInput(
         "on processes no call comes in the middle of the backward pass of another: gradients of "
         "the same parameters are being summed",

@@ -1,4 +1,4 @@
-"""Modes: which modules of a parallel module are in training mode now; a program is that of some."""
+"""Training modes: which modules of a parallel module are in training mode, for each program."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ _TRAINING = attrgetter("training")
 
 
 class TrainingModes:
-    """Those of a parallel module, which gets a submodule for each of the model's, in the mode that
-    it was captured in."""
+    """The modes of all modules of a parallel module, at first those of the capture."""
 
     def __init__(self, root: nn.Module, captured: Captured) -> None:
         self._modules: dict[str, nn.Module] = {}
@@ -24,9 +23,10 @@ class TrainingModes:
 
     @property
     def now(self) -> tuple[bool, ...]:
-        """In the order of the modules."""
+        """Return the current modes in the order of the modules."""
         return tuple(map(_TRAINING, self._modules.values()))
 
     @property
     def by_path(self) -> dict[str, bool]:
+        """Return the current modes by the paths of the modules."""
         return dict(zip(self._modules, self.now))

@@ -1,12 +1,11 @@
-"""Trials: a few steps of each of some plans, on the machines that are there.
+"""Trials: a few steps of each of several plans on the present machines.
 
-    found = run_trials(plans, build, args, kwargs, report)      # of each a Trial, in their order
+    trials = run_trials(plans, build, args=..., ...)            # a Trial for each plan, in order
 
-Each plan is built, run and let go of before the next one is: no more is held than it needs itself.
-So it goes round several times, and what a machine does besides meets all plans alike; what is
-clearly slower after the first round is not run again. On processes this is in a world beside that
-of now. A rank that runs out of memory ends that one, and all ranks leave the plan out; the next
-one has another world.
+Each plan is built, run and released before the next one, so that none needs more memory. Several
+rounds make other work of the machine slow all plans alike. A plan that is clearly slower in the
+first round is not run again. On processes trials run in a second world. A rank that runs out of
+memory ends that world, all ranks drop the plan, and the next plan gets a new world.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from autopar.runtime.observation.timing import step_seconds
 from autopar.runtime.parameters.placing import dtensor_wrapper
 from autopar.text.progress import Report
 
-ROUNDS, STEPS = 3, 3  # of each round: steps that count
-MOST_WARM = 6  # of those before them, which go on as long as they get faster
+ROUNDS, STEPS = 3, 3  # rounds, and steps that count in each
+MOST_WARM = 6  # most uncounted steps before, which stop when they get no faster
 _FASTER = 0.7  # times as long as the step before
-_SLOW = 1.5  # times as long as the fastest: what takes that in the first round is not run again
-_NO_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"  # as torch says it
+_SLOW = 1.5  # times the fastest: a plan slower than that in the first round is dropped
+_NO_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"  # texts of torch's errors
 
 Build = Callable[[Plan], ParallelModule]
 
@@ -48,17 +47,18 @@ Build = Callable[[Plan], ParallelModule]
 def run_trials(
     plans: Sequence[Plan],
     build: Build,
+    *,
     args: tuple,
     kwargs: Mapping[str, Any] | None,
     report: Report,
-    whole: World | None,
+    world: World | None,
     device: torch.device,
 ) -> list[Trial]:
-    """What steps of each take; all ranks of the world `whole` do this together, and are told the
-    same. Random numbers are what they were."""
-    ways = [plan.alternative(plan.limit or 0.0).how for plan in plans]
+    """Return the measured seconds of a step of each plan; random number generators stay as they
+    were. All ranks of `world` call this together and get the same result; None: one process."""
+    descriptions = [plan.alternative(plan.limit or 0.0).how for plan in plans]
     seconds: list[list[float]] = [[] for _ in plans]
-    why = [""] * len(plans)
+    failures = [""] * len(plans)
 
     def steps(plan: Plan) -> list[float]:
         with build(plan) as module:
@@ -70,25 +70,25 @@ def run_trials(
                     break
             return [step() for _ in range(STEPS)]
 
-    with _isolated(device), _TrialWorld(whole, device) as place:
-        for turn in range(ROUNDS):
-            first = [median(taken) for taken in seconds if taken]
+    with _isolated(device), _TrialWorld(world, device) as trial_world:
+        for round_ in range(ROUNDS):
+            first = [median(times) for times in seconds if times]
             for number in range(len(plans)):
-                at = (turn + number) % len(plans)
-                if why[at] or (turn and median(seconds[at]) > _SLOW * min(first)):
+                index = (round_ + number) % len(plans)
+                if failures[index] or (round_ and median(seconds[index]) > _SLOW * min(first)):
                     continue
-                report("profile", f"round {turn + 1} of {ROUNDS}, {ways[at]}")
-                found, why[at] = place.attempt(partial(steps, plans[at]))
-                seconds[at] += found or ()
+                report("profile", f"round {round_ + 1} of {ROUNDS}, {descriptions[index]}")
+                result, failures[index] = trial_world.attempt(partial(steps, plans[index]))
+                seconds[index] += result or ()
     return [
-        Trial(way, plan.seconds, None if wrong else median(taken), wrong)
-        for way, plan, taken, wrong in zip(ways, plans, seconds, why)
+        Trial(description, plan.seconds, None if failure else median(times), failure)
+        for description, plan, times, failure in zip(descriptions, plans, seconds, failures)
     ]
 
 
 def fastest_trial(trials: Sequence[Trial]) -> int:
-    """The number of the fastest; or refuse them all."""
-    ran = [number for number, one in enumerate(trials) if one.measured is not None]
+    """Return the index of the fastest trial; refuse if none ran."""
+    ran = [number for number, trial in enumerate(trials) if trial.measured is not None]
     if not ran:
         raise ExecutionError(
             "some of the plans that are run have room on the machines that are there",
@@ -100,10 +100,10 @@ def fastest_trial(trials: Sequence[Trial]) -> int:
 
 @contextmanager
 def _isolated(device: torch.device) -> Iterator[None]:
-    """Random numbers go on as if nothing had been drawn; what was told of modules is told again of
-    the one that stays."""
-    own = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(own), warnings.catch_warnings():
+    """Restore random number generators afterwards, and silence warnings, which the final module
+    repeats."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -116,11 +116,11 @@ def _collect(device: torch.device) -> None:
 
 @dataclass
 class _TrialWorld:
-    """Where plans are tried: in this process, or in a world beside the whole one."""
+    """Runs trials of plans: in this process, or in a second world on the ranks of the first."""
 
-    whole: World | None
+    world: World | None  # None: one process
     device: torch.device
-    _beside: ExitStack = field(default_factory=ExitStack)
+    _second_world: ExitStack = field(default_factory=ExitStack)
     _is_open: bool = False
 
     def __enter__(self) -> _TrialWorld:
@@ -130,23 +130,26 @@ class _TrialWorld:
         self._close()
 
     def attempt(self, work: Callable[[], list[float]]) -> tuple[list[float], str]:
-        """What `work` gives, or else where there was no memory for it: the same on all ranks."""
-        found: list[float] = []
+        """Return the result of `work` and "", or no result and the ranks without memory for it; the
+        same on all ranks."""
+        result: list[float] = []
         kind, text, error = "", "", None
         try:
-            found = self._inside(work)
+            result = self._run(work)
         except Exception as raised:
             error, kind, text = raised, _failure_kind(raised), said(raised)
             _clear_frames(raised)
             self._close()
-        _collect(self.device)  # others may wait in a group until nothing here holds it
-        kinds, texts = self._everyones(kind, text)
+        _collect(self.device)  # others may wait in a group until no object here holds it
+        kinds, texts = self._exchange_errors(kind, text)
         if not any(kinds):
-            return found, ""
+            return result, ""
         self._close()
         if "error" not in kinds and "memory" in kinds:
-            ranks = ", ".join(str(rank) for rank, one in enumerate(kinds) if one == "memory")
-            return [], "out of memory" + f" on rank {ranks}" * (self.whole is not None)
+            ranks = ", ".join(
+                str(rank) for rank, error_kind in enumerate(kinds) if error_kind == "memory"
+            )
+            return [], "out of memory" + f" on rank {ranks}" * (self.world is not None)
         if error is not None and ("error" not in kinds or kind == "error"):
             raise error
         raise ExecutionError(
@@ -155,33 +158,33 @@ class _TrialWorld:
             remedy="mend what failed there, or parallelize without profile=",
         )
 
-    def _everyones(self, kind: str, text: str) -> tuple[list[str], list[str]]:
-        """What all ranks say, which from then on name groups alike."""
-        if self.whole is None:
+    def _exchange_errors(self, kind: str, text: str) -> tuple[list[str], list[str]]:
+        """Return the kinds and texts of all ranks' errors, and align their names of new groups."""
+        if self.world is None:
             return [kind], [text]
         kinds, texts, counts = zip(
-            *gather_from_ranks((kind, text, created_group_count()), self.whole.group)
+            *gather_from_ranks((kind, text, created_group_count()), self.world.group)
         )
         set_created_group_count(max(counts))
         return list(kinds), list(texts)
 
-    def _inside(self, work: Callable[[], list[float]]) -> list[float]:
-        if self.whole is None:
+    def _run(self, work: Callable[[], list[float]]) -> list[float]:
+        if self.world is None:
             return work()
         if not self._is_open:
             self._is_open = True
-            self._beside.enter_context(world_beside())
+            self._second_world.enter_context(world_beside())
         with stop_all_on_failure():
             return work()
 
     def _close(self) -> None:
-        self._beside.close()
+        self._second_world.close()
         self._is_open = False
         dtensor_wrapper.cache_clear()  # a mesh is equal to one whose groups have gone
 
 
 def _failure_kind(error: Exception) -> str:
-    """How a rank failed: without memory, because another one failed, or else."""
+    """Return how a rank failed: "memory", "stopped" because another one failed, or "error"."""
     seen: BaseException | None = error
     while seen is not None:
         is_torch = isinstance(seen, RuntimeError) and not isinstance(seen, AutoparError)
@@ -193,7 +196,7 @@ def _failure_kind(error: Exception) -> str:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Of all that the frames hold that an error went through."""
+    """Release all objects in the frames that an error went through."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
