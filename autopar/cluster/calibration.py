@@ -49,7 +49,7 @@ _GUESSED_LINK = (200e-6, 2e9)
 
 
 def local_node(devices: int, measure: bool = True, again: bool = False) -> Node:
-    """This machine as a node of `devices` processes that share it; `again`: measured anew."""
+    """Return this machine as a node of `devices` processes that share it; `again` measures anew."""
     if not measure:
         return measured_node(devices, devices, _GUESS)
     processes = min(devices, MOST_PROCESSES)
@@ -62,7 +62,8 @@ def local_node(devices: int, measure: bool = True, again: bool = False) -> Node:
 
 
 def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node:
-    """Turn the figures that `measure.py` printed into a node; an error, if they cannot be true."""
+    """Return the node that the figures printed by `measure.py` describe. Raise where they cannot be
+    true."""
     crowd = devices / processes
     memory, flops = host_memory() / devices, figures["flops"]["f32"] / crowd
     alpha, copying = figures["copy"]
@@ -90,7 +91,7 @@ def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node
 
 
 def message_link(fitted: Fitted) -> tuple[float, float]:
-    """Alpha and bandwidth of a message: of a shift in the smallest group that was measured."""
+    """Return latency and bandwidth of a message: of a ring shift in the smallest measured group."""
     for kind in ("shift", "all_reduce"):
         if sizes := [ranks for name, ranks in fitted if name == kind]:
             return fitted[kind, min(sizes)]
@@ -98,8 +99,8 @@ def message_link(fitted: Fitted) -> tuple[float, float]:
 
 
 def far_memory_cost(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """The bytes of a product's matrices that cost no time of their own, and the seconds of each of
-    the others, by what two sizes cost."""
+    """Return the bytes of a product's matrices that caches hold for nothing, and the seconds of
+    each byte beyond, from two measured sizes."""
     if not points or not 0 < points[0][1] < points[1][1]:
         return 0.0, 0.0
     (small, fast), (large, slow) = points
@@ -108,8 +109,8 @@ def far_memory_cost(points: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def fit_links(timings: list[tuple[str, int, int, float]]) -> Fitted:
-    """Alpha from the smallest size and bandwidth from the largest, of each collective that was
-    measured with two."""
+    """Fit latency to the smallest and bandwidth to the largest size of each collective that was
+    measured with two sizes."""
     found: Fitted = {}
     for kind, ranks in {(kind, ranks): None for kind, ranks, _, _ in timings}:
         points = sorted((size, t) for k, n, size, t in timings if (k, n) == (kind, ranks))
@@ -124,14 +125,15 @@ def fit_links(timings: list[tuple[str, int, int, float]]) -> Fitted:
 
 
 def _run_measurement(processes: int, times: int = 1) -> dict[str, Any]:
-    """What single operators and collectives take; of several times the medians."""
+    """Return the figures of single operators and collectives: medians over `times` measurements."""
     script = Path(__file__).with_name("measure.py")
     command = [sys.executable, "-P", str(script), str(processes), str(times)]
     return json.loads(output_of(command, _TIME_LIMIT * times))
 
 
 def output_of(command: Sequence[str], seconds: float) -> str:
-    """What a program prints, in so many seconds; later it ends, with all that it has started."""
+    """Return what a program prints. After `seconds`, end it with all that it has started, and
+    raise."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes, start_new_session=True) as program:
         try:
@@ -155,8 +157,8 @@ def output_of(command: Sequence[str], seconds: float) -> str:
 def read_cached(
     name: str, read: Callable[[Any], T], make: Callable[[], Any], again: bool = False
 ) -> T:
-    """What `read` makes of the file called `name` in the cache folder. Where none is there, or it
-    cannot be read, and where it is made `again`, it is what `make` gives."""
+    """Return `read(data)` of a JSON file in the cache folder. Write `make()` there first where the
+    file is missing, unreadable, or to be made `again`."""
     with _locked(name) as path:
         if not again:
             with contextlib.suppress(Exception):  # whatever is wrong with it
@@ -169,7 +171,8 @@ def read_cached(
 
 @contextlib.contextmanager
 def _locked(name: str) -> Iterator[Path]:
-    """Give the path of a cached file to one process at a time, since ranks ask together."""
+    """Lock a cached file for one process at a time, since ranks read it together, and yield its
+    path."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     folder = Path(base) / "autopar"
     with contextlib.ExitStack() as stack:
@@ -184,11 +187,11 @@ def _locked(name: str) -> Iterator[Path]:
 
 
 def machine_id() -> str:
-    """This machine, with its torch, as a short word."""
+    """Return a short hash of this machine and its version of torch."""
     parts = (platform.node(), platform.machine(), os.cpu_count(), torch.__version__, VERSION)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
 def host_memory() -> float:
-    """The bytes of this machine's memory."""
+    """Return the bytes of this machine's memory."""
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

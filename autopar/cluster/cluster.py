@@ -1,4 +1,4 @@
-"""Cluster: the machines. Nodes of devices, and the links inside a node and between nodes.
+"""Cluster: nodes of devices, the links inside a node and between nodes.
 
 >>> from autopar.mesh import Mesh
 >>> cluster = Cluster.preset("dgx-h100", nodes=2)
@@ -45,14 +45,14 @@ from autopar.text.units import counted, plural, scaled
 
 @dataclass(frozen=True)
 class EqualNodes(Node):
-    """Equal nodes, one after another."""
+    """A run of equal nodes in a cluster's file."""
 
     count: Count = field(kw_only=True)
 
 
 @dataclass(frozen=True)
 class ClusterForm:
-    """A cluster in a plan's file."""
+    """A cluster as it is written in a plan's file."""
 
     name: str
     network: Link
@@ -63,9 +63,9 @@ class ClusterForm:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks are numbered node after node. `network.bandwidth` is of each node, all its ways out;
-    `levels` are those of groups of nodes, the smaller first. `used`: how many devices of each node
-    take ranks, the first ones; all, if it is not said."""
+    """The machines of a training run; ranks are numbered node after node. `network.bandwidth` is
+    that of all links out of one node together. `levels` group neighbouring nodes, smaller groups
+    first. `used`: how many devices of each node take ranks, the first ones; empty means all."""
 
     FORM: ClassVar = ClusterForm
 
@@ -110,12 +110,12 @@ class Cluster:
 
     @cached_property
     def _hash(self) -> int:
-        """Of thousands of nodes, once."""
+        """Return the hash, computed once: a cluster may have thousands of nodes."""
         return hash((self.nodes, self.network, self.name, self.levels, self.used))
 
     @classmethod
     def preset(cls, name: str, nodes: int = 1) -> Cluster:
-        """A known machine by name: dgx-a100, dgx-h100, dgx-v100, h200, piz-daint."""
+        """Return a machine known by name: dgx-a100, dgx-h100, dgx-v100, h200, piz-daint."""
         node, network = preset(name)
         if not is_count(nodes) or nodes * node.devices > MOST:
             raise InvalidInput(
@@ -127,12 +127,12 @@ class Cluster:
 
     @classmethod
     def local(cls, devices: int, measure: bool = True) -> Cluster:
-        """This machine. Its GPUs, if it has some: of a kind known by name, or measured.
+        """Return this machine: its GPUs where it has some, known by name or measured.
 
-        Else processes as devices, measured once (seconds), then kept in a file. More devices than
-        the machine has GPUs are those of several such machines; under torchrun, it knows how many
-        ranks of a machine share them. What `autopar calibrate` found of so many devices is kept to;
-        `measure=False` leaves all of it out.
+        Otherwise its devices are processes on the CPU, measured once (seconds) and then cached in a
+        file. More devices than the machine has GPUs stand for several such machines; under
+        torchrun, ranks that share a GPU each get a part of it. What `autopar calibrate` found for
+        so many devices is applied. `measure=False` leaves all of it out.
         """
         if not is_count(devices):
             raise InvalidInput(
@@ -158,52 +158,53 @@ class Cluster:
         write_file(path, cluster_text(*about), "a cluster file")
 
     def at(self, pace: Pace) -> Cluster:
-        """The same machines, all of whose work takes so many times as long."""
+        """Return these machines at a pace: their work takes `pace` times as long."""
         nodes = tuple(node_at_pace(node, pace) for node in self.nodes)
         levels = tuple(pace.level(level) for level in self.levels)
         return replace(self, nodes=nodes, network=pace.link(self.network), levels=levels)
 
     @property
     def devices(self) -> int:
-        """How many devices take ranks."""
+        """Return the number of devices that take ranks."""
         return sum(self.used_of_nodes)
 
     @property
     def used_of_nodes(self) -> tuple[int, ...]:
-        """How many devices of each node take ranks."""
+        """Return the number of devices of each node that take ranks."""
         return self.used or tuple(node.devices for node in self.nodes)
 
     @property
     def devices_per_node(self) -> int:
-        """Of the node with the fewest that take ranks."""
+        """Return the fewest devices that take ranks in any used node."""
         return min(used for used in self.used_of_nodes if used)
 
     @cached_property
     def device(self) -> Device:
-        """The device all work in lock step waits for: the weakest in each respect."""
+        """Return the device that lock-step work waits for: the weakest in each respect."""
         return self.weakest(range(self.devices))
 
     def weakest(self, ranks: Iterable[int]) -> Device:
-        """The weakest in each respect of the devices of `ranks`."""
+        """Return a device as weak in each respect as the weakest of `ranks`."""
         kinds = self._kinds(ranks)
         return kinds[0] if len(kinds) == 1 else Device.weakest(kinds)
 
     def strongest(self, ranks: Iterable[int]) -> Device:
-        """The strongest in each respect of the devices of `ranks`: none of them is faster."""
+        """Return a device as strong in each respect as the strongest of `ranks`: none is faster."""
         kinds = self._kinds(ranks)
         return kinds[0] if len(kinds) == 1 else Device.strongest(kinds)
 
     def spare(self, limit: float, places: Sequence[Ranks]) -> list[float]:
-        """By how many bytes the devices of each place have more memory than `limit`, where this is
-        what each device has, and none was asked to leave some."""
+        """Return the bytes that the devices of each place have above `limit`. Return zeros where
+        the user set a limit below the device's memory."""
         if limit != self.device.memory:
             return [0.0] * len(places)
         return [self.weakest(ranks).memory - limit for ranks in places]
 
     def fullest_host(self, needed: NDArray[np.float64]) -> HostLoad:
-        """Return what is needed of the node's host that has least room; `needed`: bytes by rank.
+        """Return the load of the host with the least room; `needed`: bytes by rank.
 
-        The devices of a node share its host: each brings its part of the memory."""
+        The devices of a node share its host: each brings its part of the memory.
+        """
         node_of = self._links.node_of[: len(needed)]
         ranks, sums = np.bincount(node_of), np.bincount(node_of, needed)
         own = zip(self.nodes, ranks.tolist(), sums.tolist())
@@ -224,31 +225,32 @@ class Cluster:
             )
 
     def axis_links(self, mesh: Mesh) -> dict[str, AxisLink]:
-        """For each axis of `mesh`, what its groups have between their members."""
+        """Return for each axis of `mesh` the link between the members of its groups."""
         return {axis: self.group_link(mesh, (axis,)) for axis in mesh}
 
     def group_link(self, mesh: Mesh, axes: Sequence[str]) -> AxisLink:
-        """What a group over several axes together has between its members."""
+        """Return the link between the members of a group over all of `axes`."""
         return self.place_links(mesh, axes)[0]
 
     def place_links(
         self, mesh: Mesh, axes: Sequence[str], along: str | None = None
     ) -> tuple[AxisLink, ...]:
-        """The same for each place along an axis, all groups of all places busy at once."""
+        """Return the link of groups over `axes` for each place `along` an axis (None: a single
+        place). All groups of all places are busy at once."""
         self.require_room(mesh)
         return self._links.of_axes(mesh, axes, along)
 
     def message_ways(
         self, places: Sequence[Ranks], pairs: Iterable[tuple[int, int]]
     ) -> Mapping[tuple[int, int], MessageLink]:
-        """What messages take between pairs of places, of which each says its ranks."""
+        """Return the link of messages for each pair of places; `places` holds the ranks of each."""
         return self._links.of_messages(places, pairs)
 
     def replica_links(
         self, places: Sequence[Ranks], replicas: Sequence[Sequence[int]]
     ) -> tuple[AxisLink, ...]:
-        """What groups of ranks that hold the same of several places have, for each of `replicas`,
-        as many places each; all of them busy at once."""
+        """Return one link for each entry of `replicas`, a list of places that hold the same stage.
+        The ranks that stand for one another form groups, all of them busy at once."""
         groups = [np.stack([places[one] for one in some], axis=1) for some in replicas]
         place_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         return self._links.of_groups("replicas", np.concatenate(groups), place_of)
@@ -258,14 +260,14 @@ class Cluster:
         return ClusterLinks(self.nodes, self.used_of_nodes, self.network, self.levels)
 
     def first(self, ranks: int) -> Cluster:
-        """The same with no more devices used than a mesh of so many ranks takes."""
+        """Return this cluster with only as many devices used as a mesh of `ranks` takes."""
         ends = itertools.accumulate(self.used_of_nodes)
         used = (min(n, max(0, ranks - end + n)) for n, end in zip(self.used_of_nodes, ends))
         return replace(self, used=tuple(used))
 
     @property
     def in_use(self) -> Cluster:
-        """The same without the nodes of which no device is used."""
+        """Return this cluster without the nodes of which no device is used."""
         some = [(node, used) for node, used in zip(self.nodes, self.used_of_nodes) if used]
         if len(some) == len(self.nodes):
             return self
@@ -275,7 +277,7 @@ class Cluster:
 
     @property
     def taken(self) -> str:
-        """Which devices take ranks, in words."""
+        """Return a text that names the devices that take ranks."""
         every = sum(node.devices for node in self.nodes)
         some = f"{self.devices} of {every} devices used, " if self.devices < every else ""
         nodes = counted(sum(used > 0 for used in self.used_of_nodes), "node")
@@ -324,7 +326,7 @@ class Cluster:
 
     @property
     def idle(self) -> list[str]:
-        """What is left unused, a text for equal nodes."""
+        """Return the unused devices, one text for equal nodes."""
         left = zip(self.nodes, self.used_of_nodes, itertools.count())
         rows = [
             (f"{node.devices - used} of {node.devices} x {node.device.name}", number)

@@ -85,7 +85,8 @@ MakeCluster = Callable[
 
 
 def read_cluster(path: Path, make: MakeCluster[SomeCluster]) -> SomeCluster:
-    """What `make` makes of the nodes, the network, the name and the levels in the file."""
+    """Return `make(nodes, network, name, levels, used)` of a cluster file. Raise with the wrong
+    line."""
     try:
         text = path.read_bytes().decode("utf-8")
     except (OSError, ValueError) as error:
@@ -125,7 +126,7 @@ def cluster_text(
     levels: Sequence[Level],
     used: Sequence[int],
 ) -> str:
-    """The file of nodes, each with how many of it follow one another."""
+    """Return the file of a cluster; `runs`: nodes, each with how many of it follow one another."""
     names: dict[Device, str] = {}
     for node, _ in runs:
         alike = sum(kind.name == node.device.name for kind in names if kind != node.device)
@@ -204,7 +205,7 @@ def _nodes(
 
 
 def _line(text: str, at: At) -> int:
-    """The line where the last part of the key that the file has stands."""
+    """Return the number of the line that has the last part of a key which the file contains."""
     names = [part for part in at if isinstance(part, str)]
     table = next((part for part in at if isinstance(part, int)), 0)
     header: list[str] = []

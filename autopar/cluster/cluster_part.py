@@ -1,9 +1,10 @@
-"""Part: a cluster as places of a pipeline have it: their own devices, and links that all share.
+"""A cluster as the places of a pipeline see it: their own devices, and links that all places share.
 
-    line = Line("pp", stages=4, size=8)                 # 4 places of 8 ranks, one after another
-    parts, kinds = Part.of(cluster, line).kinds(Mesh(dp=2, tp=4))  # those that are alike as one
+    line = PipelineLine("pp", stages=4, size=8)           # 4 places of 8 ranks each
+    parts, kinds = ClusterPart.of(cluster, line).kinds(Mesh(dp=2, tp=4))
 
-A place is where a stage stands: the ranks with one coordinate on the axis of the pipeline.
+A place is where a stage stands: the ranks with one coordinate on the pipeline's axis. `kinds`
+groups the places that have equal devices and links.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autopar.mesh import Mesh
 
 @dataclass(frozen=True)
 class PipelineLine:
-    """The places of a pipeline, which all have `size` ranks."""
+    """The places along the pipeline's axis, which all have `size` ranks."""
 
     axis: str
     stages: int
@@ -34,12 +35,13 @@ class PipelineLine:
 
     @classmethod
     def of(cls, mesh: Mesh, axis: str) -> PipelineLine:
-        """That of an axis in a mesh of all ranks."""
+        """Return the line along an axis in a mesh of all ranks."""
         before = mesh.names[: mesh.names.index(axis)]
         return cls(axis, mesh[axis], mesh.size // mesh[axis], before, mesh.degree(before))
 
     def mesh(self, inner: Mesh) -> Mesh:
-        """Of all ranks, where that inside each place is `inner`: its axes may have been split."""
+        """Return the mesh of all ranks when `inner` is the mesh of each place, possibly with split
+        axes."""
         first = [part for axis in self.before for part in inner.parts(axis)]
         rest = [axis for axis in inner if axis not in first]
         sizes = {**inner.sizes, self.axis: self.stages}
@@ -47,7 +49,7 @@ class PipelineLine:
 
     @cached_property
     def ranks(self) -> list[Ranks]:
-        """Of each place, in the order of the mesh inside it."""
+        """Return the ranks of each place, in the order of the mesh inside it."""
         every = np.arange(self.stages * self.size).reshape(self.outer, self.stages, -1)
         return list(every.transpose(1, 0, 2).reshape(self.stages, -1))
 
@@ -58,7 +60,7 @@ class PipelineLine:
 
 @dataclass(frozen=True)
 class ClusterPart(Cluster):
-    """The whole cluster, as some places along a line have it."""
+    """The cluster as seen from some places along a line."""
 
     line: PipelineLine = field(kw_only=True)
     places: tuple[int, ...] = field(kw_only=True)
@@ -67,7 +69,7 @@ class ClusterPart(Cluster):
 
     @classmethod
     def of(cls, whole: Cluster, line: PipelineLine) -> ClusterPart:
-        """What no place is faster than."""
+        """Return a part that is at least as fast as every place of the line."""
         about = whole.nodes, whole.network, whole.name, whole.levels, whole.used
         made = cls(*about, line=line, places=tuple(range(line.stages)), is_best=True)
         vars(made)["_links"] = whole._links
@@ -76,14 +78,14 @@ class ClusterPart(Cluster):
     __hash__ = Cluster.__hash__
 
     def among(self, *places: int) -> ClusterPart:
-        """What none of some places is slower than."""
+        """Return a part that is at least as slow as each of these places."""
         made = replace(self, places=places, is_best=False)
         vars(made)["_links"] = self._links
         return made
 
     def kinds(self, mesh: Mesh) -> tuple[list[ClusterPart], list[int]]:
-        """Places that are alike, as one part; and of each place which of these it is. `mesh`: that
-        inside each place."""
+        """Return one part for each group of equal places, and each place's group number. `mesh` is
+        that inside each place."""
         subsets = [
             axes for count in range(1, len(mesh.names) + 1) for axes in combinations(mesh, count)
         ]
@@ -110,7 +112,7 @@ class ClusterPart(Cluster):
         return next(iter(own)) if len(own) == 1 else self._extreme(list(own))
 
     def _extreme(self, links: Sequence[AxisLink]) -> AxisLink:
-        """The best, or the worst, in each respect."""
+        """Return the best or the worst link in each respect."""
         less, more = (min, max) if self.is_best else (max, min)
         one = more(links, key=lambda link: link.bandwidth)
         kinds = {kind for link in links for kind, _ in link.link.measured}

@@ -2,12 +2,12 @@
 
 Dense rates, without sparsity, from the data sheets of NVIDIA: A100 (2021), H100 and H200 (2024),
 B200 (2024), V100 (2020), P100 (2016), L4 and L40S (2023), A10, A30 and T4 (2019 to 2021), and the
-white papers of Ampere and Ada for GeForce and RTX. "f16" and "bf16" are those of tensor cores that
-sum in f32. What no sheet names is measured here.
+white papers of Ampere and Ada for GeForce and RTX. "f16" and "bf16" are rates of tensor cores that
+sum in f32. A GPU that no sheet names is measured here.
 
->>> known("NVIDIA A100-SXM4-40GB").bandwidth
+>>> known_gpu("NVIDIA A100-SXM4-40GB").bandwidth
 1555000000000.0
->>> known("a GPU of tomorrow") is None
+>>> known_gpu("a GPU of tomorrow") is None
 True
 """
 
@@ -75,7 +75,8 @@ _KNOWN_GPUS: tuple[tuple[str, Device], ...] = (
 
 
 def local_gpus(devices: int) -> tuple[tuple[Node, ...], Link]:
-    """`devices` GPUs of machines such as this one, and the network between these."""
+    """Return nodes with `devices` GPUs of machines such as this one, and the network between
+    them."""
     here = torch.cuda.device_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", here))
     crowd = max(1.0, ranks / here)  # how many ranks share a GPU
@@ -101,7 +102,7 @@ def local_gpus(devices: int) -> tuple[tuple[Node, ...], Link]:
 
 
 def local_gpu(index: int) -> tuple[Device, Link]:
-    """A GPU of this machine and its link to the others; its memory is what it has."""
+    """Return a GPU of this machine, with the memory that it has, and its link to the others."""
     properties = torch.cuda.get_device_properties(index)
     name = properties.name
     device = known_gpu(name) or measure_gpu(torch.device("cuda", index), name)
@@ -109,7 +110,7 @@ def local_gpu(index: int) -> tuple[Device, Link]:
 
 
 def gpu_links(name: str) -> tuple[Link, Link]:
-    """The link of each GPU inside its node, and the network between nodes."""
+    """Return the link of each GPU inside its node, and the network between nodes."""
     over_pcie = "pcie" in name.lower() or "nvl" in name.lower()
     machine = next((machine for kind, machine in MACHINES.items() if kind in name), None)
     if over_pcie or machine is None:
@@ -119,7 +120,8 @@ def gpu_links(name: str) -> tuple[Link, Link]:
 
 
 def known_gpu(name: str) -> Device | None:
-    """The kind that `torch.cuda.get_device_name` calls `name`, if a data sheet names it."""
+    """Return the device of `torch.cuda.get_device_name() == name`; None if no data sheet names
+    it."""
     parts = name.lower().replace("-", " ").split()
     for words, device in _KNOWN_GPUS:
         if set(words.lower().split()) <= set(parts) and "laptop" not in parts:
@@ -129,7 +131,7 @@ def known_gpu(name: str) -> Device | None:
 
 @lru_cache
 def measure_gpu(device: torch.device, name: str) -> Device:
-    """Rates of large work on a device, and the time to start an operator."""
+    """Measure a device: rates of large work, and the time to start an operator."""
     size = 4096 if device.type == "cuda" else 256
     flops = {}
     for key in ("f64", "f32", "f16", "bf16"):
@@ -148,7 +150,7 @@ def measure_gpu(device: torch.device, name: str) -> Device:
 
 
 def measure_host(device: torch.device) -> Host:
-    """What copies between pinned memory and a device reach."""
+    """Measure the bandwidth of copies between pinned memory and a device."""
     is_gpu = device.type == "cuda"
     there = torch.empty(1 << 24, dtype=torch.uint8, pin_memory=is_gpu)
     here = torch.empty_like(there, device=device)
@@ -163,7 +165,7 @@ def measure_host(device: torch.device) -> Host:
 def median_seconds(
     work: Callable[[], object], device: torch.device, runs: int = 10, warm: int = 3
 ) -> float:
-    """Median seconds of `work`, until the device has done it; the first ones load and tune."""
+    """Return the median seconds of `work` on a device, after `warm` runs that load and tune."""
 
     def wait() -> None:
         if device.type == "cuda":

@@ -1,8 +1,8 @@
-"""Links: what groups of ranks have between their members, where all are busy at once.
+"""Links: the bandwidth of groups of ranks, where all groups are busy at once.
 
-Ranks stand in nodes, nodes in racks, and so on: units, each with ways out that its ranks share. A
-ring leaves each of its units once, whatever it has there; rings that leave one unit share its ways
-out. Of a unit with rails a ring uses at most as many as it has members there.
+Ranks stand in nodes, nodes in racks, and so on: units, each with links out that its ranks share. A
+ring leaves each of its units once, however many members it has there, and rings that leave one unit
+share its links. In a unit with rails, a ring uses at most one rail for each member.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Ranks = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class MessageLink:
-    """What a message takes from a rank to another: it leaves one after another of its rank's."""
+    """The link of a message between two ranks, whose rank sends one message after another."""
 
     alpha: float
     bandwidth: float
@@ -32,7 +32,7 @@ class MessageLink:
 
 @dataclass(frozen=True)
 class _Tier:
-    """Equal units of ranks, of nodes or of groups of them, with their ways out."""
+    """Equal units of ranks (nodes, or groups of nodes) with their links out."""
 
     level: str
     link: Link  # the ways out of a unit together
@@ -46,7 +46,7 @@ class _Tier:
 
 
 class ClusterLinks:
-    """Of the nodes of a cluster, `used` of whose devices take ranks."""
+    """The links of a cluster; `used` devices of each node take ranks."""
 
     def __init__(
         self, nodes: Sequence[Node], used: Sequence[int], network: Link, levels: Sequence[Level]
@@ -68,7 +68,7 @@ class ClusterLinks:
     def of_axes(
         self, mesh: Mesh, axes: Sequence[str], along: str | None = None
     ) -> tuple[AxisLink, ...]:
-        """What groups over `axes` together have, for each place along an axis."""
+        """Return the link of groups over `axes`, for each place along an axis (None: one place)."""
         key = mesh, tuple(axes), along
         if key not in self._known:
             self._known[key] = self._even(mesh, axes, along) or self._of_axes(mesh, axes, along)
@@ -85,7 +85,7 @@ class ClusterLinks:
         return self.of_groups("*".join(axes), groups, place_of)
 
     def of_groups(self, name: str, groups: Ranks, place_of: Ranks) -> tuple[AxisLink, ...]:
-        """What the slowest group of each place has; the groups are those of all places."""
+        """Return the link of the slowest group of each place, when all these groups are busy."""
         count, size = int(place_of.max()) + 1, groups.shape[1]
         alpha, ring = np.zeros(count), np.full(count, np.inf)
         nodes = self.node_of[groups]
@@ -125,14 +125,14 @@ class ClusterLinks:
 
     @cached_property
     def _inside(self) -> _Tier:
-        """Of what leaves no node."""
+        """Return the tier of groups that leave no node."""
         return _Tier("inside", self._nodes[0].link, 1, self.node_of, np.zeros(0))
 
     def _even(
         self, mesh: Mesh, axes: Sequence[str], along: str | None
     ) -> tuple[AxisLink, ...] | None:
-        """The same of equal nodes, where each unit has a grid of the mesh: thousands of groups are
-        one. None: they are not."""
+        """Return `_of_axes` for equal nodes that each hold a grid of the mesh, from one group
+        instead of thousands. Return None for any other cluster."""
         if not self._is_even:
             return None
         node, size = self._nodes[0], mesh.degree(axes)
@@ -160,8 +160,8 @@ class ClusterLinks:
     def of_messages(
         self, ranks: Sequence[Ranks], pairs: Iterable[tuple[int, int]]
     ) -> Mapping[tuple[int, int], MessageLink]:
-        """What messages between places take, from each rank to that with the same number; `ranks`
-        by place. All places send at once, each one message after another."""
+        """Return the link of messages between pairs of places, from each rank to the rank with the
+        same number. `ranks` lists those of each place. All places send at once."""
         pairs = tuple(dict.fromkeys(pairs))
         shares = []
         for tier in self._tiers:
@@ -189,8 +189,7 @@ class ClusterLinks:
 
 
 def _crossings(units: Ranks) -> tuple[Ranks, Ranks, Ranks, Ranks]:
-    """The groups with members in several units; then each of these with each of its units: the
-    group, the unit, and how many members are there."""
+    """Return the groups with members in several units, and the units that each of these has."""
     crossing = np.flatnonzero((units != units[:, :1]).any(axis=1))
     count = int(units.max()) + 1
     keys, members = np.unique(crossing[:, None] * count + units[crossing], return_counts=True)
@@ -198,7 +197,7 @@ def _crossings(units: Ranks) -> tuple[Ranks, Ranks, Ranks, Ranks]:
 
 
 def _members_among(mesh: Mesh, axes: Sequence[str], ranks: int) -> int | None:
-    """How many of a group over `axes` are among so many neighbours, from the first rank on; None:
+    """Return how many members of a group over `axes` are among the first `ranks` ranks; None where
     these are no grid of the mesh."""
     found, stride = 1, 1
     for name, size in zip(reversed(mesh.names), reversed(mesh.shape)):

@@ -1,5 +1,5 @@
-"""Machines: a device, its host, a link, a node of devices, and what a group of ranks has between
-them."""
+"""Machines: a device, its host, a link, a node of devices, and the link that a group of ranks
+has."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REACHED: Mapping[str, Any] = {"efficiency": 1.0, "bandwidth_efficiency": 1.0}
 
 @dataclass(frozen=True)
 class Host:
-    """What each device has of the machine that it stands in: memory, a way there, and cores."""
+    """The share of its machine that each device has: memory, a link to it, and cores."""
 
     memory: Positive = 64e9  # bytes
     copy_alpha: NotNegative = field(default=10e-6, metadata=COST)  # seconds to start a copy
@@ -36,30 +36,31 @@ class Host:
 
     @classmethod
     def weakest(cls, kinds: Sequence[Host]) -> Host:
-        """As weak in each respect as the weakest of several."""
+        """Return a host as weak in each respect as the weakest of several."""
         return cls(**_extremes(cls, kinds))
 
     @classmethod
     def strongest(cls, kinds: Sequence[Host]) -> Host:
-        """As strong in each respect as the strongest of several."""
+        """Return a host as strong in each respect as the strongest of several."""
         return cls(**_extremes(cls, kinds, is_best=True))
 
     @cached_property
     def link(self) -> Device:
-        """The way to the device, as one that reads what it copies and writes it."""
+        """Return the link to the device, as a device that reads what it copies and writes it."""
         rates = {"f32": self.flops}
         more = {"overhead": self.copy_alpha, **REACHED, "overlap": 0.0}
         return Device("host link", rates, self.memory, 2 * self.copy_bandwidth, **more, host=self)
 
     @cached_property
     def processor(self) -> Device:
-        """Its cores, as a device that runs operators."""
+        """Return the host's cores as a device that runs operators."""
         rates = {"f32": self.flops, "f64": self.flops / 2}
         more = {"overhead": self.overhead, **REACHED, "overlap": 0.0}
         return Device("host", rates, self.memory, self.bandwidth, **more, host=self)
 
     def copied(self, bytes_: float, copies: float = 1) -> float:
-        """Seconds that so many copies to the device, or back, take together."""
+        """Return the seconds that `copies` copies of `bytes_` in all, to or from the device,
+        take."""
         return copies * self.copy_alpha + bytes_ / self.copy_bandwidth
 
 
@@ -97,7 +98,7 @@ class Device:
 
     @classmethod
     def weakest(cls, kinds: Sequence[Device]) -> Device:
-        """As weak in each respect as the weakest of several."""
+        """Return a device as weak in each respect as the weakest of several."""
         worst = _extremes(cls, kinds, besides=("name", "flops", "host"))
         flops = {
             dtype: min(kind.peak(dtype) for kind in kinds) / worst["efficiency"]
@@ -109,7 +110,7 @@ class Device:
 
     @classmethod
     def strongest(cls, kinds: Sequence[Device]) -> Device:
-        """As strong in each respect as the strongest of several: none of them is faster."""
+        """Return a device as strong in each respect as the strongest of several: none is faster."""
         best = _extremes(cls, kinds, True, ("name", "flops", "host", "half_flops"))
         peaks = {dtype: max(kind.peak(dtype) for kind in kinds) for dtype in _dtypes(kinds)}
         # What it takes a product to get going is the same time in every dtype.
@@ -123,16 +124,17 @@ class Device:
 
     @property
     def throughput(self) -> float:
-        """Bytes/s that large passes over memory reach."""
+        """Return the bytes/s that large passes over memory reach."""
         return self.bandwidth * self.bandwidth_efficiency
 
     def peak(self, dtype: torch.dtype | str) -> float:
-        """FLOP/s that large work of `dtype` reaches; a dtype without an entry runs as f32."""
+        """Return the FLOP/s that large work of `dtype` reaches; a dtype without an entry runs as
+        f32."""
         name = dtype if isinstance(dtype, str) else DTYPE_NAMES.get(dtype, "f32")
         return self.flops.get(name, self.flops["f32"]) * self.efficiency
 
     def half(self, dtype: torch.dtype | str) -> float:
-        """FLOPs of a product that reaches half of `peak`: to get going takes the same time in
+        """Return the FLOPs of a product that reaches half of `peak`: starting takes as long in
         every dtype."""
         return self.half_flops * self.peak(dtype) / (max(self.flops.values()) * self.efficiency)
 
@@ -140,7 +142,7 @@ class Device:
 def _extremes(
     cls: Any, kinds: Sequence[Any], is_best: bool = False, besides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Of each field of several values of a class, the worst, or the best."""
+    """Return the worst (or best) value of each field over several instances of `cls`."""
     other = {min: max, max: min}
     found = {}
     for part in fields(cls):
@@ -152,7 +154,7 @@ def _extremes(
 
 
 def _dtypes(kinds: Sequence[Device]) -> list[str]:
-    """That some of the devices have rates for."""
+    """Return the dtypes that some of the devices have rates for."""
     return sorted(set().union(*(kind.flops for kind in kinds)))
 
 
@@ -171,7 +173,8 @@ class Link:
     )
 
     def of(self, kind: str, ranks: int) -> tuple[float, float]:
-        """Alpha and bandwidth of collective `kind` over `ranks`: the nearest that was measured."""
+        """Return latency and bandwidth of a collective over `ranks`: the nearest that was
+        measured."""
         near = sorted(
             (other != kind, abs(math.log(ranks / size)), other, size)
             for other, size in self.measured
@@ -184,7 +187,8 @@ class Link:
 class Node:
     """One machine: `devices` equal devices, joined by `link`; `bandwidth` is of each device.
 
-    Out of it leads the network, over so many equal `rails`, of which a device sends over one."""
+    The network is reached over `rails` equal links; a device sends over one of them.
+    """
 
     device: Device
     devices: Count
@@ -194,7 +198,7 @@ class Node:
 
 @dataclass(frozen=True)
 class HostLoad:
-    """Bytes of one node's host: what its ranks need there together, and what it has for them."""
+    """The bytes that the ranks of one node need on its host together, and those that it has."""
 
     ranks: int
     needed: float
@@ -202,13 +206,13 @@ class HostLoad:
 
     @property
     def room(self) -> float:
-        """The bytes that are left for each of the ranks; below 0, so many are missing for each."""
+        """Return the bytes left for each rank; negative where so many are missing."""
         return (self.memory - self.needed) / self.ranks
 
 
 @dataclass(frozen=True)
 class Level:
-    """Neighbouring nodes in groups, as in racks; `bandwidth` is of all ways out of a group."""
+    """Neighbouring nodes in groups, as in racks; `bandwidth` is of all links out of a group."""
 
     name: str
     nodes: Count  # in each group
@@ -218,7 +222,7 @@ class Level:
 
 @dataclass(frozen=True)
 class AxisLink:
-    """What one group of ranks along an axis has between its members, all groups busy at once."""
+    """The link between the members of a group along an axis, all such groups busy at once."""
 
     axis: str
     size: int
@@ -235,7 +239,7 @@ class AxisLink:
         return self.link.bandwidth
 
     def of(self, kind: str) -> tuple[float, float]:
-        """Alpha and bandwidth of one kind of collective over this axis."""
+        """Return latency and bandwidth of one kind of collective over this axis."""
         alpha, bandwidth = self.link.of(kind, self.size)
         if kind == "all_to_all" and (kind, self.size) not in self.link.measured:
             bandwidth = min(bandwidth, self.exchange_bandwidth)

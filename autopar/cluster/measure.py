@@ -27,7 +27,7 @@ BUDGET = 0.08  # seconds for one figure
 
 
 def median_seconds(work: Callable[[], object], budget: float = BUDGET) -> float:
-    """Median seconds of `work`, the number of runs the same on all ranks."""
+    """Return the median seconds of `work`, after equally many runs on all ranks."""
     work()
     start = time.perf_counter()
     work()
@@ -44,8 +44,8 @@ def median_seconds(work: Callable[[], object], budget: float = BUDGET) -> float:
 
 
 def measure_far() -> list[tuple[float, float]]:
-    """Of few rows in two large layers: the bytes of matrices, and the seconds beyond those of as
-    many FLOPs on matrices that caches hold."""
+    """Measure products of few rows in two large layers: the bytes of their matrices, and the
+    seconds beyond those of as many FLOPs on matrices that caches hold."""
     square = torch.ones(384, 384)
     layers = [(torch.ones(32, 256), torch.ones(columns, 256).t()) for columns in FAR_COLUMNS]
     works = [partial(torch.matmul, *pair) for pair in ((square, square), *layers)]
@@ -59,7 +59,8 @@ def measure_far() -> list[tuple[float, float]]:
 
 
 def measure_device() -> dict[str, object]:
-    """Rates of large work, the work that reaches half of them, and the overhead of an operator."""
+    """Measure rates of large work, the work that reaches half of them, and an operator's
+    overhead."""
     figures: dict[str, object] = {}
     flops = {}
     for name, dtype in DTYPES.items():
@@ -84,7 +85,8 @@ def measure_device() -> dict[str, object]:
 def collective(
     kind: str, size: int, total: int, group: dist.ProcessGroup | None
 ) -> Callable[[], object]:
-    """One collective over `size` ranks; a rank holds `total` bytes before it or after it."""
+    """Return a function that runs a collective over `size` ranks, with `total` bytes on a rank
+    before or after it."""
     elements = total // 4 // size * size
     whole, piece = torch.zeros(elements), torch.zeros(elements // size)
     if kind == "all_reduce":
@@ -102,7 +104,7 @@ def collective(
 def ring_shift(
     sent: torch.Tensor, received: torch.Tensor, size: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Each rank sends to the next one in a group."""
+    """Send `sent` to the next rank of a group and receive from the one before."""
     place = dist.get_rank(group)
     after, before = ((place + step) % size for step in (1, -1))
     moves = [
@@ -114,7 +116,8 @@ def ring_shift(
 
 
 def measure_links(ranks: int) -> list[tuple[str, int, int, float]]:
-    """(kind, group size, bytes, seconds), the groups of one size all busy at once."""
+    """Return kind, group size, bytes and seconds of collectives, the groups of a size busy
+    together."""
     found = []
     rank = dist.get_rank()
     for size in [n for n in range(2, ranks + 1) if ranks % n == 0]:
@@ -131,13 +134,13 @@ def measure_links(ranks: int) -> list[tuple[str, int, int, float]]:
 
 
 def overlap_share(alone: float, moved: float, together: float) -> float:
-    """How fast computing goes beside a collective: of what this takes, the part that both together
-    do not take longer than computing `alone`."""
+    """Return the share of its speed that computing keeps beside a collective: the part of the
+    seconds `moved` that running both does not add to computing `alone`."""
     return max(0.0, min(1.0, (alone + moved - together) / moved))
 
 
 def measure_overlap(rounds: int = 15) -> float:
-    """An all-reduce beside products that take longer than it: each alone, and both together."""
+    """Measure an all-reduce beside products that take longer: each alone, and both together."""
     message, matrix = torch.zeros(BYTES[-1] // 4), torch.ones(256, 256)
     take_turns = [partial(dist.all_reduce, message), partial(torch.matmul, matrix, matrix)]
     moved, product = slowest_rank([median_seconds(work) for work in take_turns])
@@ -165,14 +168,14 @@ def measure_overlap(rounds: int = 15) -> float:
 
 
 def slowest_rank(seconds: list[float]) -> list[float]:
-    """Those of the slowest rank."""
+    """Return the largest of each figure over all ranks."""
     table = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(table, dist.ReduceOp.MAX)
     return table.tolist()
 
 
 def nested_medians(found: list[Any]) -> Any:
-    """Of figures that were measured several times, nested alike, the medians."""
+    """Return the medians of equally nested figures that were measured several times."""
     first = found[0]
     if isinstance(first, dict):
         return {name: nested_medians([one[name] for one in found]) for name in first}
@@ -182,7 +185,7 @@ def nested_medians(found: list[Any]) -> Any:
 
 
 def measure_on_rank(rank: int, ranks: int, times: int, store: str) -> None:
-    """What each process does; the first prints the figures."""
+    """Measure on one process; the first prints the figures as JSON."""
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
@@ -200,7 +203,7 @@ def measure_on_rank(rank: int, ranks: int, times: int, store: str) -> None:
 
 
 def main(ranks: int, times: int) -> None:
-    """Fork processes that measure so many times, wait for them; the first prints the figures."""
+    """Fork a process for each rank, each of which measures `times` times, and wait for them."""
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         fork = multiprocessing.get_context("fork").Process

@@ -1,7 +1,8 @@
 """Pace: how much longer work takes on a machine than its constants say, as whole steps showed.
 
-Constants are measured, or published, of single operators and collectives that run over and over; in
-a step they find cold caches, and neighbours. Two factors for all plans of a machine.
+Constants are published, or measured on single operators and collectives that run over and over. In
+a step these find cold caches and busy neighbours. Two factors, one for computing and one for
+communication, correct all plans of a machine.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FINE = 121  # values of each factor that are tried
 
 @dataclass(frozen=True)
 class Pace:
-    """1: as the constants say; 2: twice as long."""
+    """Factors on predicted seconds: 1 as the constants say, 2 twice as long."""
 
     compute: float = 1.0
     communication: float = 1.0
@@ -38,18 +39,18 @@ class Pace:
             )
 
     def link(self, link: Link) -> Link:
-        """A link at this pace."""
+        """Return a link at this pace."""
         factor = self.communication
         measured = {key: (a * factor, b / factor) for key, (a, b) in link.measured.items()}
         return Link(link.alpha * factor, link.bandwidth / factor, measured)
 
     def level(self, level: Level) -> Level:
-        """A level of links at this pace."""
+        """Return a level of links at this pace."""
         factor = self.communication
         return replace(level, alpha=level.alpha * factor, bandwidth=level.bandwidth / factor)
 
     def device(self, device: Device) -> Device:
-        """A device at this pace."""
+        """Return a device at this pace."""
         factor, host = self.compute, device.host
         return replace(
             device,
@@ -61,7 +62,7 @@ class Pace:
         )
 
     def _host(self, host: Host) -> Host:
-        """The host that is the device: its copies stay in the memory that it computes on."""
+        """Return a host at the device's pace: such a host's cores are the device."""
         factor = self.compute
         return replace(
             host,
@@ -74,26 +75,26 @@ class Pace:
 
 
 def node_at_pace(node: Node, pace: Pace) -> Node:
-    """A node at a pace."""
+    """Return a node at a pace."""
     return replace(node, device=pace.device(node.device), link=pace.link(node.link))
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Seconds of a step: what was predicted, by parts, and what was measured."""
+    """A step that was run: seconds predicted by parts, and seconds measured."""
 
     compute: float  # and what waits for it
     communication: float  # that nothing hides
     measured: float
 
     def predicted(self, pace: Pace) -> float:
-        """What is predicted at a pace."""
+        """Return the predicted seconds at a pace."""
         return self.compute * pace.compute + self.communication * pace.communication
 
 
 def fit_pace(steps: Sequence[MeasuredStep]) -> Pace:
-    """The pace at which predictions are least off, in the mean of their ratios; of a part that no
-    step has, 1."""
+    """Return the pace with the least mean deviation of predicted from measured seconds. A factor of
+    which no step has a part is 1."""
     steps = [one for one in steps if one.predicted(Pace()) > 0]
     if not steps:
         return Pace()
@@ -113,12 +114,12 @@ def fit_pace(steps: Sequence[MeasuredStep]) -> Pace:
 
 
 def cached_pace(device: str, devices: int) -> Pace:
-    """What was kept of so many of these devices of this machine."""
+    """Return the pace that was cached for so many of these devices; 1 where there is none."""
     return read_cached(_cache_name(device, devices), _pace_of_factors, lambda: asdict(Pace()))
 
 
 def cache_pace(pace: Pace, device: str, devices: int) -> None:
-    """Keep it, from now on."""
+    """Write a pace to the cache of this machine."""
     read_cached(_cache_name(device, devices), _pace_of_factors, lambda: asdict(pace), again=True)
 
 

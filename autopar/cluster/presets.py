@@ -1,4 +1,4 @@
-"""Machines known by name: devices as data sheets have them, with what is reached of that.
+"""Machines known by name: devices as in their data sheets, with the share of it that is reached.
 
 >>> node, network = preset("dgx-a100")
 >>> node.device.flops["bf16"] / 1e12, network.bandwidth / 1e9
@@ -29,7 +29,7 @@ def data_sheet(
     host: Host = HOST_OF_PCIE_4,
     efficiency: float = 0.7,
 ) -> Device:
-    """A device in the units of its data sheet: TFLOP/s, GB, GB/s; its halves in GFLOP and MB."""
+    """Return a device from figures in TFLOP/s, GB and GB/s; halves are in GFLOP and MB."""
     flops = {dtype: rate * 1e12 for dtype, rate in rates.items()}
     reached = {
         "efficiency": efficiency,
@@ -40,7 +40,7 @@ def data_sheet(
 
 
 def rates(f64: float, f32: float, f16: float, bf16: float | None = None) -> dict[str, float]:
-    """By dtype; bf16 as f16 if it is not given. 0: the device has none, and runs it as f32."""
+    """Return rates by dtype; bf16 defaults to f16. A rate of 0 means that the dtype runs as f32."""
     known = {"f64": f64, "f32": f32, "f16": f16, "bf16": f16 if bf16 is None else bf16}
     return {dtype: rate for dtype, rate in known.items() if rate}
 
@@ -70,6 +70,6 @@ NAMES = tuple(sorted(_PRESETS))
 
 
 def preset(name: str) -> tuple[Node, Link]:
-    """One node of the machine called `name`, and the network between such nodes."""
+    """Return one node of the machine called `name`, and the network between such nodes."""
     require_one_of("a preset", name, NAMES, "Cluster.load of your own TOML file")
     return _PRESETS[name]

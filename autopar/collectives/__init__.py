@@ -1,21 +1,15 @@
-"""Movements of data between ranks, each with a defined backward, and the shortest way by them.
+"""Movements of data between ranks, each with a defined backward, and the cheapest way by them.
 
 >>> from autopar.layout import Layout, Placement
 >>> from autopar.mesh import Mesh
 >>> mesh = Mesh(dp=2, tp=2)
->>> path = redistribute(
-...     Layout(None, "tp"),
-...     Placement(Layout(None, None), pending="tp"),
-...     (8, 8),
-...     4,
-...     mesh,
-...     LinkPrice.uniform(mesh),
-... )
+>>> source, target = Layout(None, "tp"), Placement(Layout(None, None), pending="tp")
+>>> path = redistribute(source, target, (8, 8), 4, mesh, LinkPrice.uniform(mesh))
 >>> [(movement.kind, movement.axes, movement.backward) for movement in path]
 [('all_gather', ('tp',), 'reduce_scatter')]
 
-`movement` is the table of movements, `operators` carries one out between processes, `virtual`
-between the tensors of one process, and `redistribution` finds the cheapest sequence of them.
+Read `movement` (the table), `redistribution` (the cheapest path), `torch_operators` (between
+processes), `virtual_movements` (in one process), then `joint_kernels` (calls with messages inside).
 """
 
 from autopar.collectives.movement import Movement

@@ -1,11 +1,12 @@
-"""Linears: the gradient of what they read travels while the gradients of their weights are made.
+"""Linears whose input gradient is reduced while the gradients of their weights are computed.
 
-The backward of a movement in front of them is a reduction that their own weights do not wait for.
-In one function with them it is started as soon as the gradient of what they read is complete:
+The backward of a movement in front of linears is a reduction that their weights do not wait for. In
+one function with them it starts as soon as the gradient of their input is complete:
 
     y, z = linears(x, identity, ("tp",), w, b, v, None)     y = linear(x, w, b); z = linear(x, v)
 
-What is computed, and kept for backward, is what the movement and the linears do by themselves.
+Results, and the tensors saved for backward, are those of the movement and the linears by
+themselves.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ Finish = Callable[[], Tensor]
 
 
 def linears(x: Tensor, movement: Any, arguments: tuple, *parameters: Tensor | None) -> Any:
-    """Of what `movement` makes of `x`, a linear for each weight and bias in turn; of one no tuple.
+    """Apply a linear for each weight and bias to `movement(x, *arguments)`; a single one returns no
+    tuple.
 
-    Gradients have none of their own."""
+    Their gradients have no gradients themselves.
+    """
     learns = [value is not None and value.requires_grad for value in parameters[::2]]
     is_watched = x.requires_grad and any(learns) and torch.is_grad_enabled()
     if is_watched and x.is_floating_point():
@@ -78,7 +81,7 @@ class _Linears(torch.autograd.Function):
 
 
 def _rows(value: Tensor) -> Tensor:
-    """As a matrix, also where it has no elements."""
+    """Return the value as a matrix, also where it has no elements."""
     return value.reshape(value.shape[:-1].numel(), value.shape[-1])
 
 

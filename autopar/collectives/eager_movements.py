@@ -1,7 +1,7 @@
 """Movements as eager code calls them: without the dispatcher, and in place where that is safe.
 
-A sum may be made in place when nobody else reads what is summed: the fresh output of an operator
-that keeps no output for its backward, or a gradient that one operator has just made.
+A sum may be made in place when nobody else reads the tensor: the fresh output of an operator that
+saves no output for backward, or a gradient that one operator has just made.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ StartedSum = tuple[Tensor, dist.Work]
 
 
 def sum_in_place(x: Tensor, group: str, pending: bool) -> Tensor:
-    """`all_reduce` of a tensor that nobody else reads."""
+    """Sum a tensor that nobody else reads, as `all_reduce` does."""
     if pending or not _is_summable(x):
         return EAGER[torch.ops.autopar.all_reduce.default](x, group, pending)
     if x.requires_grad and torch.is_grad_enabled():
@@ -40,20 +40,20 @@ def sum_in_place(x: Tensor, group: str, pending: bool) -> Tensor:
 
 
 def identity_then_sum_in_place(x: Tensor, group: str) -> Tensor:
-    """`identity` of a tensor whose gradient nobody else reads."""
+    """Return `x`, whose gradient nobody else reads and is summed in place."""
     if x.requires_grad and torch.is_grad_enabled():
         return _IdentityThenSumInPlace.apply(x, group)
     return x
 
 
 def start_sum(x: Tensor, group: str, pending: bool) -> StartedSum:
-    """An `all_reduce` without gradient that goes on while the program does."""
+    """Start an `all_reduce` without gradient that goes on while the program does."""
     total = x.detach().clone()
     return total, dist.all_reduce(total, group=process_group(group), async_op=True)
 
 
 def finish_sum(started: StartedSum) -> Tensor:
-    """What `start_sum` has started."""
+    """Wait for the sum that `start_sum` started, and return it."""
     total, work = started
     wait_for(work)
     return total
@@ -67,12 +67,12 @@ class DeferredSum:
     group: str
 
     def start(self) -> dist.Work:
-        """Sum it, while other things go on."""
+        """Start the sum, which goes on while others compute."""
         return dist.all_reduce(self.tensor, group=process_group(self.group), async_op=True)
 
 
 def defer_sum(x: Tensor, group: str, late: list[DeferredSum]) -> Tensor:
-    """`all_reduce` of a value that only the caller reads, once he has seen to `late`."""
+    """Return a copy of `x` that the caller must sum, as `late` says, before anybody reads it."""
     return _DeferSum.apply(x, group, late)
 
 

@@ -1,7 +1,7 @@
-"""Together: what the ranks of a group compute with messages in between, written once for each rank.
+"""Joint kernels: calls that the ranks of a group compute together, with messages in between.
 
-A joint kernel is a generator. What it yields either sets out at once, and gives a handle, or is a
-handle, and gives what has arrived; between the two it computes:
+A joint kernel is a generator, written for one rank. It yields a request, which starts and gives a
+handle, or a handle, which gives what has arrived; in between it computes:
 
 >>> def total(group, x):
 ...     sum_ = x
@@ -14,11 +14,9 @@ handle, and gives what has arrived; between the two it computes:
 >>> [outputs for outputs, _, _ in in_lock_step(members)]
 [(tensor(111.),), (tensor(111.),), (tensor(111.),)]
 
-It returns its outputs, the tensors that its backward keeps, and anything else that this needs. The
-backward is a generator, too: of the group, of these two, and of a gradient for each output; it
-returns a gradient for each tensor among the arguments, or None. All members ask for the same in the
-same order. On processes `drive_on_process` carries one member out, on the virtual mesh
-`in_lock_step` all; `run_joint_kernel` makes either a differentiable function.
+It returns its outputs, the tensors saved for backward, and anything else that backward needs. The
+backward is a generator of the group, of these two, and of a gradient for each output. It returns a
+gradient, or None, for each tensor argument. All members make the same requests in the same order.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ Piece = tuple[int, int]  # start and length
 
 
 class ShardedDim(NamedTuple):
-    """How the axes of a group cut a tensor."""
+    """The dim of a tensor that the axes of a group shard, and each member's piece."""
 
     dim: int
     pieces: tuple[Piece, ...]  # of each member
@@ -57,13 +55,13 @@ class ShardedDim(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Of all of them."""
+        """Return the length of all pieces together."""
         return sum(self.lengths)
 
 
 @dataclass(frozen=True)
 class KernelGroup:
-    """The ranks that carry a kernel out, as one of them sees it."""
+    """The ranks that carry out a kernel, as one of them sees it."""
 
     count: int
     index: int
@@ -74,17 +72,17 @@ class KernelGroup:
     needs: tuple[bool, ...] = ()  # in backward: which tensor arguments take a gradient
 
     def input(self, number: int) -> ShardedDim:
-        """Of one that is cut."""
+        """Return the sharded dim of an input that is known to have one."""
         return _require_sharded(self.inputs[number])
 
     def output(self, number: int = 0) -> ShardedDim:
-        """Of one that is cut."""
+        """Return the sharded dim of an output that is known to have one."""
         return _require_sharded(self.outputs[number])
 
 
 @dataclass(frozen=True)
 class RingShift:
-    """Tensors to the member `by` places on, and as many from the one `by` places back."""
+    """A request to send tensors `by` places on, and receive from `by` places back."""
 
     tensors: Tensors
     by: int
@@ -93,7 +91,7 @@ class RingShift:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """A tensor to each member, and one from each."""
+    """A request to send a tensor to each member, and to receive one from each."""
 
     tensors: Tensors
     shapes: Sequence[Shape]  # of what comes
@@ -101,14 +99,14 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class AllGather:
-    """The tensors of all members, of one shape."""
+    """A request for the tensors of all members, which have one shape."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """The sum of the tensors of all members."""
+    """A request for the sum of the tensors of all members."""
 
     tensor: Tensor
 
@@ -119,14 +117,14 @@ Steps = Generator[Any, Any, Any]
 
 @dataclass(frozen=True)
 class InFlight:
-    """What has set out, until it is waited for."""
+    """Messages on their way, until `arrive` is called."""
 
     arrive: Callable[[], Tensors]
 
 
 class ExtraPiece(NamedTuple):
-    """Bytes that each piece of a product but the first reads and writes, beside its part of what is
-    read and written once."""
+    """Bytes that each further piece of a product reads and writes, beside its share of the
+    tensors."""
 
     read: float
     written: float = 0.0
@@ -134,9 +132,11 @@ class ExtraPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class CommVolume:
-    """What one member moves in a call: collectives by kind, each of so many bytes; how many more
-    times it starts to compute, forward and backward, than a call on its pieces does; and of a call
-    with a piece for each member, what the further ones move in memory."""
+    """The communication of one member in a call: collectives by kind, each with its bytes.
+
+    `starts`: how many more times it begins to compute, forward and backward. `further`: what
+    further pieces move in memory, where each member's data is one piece.
+    """
 
     forward: tuple[tuple[str, Any], ...] = ()
     backward: tuple[tuple[str, Any], ...] = ()
@@ -148,10 +148,10 @@ class CommVolume:
 class JointKernel:
     """A function that the ranks of a group carry out together.
 
-    `forward` takes the group, and the operator's own arguments by name; `backward` the group, what
-    was kept, the rest, and a gradient for each output. `traffic` is a function of the number of
-    members, of the bytes of each input's and each output's largest piece, and of which inputs take
-    a gradient; by name it is told the sizes of some factors, or the `itemsize` of its elements.
+    `forward` takes the group and the operator's arguments by name; `backward` the group, the saved
+    tensors, the rest, and a gradient for each output. `traffic` takes the number of members, the
+    bytes of each input's and output's largest piece, and which inputs take a gradient. By name it
+    gets the sizes of factors, or the `itemsize`, that `told` lists.
     """
 
     forward: Callable[..., Steps]
@@ -175,8 +175,8 @@ def run_joint_kernel(
     drive: Driver,
     calls: Sequence[Mapping[str, Any]],
 ) -> list[Tensors]:
-    """The outputs of members that are carried out here, differentiable: each has its group, and the
-    arguments of its call."""
+    """Return the differentiable outputs of each member; `groups` and `calls` hold one entry per
+    member."""
     leaves, forms = zip(*(pytree.tree_flatten(dict(call)) for call in calls))
     tensors = [[leaf for leaf in own if isinstance(leaf, Tensor)] for own in leaves]
     read = [tensor for own in tensors for tensor in own]
@@ -206,7 +206,7 @@ class _JointCall:
 
 
 class _JointFunction(torch.autograd.Function):
-    """All members that are carried out here: on the virtual mesh all of them."""
+    """The autograd function of all members that this process carries out."""
 
     @staticmethod
     def forward(ctx: Any, call: _JointCall, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -257,7 +257,7 @@ def _takes_gradient(x: Tensor) -> bool:
 
 
 def in_lock_step(members: Sequence[Steps]) -> list[Any]:
-    """What each member of one group returns."""
+    """Run the members of one group in this process, and return each one's result."""
     answers: list[Any] = [None] * len(members)
     while True:
         asked, ended = [], []
@@ -281,7 +281,7 @@ def in_lock_step(members: Sequence[Steps]) -> list[Any]:
 
 
 def drive_groups(groups: Sequence[Sequence[int]]) -> Driver:
-    """All ranks of a mesh, by groups."""
+    """Return a driver of all ranks of a mesh, group by group."""
 
     def drive(members: Sequence[Steps]) -> list[Any]:
         results: list[Any] = [None] * len(members)
@@ -295,7 +295,7 @@ def drive_groups(groups: Sequence[Sequence[int]]) -> Driver:
 
 
 def _deliver(asked: Sequence[Any]) -> list[Tensors]:
-    """What each member gets: its own memory, as of a message."""
+    """Return the tensors that each member receives, in memory of its own as from a message."""
     count = len(asked)
     match asked[0]:
         case RingShift():
@@ -321,12 +321,12 @@ def _deliver(asked: Sequence[Any]) -> list[Tensors]:
 
 
 def drive_without_messages(members: Sequence[Steps]) -> list[Any]:
-    """One member without the others, as to see which memory it takes: what arrives is empty."""
+    """Run members whose messages arrive empty, as to see which memory they take."""
     return [_run_member(steps, _send_nothing) for steps in members]
 
 
 def _run_member(steps: Steps, set_out: Callable[[Request], InFlight]) -> Any:
-    """What one member returns, whose requests are set out so."""
+    """Run one member, whose requests `set_out` starts, and return its result."""
     answer: Any = None
     try:
         while True:
@@ -350,7 +350,7 @@ def _send_nothing(asked: Request) -> InFlight:
 
 
 def drive_on_process(name: str, group: KernelGroup) -> Driver:
-    """This process's member of the group of that name."""
+    """Return a driver of this process's member of the process group called `name`."""
 
     def drive(members: Sequence[Steps]) -> list[Any]:
         (steps,), among = members, process_group(name)
@@ -402,7 +402,7 @@ def _exchange_pieces(
     index: int,
     group: dist.ProcessGroup,
 ) -> Callable[[], list[Tensors]]:
-    """Tensors to each member, and those of the given shapes from each, otherwise `like` these."""
+    """Send tensors to each member and receive those of `shapes`, in the dtypes of `like`."""
     is_on_host = like[0].is_cuda and moves_through_host(group)
     out = [[_contiguous_at(x, is_on_host) for x in tensors] for tensors in sent]
     device = torch.device("cpu") if is_on_host else like[0].device
@@ -438,7 +438,7 @@ def _send_batched(
     received: Sequence[Sequence[Tensor]],
     group: dist.ProcessGroup,
 ) -> list[PendingWork]:
-    """Messages that set out as one, as NCCL needs of those that cross."""
+    """Start all messages as one batch, as NCCL needs of messages that cross."""
     operations = [
         dist.P2POp(kind, x, group=group, group_peer=member)
         for kind, all_ in ((dist.isend, sent), (dist.irecv, received))

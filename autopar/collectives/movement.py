@@ -46,7 +46,7 @@ def split_parts(value: Tensor, parts: Parts) -> Tensor:
 
 
 def join_parts(value: Tensor, parts: Parts) -> Tensor:
-    """Return what `split_parts` was given."""
+    """Undo `split_parts`."""
     for dim, _ in parts:
         value = value.flatten(dim, dim + 1)
     return value
@@ -65,24 +65,25 @@ class Movement:
 
     @property
     def backward(self) -> str:
-        """The kind of collective that carries the gradient back."""
+        """Return the kind of collective that carries the gradient back."""
         return _BACKWARD[self.kind, self.pending]
 
     @property
     def is_sum_back(self) -> bool:
-        """Whether it moves nothing, and sums the gradient."""
+        """Return whether forward moves nothing, and backward sums the gradient."""
         return self.kind == "identity" and self.pending
 
     @property
     def hands_back(self) -> bool:
-        """Whether the gradient lies where that of its result was."""
+        """Return whether the gradient lies in the memory of its result's gradient."""
         return self.is_sum_back or self.kind == "all_reduce"
 
     @property
     def reversed(self) -> Movement:
-        """What carries the gradient back, as a movement with a backward of its own.
+        """Return the movement that carries the gradient back, with a backward of its own.
 
-        Every term of a sum receives the same gradient, and uses it in its own way."""
+        Every term of a sum receives the same gradient, and uses it in its own way.
+        """
         dim, to_dim = self.dim, self.to_dim
         if self.kind == "all_to_all":
             dim, to_dim = to_dim, dim
@@ -91,7 +92,7 @@ class Movement:
 
     @property
     def seen(self) -> Movement:
-        """The movement of what `split_parts` gives: nothing is in parts there."""
+        """Return the movement of values after `split_parts`, where no dim is in parts."""
         if not self.parts:
             return self
         dim, to_dim = (
@@ -101,7 +102,7 @@ class Movement:
         return Movement(self.kind, self.axes, dim, to_dim, self.pending)
 
     def apply(self, layout: Layout) -> Layout:
-        """The layout of the value after this movement."""
+        """Return the layout of the value after this movement."""
         if self.kind in ("all_reduce", "reduce_scatter"):
             layout = layout.with_partial(a for a in layout.partial if a not in self.axes)
         if self.kind == "first_term":
@@ -124,6 +125,6 @@ class Movement:
         return tuple(f"/{count}" for at, count in self.parts if at == dim)
 
     def place(self, placement: Placement) -> Placement:
-        """Where the value is after this movement."""
+        """Return the placement of the value after this movement."""
         pending = {*placement.pending} - {*self.axes} | {*(self.axes if self.pending else ())}
         return Placement(self.apply(placement.layout), pending)

@@ -1,8 +1,8 @@
-"""Messages: pieces that the members of a group send one another straight.
+"""Messages: pieces that the members of a group send one another directly.
 
-gloo stages copies of what it gathers, sums by an all-reduce, and lets go of tensors when its own
-threads come to it. So what lies on a host travels by messages, which take no more memory than they
-move, and half the traffic of a sum.
+gloo stages copies of what it gathers, sums by an all-reduce, and frees tensors when its own threads
+come to it. So tensors on a host travel by messages, which take no more memory than they move, and
+half the traffic of a sum.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar._torch.tensors import add_each, copy_each
 
 
 def uses_messages(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Whether pieces that lie on a device are sent straight."""
+    """Return whether pieces on a device are sent directly."""
     return device.type == "cpu" and is_gloo(group, "cpu")
 
 
@@ -28,10 +28,11 @@ def send_and_receive(
     own: int,
     group: dist.ProcessGroup,
 ) -> list[PendingWork]:
-    """With each other member, by its place in the group, the neighbours first.
+    """Start to exchange tensors with each other member, by its place in the group, neighbours
+    first.
 
-    What is sent before its receiver waits for it is written by gloo's thread, beside what this one
-    does; else by this thread, and that one spins meanwhile. Who waits holds the tensors.
+    A message that is sent before its receiver waits is written by gloo's thread, while this thread
+    goes on. Otherwise this thread writes it, and the other one spins. The caller holds the tensors.
     """
     works: list[PendingWork] = []
     steps = range(1, len(sent))
@@ -45,7 +46,7 @@ def send_and_receive(
 def exchange_pieces(
     sent: Sequence[Tensor], received: Sequence[Tensor], own: int, group: dist.ProcessGroup
 ) -> None:
-    """Send each member its piece, and wait for theirs; one's own is copied."""
+    """Send each member its piece, and wait for theirs; this member's own is copied."""
     works = send_and_receive([[one] for one in sent], [[one] for one in received], own, group)
     received[own].copy_(sent[own])
     for work in works:
@@ -53,7 +54,7 @@ def exchange_pieces(
 
 
 class ScatteredSum:
-    """Of the sum of all members' terms one's own part, which is there after `wait`."""
+    """A sum over all members of which this one keeps its part, complete after `wait`."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class ScatteredSum:
         own: int,
         group: dist.ProcessGroup,
     ) -> None:
-        """`terms`: what this member adds to the part of each, which lies one after another in
+        """Start the sum; `terms`: what this member adds to each member's part, laid out in
         `part`."""
         self._part, self._own = part, terms[own]
         self._lengths = [one.numel() for one in self._own]
@@ -75,7 +76,7 @@ class ScatteredSum:
         self._terms: Sequence[Sequence[Tensor]] | None = terms  # as long as they are being sent
 
     def wait(self) -> None:
-        """Finish `part`; once it is there, this does nothing."""
+        """Complete `part`; a second call does nothing."""
         if self._terms is None:
             return
         for work in self._works:

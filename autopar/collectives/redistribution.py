@@ -1,20 +1,15 @@
-"""The shortest way from one layout to another: a sequence of movements with the least cost.
+"""The cheapest path from one layout to another: a sequence of movements.
 
->>> mesh = Mesh(a=2, b=2)
->>> price = LinkPrice.uniform(mesh)
->>> for movement in redistribute(
-...     Layout(("a", "b"), None), Placement(Layout(None, "a")), (8, 8), 4, mesh, price
-... ):
+>>> mesh, source, target = Mesh(a=2, b=2), Layout(("a", "b"), None), Placement(Layout(None, "a"))
+>>> for movement in redistribute(source, target, (8, 8), 4, mesh, LinkPrice.uniform(mesh)):
 ...     print(movement.kind, movement.axes, movement.dim, movement.to_dim)
 all_gather ('b',) 0 None
 all_to_all ('a',) 0 1
 
-The way leads through placements; an edge is one collective over one or several axes, priced forward
-and backward. Inner axes of a dim leave it before outer ones, and new axes enter it innermost, so an
-edge never gathers over a group that holds more than one piece of what it joins. Several axes go
-at once where their pieces are even and they stand in the order of the mesh, which is that of the
-ranks in a process group. A search grows from each source and is kept: the next target continues
-where the last one stopped.
+The path is found by Dijkstra's algorithm over placements; an edge is one collective, priced forward
+and backward. Inner axes of a dim leave it before outer ones, and new axes enter it innermost.
+Several axes move at once where their pieces are even and stand in the order of the mesh. A search
+is kept for its source: the next target continues where the last one stopped.
 """
 
 from __future__ import annotations
@@ -39,12 +34,14 @@ FREE = ("identity", "first_term", "slice")  # kinds that move no data
 
 
 class Price(Protocol):
-    """What one collective costs. A price is hashable, and equal prices are interchangeable."""
+    """The price of collectives in seconds. A price is hashable, and equal prices are
+    interchangeable."""
 
     def seconds(self, kind: str, axes: tuple[str, ...], size: Any) -> Any:
-        """`size`: bytes of the larger of the tensors that one rank holds before and after.
+        """Return the seconds of one collective; `size`: bytes of the larger of a rank's tensors
+        before and after it.
 
-        Asked for the four kinds that move data: an identity and a slice cost nothing.
+        Only kinds that move data are priced: an identity and a slice cost nothing.
         """
         ...
 
@@ -65,12 +62,12 @@ class LinkPrice:
 
     @classmethod
     def uniform(cls, mesh: Mesh, alpha: float = 5e-6, beta: float = 1e-11) -> LinkPrice:
-        """The same link on every axis."""
+        """Return a price with equal links on every axis."""
         return cls(mesh, (alpha,) * len(mesh.names), (beta,) * len(mesh.names))
 
     @classmethod
     def of(cls, mesh: Mesh, alpha: Mapping[str, float], beta: Mapping[str, float]) -> LinkPrice:
-        """Links by the name of the axis."""
+        """Return a price with links by the name of the axis."""
         names = mesh.names
         return cls(mesh, tuple(alpha[n] for n in names), tuple(beta[n] for n in names))
 
@@ -91,10 +88,10 @@ def redistribute(
     differentiable: bool = True,
     learns: bool = True,
 ) -> tuple[Movement, ...]:
-    """The cheapest movements from `source` to `target`.
+    """Return the cheapest movements from `source` to `target`.
 
-    Without `differentiable` only the way forward counts, and it says nothing where the target is
-    pending. Without `learns` there is a way back, and it is not gone in a step: it costs nothing.
+    Without `differentiable` only forward counts, and the target's pending axes are ignored. Without
+    `learns` the path has a backward that never runs and costs nothing.
     """
     about = itemsize, mesh, price, differentiable, learns and differentiable
     return _solve(source, target, tuple(shape), *about)[0]
@@ -110,13 +107,13 @@ def redistribution_cost(
     differentiable: bool = True,
     learns: bool = True,
 ) -> float:
-    """The seconds that the movements of `redistribute` take, forward and backward."""
+    """Return the seconds that the movements of `redistribute` take, forward and backward."""
     about = itemsize, mesh, price, differentiable, learns and differentiable
     return _solve(source, target, tuple(shape), *about)[1]
 
 
 def apply_path(path: Iterable[Movement], source: Layout) -> Placement:
-    """Where a path leads."""
+    """Return the placement to which a path leads."""
     end = Placement(source)
     for movement in path:
         end = movement.place(end)
@@ -143,7 +140,7 @@ def movement_cost(
     price: Price,
     learns: bool = True,
 ) -> float:
-    """The seconds of one movement from `layout`, forward and, where it counts, backward."""
+    """Return the seconds of one movement from `layout`, forward and, if it `learns`, backward."""
     size = moved_bytes(movement, layout, shape, itemsize, mesh)
     return _edge_cost(movement, size, price, learns)
 
@@ -151,7 +148,7 @@ def movement_cost(
 def moved_bytes(
     movement: Movement, layout: Layout, shape: Sequence[int], itemsize: float, mesh: Mesh
 ) -> float:
-    """The larger of what one rank holds before and after."""
+    """Return the larger of the bytes that one rank holds before and after a movement."""
     after = movement.apply(layout)
     return itemsize * max(
         math.prod(layout.largest_shape(shape, mesh)), math.prod(after.largest_shape(shape, mesh))
@@ -230,7 +227,7 @@ class _Search:
         self.sizes: dict[tuple[tuple[str, ...], ...], float] = {}
 
     def reach(self, target: Placement) -> tuple[tuple[Movement, ...], float]:
-        """The path to `target`, and its seconds."""
+        """Return the path to `target`, and its seconds."""
         if not self.differentiable:
             target = Placement(target.layout)
         while target not in self.settled:
@@ -268,7 +265,7 @@ class _Search:
         return self.costs[key]
 
     def _bytes(self, dims: tuple[tuple[str, ...], ...]) -> float:
-        """What the largest piece takes."""
+        """Return the bytes of the largest piece."""
         if dims not in self.sizes:
             self.sizes[dims] = local_elements(dims, self.shape, self.mesh) * self.itemsize
         return self.sizes[dims]
@@ -279,7 +276,7 @@ _search = lru_cache(maxsize=512)(_Search)
 
 @lru_cache(maxsize=1 << 16)
 def local_elements(dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], mesh: Mesh) -> int:
-    """How many elements the largest piece has."""
+    """Return the number of elements of the largest piece."""
     return math.prod(Layout(*dims).largest_shape(shape, mesh))
 
 
@@ -292,7 +289,8 @@ PossibleMovement = tuple[Movement, Placement, tuple[tuple[int, int], ...]]
 def possible_movements(
     placement: Placement, mesh: Mesh, parts: Parts = ()
 ) -> tuple[PossibleMovement, ...]:
-    """Every single collective that is possible in `placement`; dims may be cut in `parts`."""
+    """Return every single collective that is possible in `placement`; `parts` of dims may be
+    cut."""
     found = []
     for movement in _movements(placement, mesh, parts):
         after, cuts = movement.place(placement), []

@@ -1,7 +1,7 @@
-"""Once: gradients that have none themselves, which is said to who asks for them.
+"""Refuse double backward: gradients computed by hand have no gradients, which users are told.
 
-A backward by hand is no part of a graph. What it gives would be taken for constants, and a gradient
-of it for nothing, or for less than it is:
+A backward written by hand is no part of the graph. Autograd would take its results for constants,
+and silently give a second gradient of zero, or too small a one:
 
     ends = gradient_ends(x, w)                in forward, of what is read
     forbid_double_grad(gradients, ends, ...)  in backward
@@ -23,7 +23,8 @@ GradientEnds = tuple[
 
 
 def gradient_ends(*tensors: Tensor | None) -> GradientEnds:
-    """Nothing, that depends on all of these that take a gradient."""
+    """Return an empty tensor that depends on all `tensors` that take a gradient, in a tuple; () if
+    none do."""
     learns = [x for x in tensors if x is not None and x.requires_grad]
     return (_GradientEnds.apply(*learns),) if learns and torch.is_grad_enabled() else ()
 
@@ -35,8 +36,7 @@ def forbid_double_grad(
     name: str,
     remedy: str,
 ) -> Sequence[Tensor | None]:
-    """Gradients that `name` found by hand, of what came; where they are recorded, a gradient of
-    theirs is refused."""
+    """Return gradients that `name` computed by hand from `came`; differentiating them raises."""
     depends = [x for x in (*ends, *came) if x.requires_grad]
     if not (torch.is_grad_enabled() and depends):
         return found

@@ -1,7 +1,7 @@
 """The movements as operators of torch: `torch.ops.autopar.all_gather` and its kin.
 
-Each acts on this rank's tensor over one process group, given by name, and has a fake, a forward
-and a backward; so it shows by name in a graph, traces and compiles.
+Each acts on this rank's tensor over one process group, given by name. Each has a fake, a forward
+and a backward, so it shows by name in a graph, traces and compiles.
 
 >>> from torch.fx import symbolic_trace
 >>> def program(x):
@@ -52,7 +52,7 @@ def move_in_parts(x: Tensor, parts: Parts, operator: Any, *arguments: Any) -> Te
 def operator_call(
     movement: Movement, layout: Layout, shape: Sequence[int], mesh: Mesh, rank: int, group: str
 ) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    """The operator that is `movement` on `rank`, and its arguments after the tensor.
+    """Return the operator that is `movement` on `rank`, and its arguments after the tensor.
 
     `layout` is the value's before the movement, `shape` the whole tensor's; `group` names the
     process group of `rank` over `movement.axes`, whose members torch keeps in order of rank.
@@ -133,9 +133,8 @@ def _all_gather(
 def start_reduce_scatter(
     x: Tensor, dim: int, group: str, parts: int, index: int, later: bool = True
 ) -> Callable[[], Tensor]:
-    """A reduce-scatter that goes on while others compute; its value, which waits for it.
-
-    Not `later`: it is done when this returns."""
+    """Start a reduce-scatter, and return a function that waits for its result. Without `later` it
+    is done when this returns."""
     size = x.shape[dim]
     full = -(-size // parts)
     members = process_group(group)
@@ -201,7 +200,7 @@ def _all_to_all(
 
 
 def _stacked(x: Tensor, dim: int, parts: int) -> Tensor:
-    """The equal pieces of `dim`, one after the other along the first dim, contiguous."""
+    """Return the equal pieces of `dim`, one after the other along the first dim, contiguous."""
     if dim == 0:
         return x.contiguous()
     shape = _resized(x, dim, x.shape[dim] // parts)
@@ -211,7 +210,7 @@ def _stacked(x: Tensor, dim: int, parts: int) -> Tensor:
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
-    """`x` with zeros after the end of `dim` up to `size`, contiguous."""
+    """Return `x` with zeros after the end of `dim` up to `size`, contiguous."""
     if x.shape[dim] == size:
         return x.contiguous()
     padded = x.new_zeros(_resized(x, dim, size))
@@ -226,7 +225,7 @@ def _resized(x: Tensor, dim: int, size: int) -> list[int]:
 
 
 def _leads(shape: Sequence[int], dim: int) -> bool:
-    """Whether pieces of `dim` that follow one another in memory are joined as they are."""
+    """Return whether pieces of `dim` that follow one another in memory are joined as they are."""
     return dim == 0 or math.prod(shape[:dim]) == 1
 
 
@@ -242,18 +241,18 @@ _SUMMED_AS = {torch.bool: torch.int32, torch.int16: torch.int32}
 
 
 def _on_movable_device(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same values where the group can move them: gloo sums on a GPU, and moves little else."""
+    """Return `x` where the group can move it: gloo sums on a GPU, and moves little else."""
     return x.cpu() if x.is_cuda and moves_through_host(group) else x
 
 
 def movable(x: Tensor) -> Tensor:
-    """The same bits in a dtype that every backend can move."""
+    """Return the bits of `x` in a dtype that every backend can move."""
     carrier = _MOVED_AS.get(x.dtype)
     return x if carrier is None else x.view(carrier)
 
 
 def _summable(x: Tensor) -> Tensor:
-    """The same values in a dtype that every backend can sum."""
+    """Return the values of `x` in a dtype that every backend can sum."""
     wider = _SUMMED_AS.get(x.dtype)
     return x if wider is None else x.to(wider)
 
@@ -323,7 +322,7 @@ def _all_to_all_backward(
 def _differentiable(
     name: str, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """The Autograd-key kernel of operator `name`: record `backward`, then go on below."""
+    """Return the Autograd-key kernel of operator `name`: record `backward`, then go on below."""
     operator = getattr(_ops, name).default
 
     def run(x: Tensor, *arguments: Any) -> Tensor:
@@ -354,7 +353,7 @@ def _differentiable(
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether nothing watches: then the kernel is called without a second dispatch."""
+    """Return whether nothing watches: then the kernel is called without a second dispatch."""
     return type(x) in (Tensor, torch.nn.Parameter) and not active_modes() and not x.is_meta
 
 

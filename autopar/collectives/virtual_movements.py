@@ -38,11 +38,11 @@ def move(
     layout: Layout | None = None,
     sums: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Carry out `movement` on the tensors of all ranks.
+    """Carry out `movement` on the tensors of all ranks, and return the results.
 
-    `shape` of the whole tensor and `layout` before the movement, where given, are checked against
-    the values. Members of a group that receive the same data share its memory. Gradients travel
-    in the dtype `sums`, if given.
+    The values are checked against `shape` of the whole tensor and `layout` before the movement, if
+    both are given. Members of a group that receive the same data share its memory. `sums`: the
+    dtype in which gradients travel; None: their own.
     """
     if layout is not None and shape is not None:
         expected = _local_shapes(layout, tuple(shape), mesh)
@@ -103,7 +103,7 @@ class _ToRanks(torch.autograd.Function):
     def forward(
         ctx: Any, layout: Layout, mesh: Mesh, whole: Tensor, own: Callable[[Tensor], Tensor] | None
     ) -> tuple[Tensor, ...]:
-        """`own`, if given, makes each rank's piece its own."""
+        """Cut the whole tensor; `own`, if given, copies each rank's piece."""
         ctx.layout, ctx.mesh, ctx.shape = layout, mesh, tuple(whole.shape)
         pieces = _cut(whole, layout, mesh)
         return pieces if own is None else tuple(map(own, pieces))
@@ -130,7 +130,7 @@ class _FromRanks(torch.autograd.Function):
 
 
 def require_single_gradient(grad: Tensor) -> None:
-    """Refuse several gradients at once of what a parallel module gives."""
+    """Refuse several gradients at once for an output of a parallel module."""
     if is_batched(grad):
         raise InvalidInput(
             "a parallel module takes one gradient of each output at a time",
@@ -142,7 +142,8 @@ def require_single_gradient(grad: Tensor) -> None:
 def _carry_out(
     movement: Movement, values: Sequence[Tensor], mesh: Mesh, another: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, ...]:
-    """One collective in every group; `another` makes the further replicas of a shared result."""
+    """Carry out one collective in every group; `another` makes further replicas of a shared
+    result."""
     collective = _COLLECTIVES[movement.kind]
     moved: list[Any] = [None] * len(values)
     seen = movement.seen
@@ -259,7 +260,8 @@ def _groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
 def _bounds(
     layout: Layout, shape: tuple[int, ...], mesh: Mesh
 ) -> tuple[list[tuple[tuple[int, int], ...]], list[bool]]:
-    """For every rank, where its piece lies and whether it stands first on every partial axis."""
+    """Return for every rank the bounds of its piece, and whether it stands first on every partial
+    axis."""
     ranks = range(mesh.size)
     return (
         [layout.local_bounds(shape, mesh, rank) for rank in ranks],

@@ -1,8 +1,8 @@
-"""Buckets: which gradients of parameters are summed together, and what that takes for a moment.
+"""Buckets: which gradients of parameters are summed together, and the bytes that this takes.
 
-Plan and runtime form the same ones. A bucket holds parameters of one kind, from the last one to the
-first, as backward makes their gradients. Those that are cut on the way stay whole until their
-bucket has them all: such a bucket holds no more than the largest group of copies needs.
+Plan and runtime form the same buckets. A bucket holds parameters of one kind, from the last one to
+the first, as backward makes their gradients. Gradients that are sharded on the way stay unsharded
+until their bucket is full: such a bucket holds no more than the largest group of copies needs.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ DIRECT_SEND_BYTES = 2**15  # of a piece: from here on, a copy costs more than a 
 
 
 class SizedGradient(Protocol):
-    """Of a parameter."""
+    """A gradient of a parameter, of known size."""
 
     @property
     def size(self) -> int:
-        """Bytes of the largest piece: all ranks form the same buckets, whatever is theirs."""
+        """Return the bytes of the largest piece, so that all ranks form the same buckets."""
         ...
 
 
@@ -49,7 +49,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def sharded_bucket_bytes(largest: int) -> int:
-    """What a bucket of gradients holds that are cut; `largest`: bytes of a group of copies."""
+    """Return the capacity of a bucket of sharded gradients; `largest`: bytes of a group of
+    copies."""
     return max(MIN_SHARDED_BYTES, largest * 9 // 8)
 
 
@@ -58,10 +59,10 @@ def fill_buckets(
     cut: Mapping[Key, int],
     buffer_bytes: int,
 ) -> list[list[tuple[SomeGradient, Key]]]:
-    """Gradients, with what tells their sums apart, in the order that backward fills buckets.
+    """Return gradients in buckets, in the order that backward fills them.
 
-    Those of the keys in `cut` hold no more than it says, and none with several parameters more than
-    `buffer_bytes`.
+    Gradients of different keys are summed differently. A bucket whose key is in `cut` holds at most
+    so many bytes, and none with several parameters holds more than `buffer_bytes`.
     """
     filling: dict[Key, list[tuple[SomeGradient, Key]]] = {}
     filled: dict[Key, int] = {}  # bytes of these
@@ -85,21 +86,21 @@ def fill_buckets(
 
 
 def is_sent_directly(shape: Sequence[int], dim: int, piece: int) -> bool:
-    """Whether a rank's piece of a tensor, so many bytes, goes by itself in a message from where it
-    lies: it is large, and in one stretch of memory."""
+    """Return whether a rank's piece of a tensor goes in a message of its own, without a copy: it
+    has many bytes, in one stretch of memory."""
     return math.prod(shape[:dim]) == 1 and piece > DIRECT_SEND_BYTES
 
 
 @dataclass(frozen=True)
 class BucketConfig:
-    """How gradients and copies of parameters travel, and what computes them."""
+    """The limits within which gradients and copies of parameters are grouped."""
 
     buffer_bytes: int  # no more together
     kernels: HostKernels | None = None  # of a host
 
     @property
     def on_host(self) -> bool:
-        """They go by messages from host to host, large pieces straight."""
+        """Return whether messages go from host to host, large pieces without a copy."""
         return self.kernels is not None
 
 
@@ -121,7 +122,7 @@ class ParameterGradient:
 
 @dataclass(frozen=True)
 class _BucketKey:
-    """What gradients of one bucket have in common."""
+    """The facts that the gradients of one bucket share."""
 
     stages: tuple[int, ...]  # that read their parameters
     holders: tuple[int, ...]  # which are at these places of a pipeline: summed over all of them
@@ -152,8 +153,8 @@ class PlannedBucket:
 def program_buckets(
     graph: fx.Graph, mesh: Mesh, travel: BucketConfig, times: int | None = None
 ) -> list[PlannedBucket]:
-    """The buckets of a program, of the parameters that learn; those that stand for others are as
-    many as `times`, or as they say themselves."""
+    """Return the buckets of a program's learning parameters. A parameter that stands for others
+    counts `times`, or as often as it says itself (None)."""
     copied = copied_parameters(graph.nodes, mesh)
     kinds = {n: _bucket_key(n, one, mesh) for n, one in copied.items() if info(n).learns}
     summed = {
@@ -228,7 +229,7 @@ def _planned_bucket(
 
 
 def placement_of(node: fx.Node) -> ParameterPlacement:
-    """Of a parameter."""
+    """Return the placement of a parameter."""
     places = info(node).places
     assert places is not None
     return places

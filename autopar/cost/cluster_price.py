@@ -1,4 +1,4 @@
-"""ClusterPrice: what movements cost on the links of a cluster, by the formulas of `model`."""
+"""ClusterPrice: seconds of movements on the links of a cluster, by the formulas of `rooflines`."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ class ClusterPrice:
         return {}
 
     def link(self, axes: tuple[str, ...]) -> AxisLink:
-        """What a group over `axes` has between its members."""
+        """Return the link between the members of a group over `axes`."""
         if axes not in self._links:
             ordered = tuple(sorted(axes, key=self.mesh.names.index))
             self._links[axes] = self.cluster.group_link(self.mesh, ordered)
         return self._links[axes]
 
     def seconds(self, kind: str, axes: tuple[str, ...], size: Any) -> Any:
-        """Seconds of one collective with `size` bytes on the rank that holds most; arrays too."""
+        """Return the seconds of a collective; `size`: bytes on the rank that holds most, or an
+        array."""
         return collective_seconds(kind, self.link(axes), size)
 
     def bucketed(self, axes: tuple[str, ...], size: Any, kind: str = "all_reduce") -> Any:
-        """Seconds of a collective of `size` bytes, as of a gradient, as its part of a bucket: the
-        latency is shared by all that is in the bucket."""
+        """Return the seconds of a collective as part of a bucket, which shares the latency: `size`
+        is the bytes of a gradient, for example."""
         whole, latency = (self.seconds(kind, axes, x) for x in (size, 0.0 * size))
         return whole - latency * np.maximum(0.0, 1.0 - size / self.buffer_bytes)

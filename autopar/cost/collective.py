@@ -1,4 +1,4 @@
-"""Collective: what a rank moves with others in a step, as it is priced and as it is counted."""
+"""Collective: a movement with other ranks in a step, as it is priced and counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ When = Literal["forward", "backward", "step"]  # in each run, or once a step
 
 
 class Collective(NamedTuple):
-    """One of them."""
+    """One collective of a step."""
 
     kind: str
     axes: tuple[str, ...]
@@ -19,5 +19,5 @@ class Collective(NamedTuple):
     what: str = ""  # that is moved, of parameters
 
     def sent(self, ranks: int) -> float:
-        """Bytes that each of so many ranks sends."""
+        """Return the bytes that each of `ranks` sends."""
         return float(COLLECTIVES[self.kind](p=ranks, V=self.bytes, B=1.0, a=0.0))

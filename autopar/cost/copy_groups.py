@@ -1,11 +1,11 @@
-"""Ways: the copies that a step makes of a parameter, and which of them may come together.
+"""Copies of parameters that a step makes, and which of them are gathered together.
 
     optimizer ──once a step──▶ storage ──for each use──▶ leaf
 
-Plan and runtime read them from the same program. A leaf is what a rank reads: the working copy, or
-what the gathers make of a parameter that all its readers share. Where these read another dtype than
-that of the parameter, all copies have it: then there is one in its storage, even if it is kept
-there.
+Plan and runtime read them from the same program. A leaf is the tensor that a rank reads: the
+working copy, or the result of the gathers that all readers of a parameter share. Where readers need
+another dtype, all copies have it, and there is a copy even where storage and optimizer lie
+together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NO_READERS: Mapping[fx.Node, ParameterReaders] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class ParameterCopy:
-    """From one place of a parameter to the next: a copy, which may be gathered."""
+    """A copy of a parameter from one place to the next, gathered where the layouts differ."""
 
     fine: Layout
     coarse: Layout
@@ -41,7 +41,7 @@ class ParameterCopy:
 
 @dataclass(frozen=True)
 class CopiedParameter:
-    """A parameter, and what is copied of it."""
+    """A parameter with the copies that a step makes of it."""
 
     name: str  # in the model
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class CopiedParameter:
 
     @cached_property
     def copied(self) -> tuple[ParameterCopy, ...]:
-        """What is copied to what: once a step, then for each use."""
+        """Return the copies: first the one made once a step, then the one for each use."""
         if not self.is_read:
             return ()
         at, found = self.places, []
@@ -81,20 +81,20 @@ class CopiedParameter:
 
     @property
     def summed(self) -> Layout:
-        """Where the gradients of micro-batches add up."""
+        """Return the layout in which the gradients of micro-batches add up."""
         at = self.places.gradient
         return at if self.leaf.cuts_into(at) else self.leaf
 
     def bytes(self, layout: Layout, mesh: Mesh) -> int:
-        """Of the largest piece of a copy."""
+        """Return the bytes of the largest piece of a copy with this layout."""
         return torch.Size(layout.largest_shape(self.shape, mesh)).numel() * self.dtype.itemsize
 
 
 def describe_copies(
     node: fx.Node, place: Mapping[fx.Node, int], mesh: Mesh, known: ParameterReaders | None
 ) -> CopiedParameter:
-    """What a program copies of a parameter; `place` of all its nodes. `known`: who reads it, where
-    the program is that of all stages of a pipeline."""
+    """Return a parameter with its copies; `place` numbers all nodes of the program. `known`: its
+    readers over all stages of a pipeline; None: those of this program."""
     places, type_ = info(node).places, info(node).type
     assert places is not None
     taken = taken_copies(node)
@@ -121,8 +121,8 @@ def describe_copies(
 def copied_parameters(
     nodes: Iterable[fx.Node], mesh: Mesh, readers: Mapping[fx.Node, ParameterReaders] = NO_READERS
 ) -> dict[fx.Node, CopiedParameter]:
-    """The same of all parameters among some nodes of one program. `readers`: of a program of all
-    stages of a pipeline; a stage itself says who else reads its parameters."""
+    """Return the parameters among some nodes of one program, with their copies. `readers`: for a
+    program of all stages of a pipeline; a stage itself records who else reads its parameters."""
     parameters = [node for node in nodes if info(node).places is not None]
     if not parameters:
         return {}
@@ -133,7 +133,7 @@ def copied_parameters(
 
 
 class CopyGroupKey(NamedTuple):
-    """What copies have in common that come together."""
+    """The facts that copies share which are gathered together."""
 
     is_last: bool  # of the ways of a parameter: these copies are leaves
     lasts: bool  # to the end of a step
@@ -147,7 +147,7 @@ class CopyGroupKey(NamedTuple):
         return parameter.copied[-1 if self.is_last else 0]
 
     def bytes(self, parameters: Iterable[CopiedParameter], mesh: Mesh) -> int:
-        """Of the largest pieces."""
+        """Return the bytes of the largest pieces of these parameters' copies."""
         return sum(one.bytes(self.way(one).coarse, mesh) for one in parameters)
 
 
@@ -156,7 +156,7 @@ SomeCopied = TypeVar("SomeCopied", bound=CopiedParameter)
 
 @dataclass(frozen=True)
 class CopyGroup(Generic[SomeCopied]):
-    """Parameters whose copies come together, from one layout, or dtype, of each to another."""
+    """Parameters whose copies come together, each from one layout or dtype to another."""
 
     kind: CopyGroupKey
     parameters: tuple[SomeCopied, ...]
@@ -166,14 +166,14 @@ class CopyGroup(Generic[SomeCopied]):
         return tuple(one.name for one in self.parameters)
 
     def bytes(self, mesh: Mesh) -> int:
-        """Of the largest pieces."""
+        """Return the bytes of the largest pieces of all copies."""
         return self.kind.bytes(self.parameters, mesh)
 
 
 def copy_groups(
     parameters: Iterable[SomeCopied], mesh: Mesh, buffer_bytes: int
 ) -> list[CopyGroup[SomeCopied]]:
-    """The copies of some parameters, all of those that the same stages read."""
+    """Return the copies of some parameters in groups, each read by the same stages."""
     kinds: dict[CopyGroupKey, list[SomeCopied]] = {}
     for one in parameters:
         for way in one.copied:
@@ -194,7 +194,7 @@ def copy_groups(
 
 
 def in_mesh_order(axes: Iterable[str], mesh: Mesh) -> tuple[str, ...]:
-    """Axes as they stand in the mesh: so do the members of a group."""
+    """Return axes in the order of the mesh, which is that of the members of a group."""
     wanted = set(axes)
     return tuple(axis for axis in mesh if axis in wanted)
 
@@ -205,17 +205,17 @@ def copy_groups_of_nodes(
     buffer_bytes: int,
     readers: Mapping[fx.Node, ParameterReaders] = NO_READERS,
 ) -> list[CopyGroup[CopiedParameter]]:
-    """The same of the parameters among some nodes of one program."""
+    """Return the copy groups of the parameters among some nodes of one program."""
     return copy_groups(copied_parameters(nodes, mesh, readers).values(), mesh, buffer_bytes)
 
 
 def live_copy_bytes(groups: Iterable[CopyGroup], mesh: Mesh) -> float:
-    """Of the copies of parameters that come for each use: two groups live."""
+    """Return the bytes of copies made for each use: two groups are alive at a time."""
     sizes = [float(group.bytes(mesh)) for group in groups if not group.kind.lasts]
     return min(sum(sizes), LIVE_GROUPS * max(sizes, default=0.0))
 
 
 def largest_group_bytes(groups: Iterable[CopyGroup], stages: tuple[int, ...], mesh: Mesh) -> int:
-    """Bytes of the largest group of copies, that live a use or a step, which these stages read."""
+    """Return the bytes of the largest group of copies that exactly these stages read."""
     there = (group.bytes(mesh) for group in groups if group.kind.stages == stages)
     return max(there, default=0)

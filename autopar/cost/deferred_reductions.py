@@ -1,7 +1,8 @@
-"""Reductions of the gradients of activations that run beside the gradients of weights.
+"""Reductions of activation gradients that run beside the gradients of weights.
 
-Where the backward of a movement is a reduction, and linears alone read what it gives, the gradients
-of their weights do not wait for it: `passes/linear_reductions.py` lets them be made meanwhile.
+Where the backward of a movement is a reduction, and only linears read the movement's result, the
+gradients of their weights do not wait for it. `passes/linear_reductions.py` computes them
+meanwhile.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ aten = torch.ops.aten
 
 
 def linears_after(movement: fx.Node) -> list[fx.Node]:
-    """The linears whose weights' gradients are made beside the backward of a movement, a reduction;
-    none where there is nothing of the kind, or other readers."""
+    """Return the linears whose weight gradients hide the backward of a movement; none where that is
+    no reduction, or where others read its result."""
     moved, readers = info(movement).movement, list(movement.users)
     if moved is None or not moved.pending or not info(movement).differentiable:
         return []
@@ -35,9 +36,9 @@ def linears_after(movement: fx.Node) -> list[fx.Node]:
 
 
 def mergeable_linears(calls: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    """Of a program that runs eagerly, the linears that become one call with the movement before
-    them, in order: where all that they read is there before any of what they make is read, and
-    each rank computes them alone."""
+    """Return groups of linears, in order, that each become one call with the movement before them
+    in an eager program. All their inputs exist before any output is read, and no rank exchanges
+    messages in them."""
     found = []
     for node in calls:
         movement = info(node).movement
@@ -56,17 +57,18 @@ def mergeable_linears(calls: Iterable[fx.Node]) -> list[list[fx.Node]]:
 
 
 def weight_gradient_seconds(facts: Facts, backward: Any) -> Any:
-    """The part of a linear's backward that makes the gradient of its weight."""
+    """Return the part of a linear's backward seconds that computes its weight's gradient."""
     of_input, of_weight, *_ = facts.differentiable
     return backward * (of_weight / (of_input + of_weight)) if of_weight else 0.0 * backward
 
 
 def weight_of(linear: fx.Node) -> fx.Node:
+    """Return the weight that a linear reads."""
     return (*linear.args, *linear.kwargs.values())[1]  # type: ignore[return-value]
 
 
 def reads_as_linear(reader: fx.Node, value: fx.Node) -> bool:
-    """Whether a reader is a linear of a value, which is no weight of it."""
+    """Return whether a reader is a linear whose input, but not its weight, is `value`."""
     if info(reader).joint is None:
         given, is_linear = reader.args, reader.target is aten.linear.default and not reader.kwargs
     else:  # its arguments have names

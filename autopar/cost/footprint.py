@@ -1,7 +1,7 @@
 """Footprint: the predicted bytes of one device, part by part, from the finished program.
 
-What forward keeps for backward is counted as autograd keeps it: a tensor that several operators
-keep counts once, and a view is the tensor it looks at.
+Activations are counted as autograd saves them: a tensor that several operators save counts once,
+and a view counts as the tensor that it looks at.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class AtPeak:
 
 @dataclass(frozen=True)
 class Memory:
-    """Predicted bytes on the fullest device: of each kind when that takes most, by itself, and of
-    all kinds at the peak, when all together do.
+    """Predicted bytes on the fullest device: of each kind when that takes most, and of all kinds at
+    the peak.
 
-    Of a step that finds no gradients. One that adds to those of steps before holds these besides,
+    The step begins without gradients. A step that adds to earlier ones also holds their gradients,
     where parameters are from step to step.
     """
 
@@ -74,35 +74,35 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """The most that is held on the device at one time."""
+        """Return the most bytes that the device holds at one time."""
         return sum(self.parts.values())
 
     @property
     def parts(self) -> dict[str, float]:
-        """What the peak is made of."""
+        """Return the bytes of the peak by kind."""
         return asdict(self.at_peak)
 
     @property
     def on_host(self) -> dict[str, float]:
-        """What is on the host, by the kinds' own names."""
+        """Return the bytes on the host by kind."""
         return {
             kind: getattr(self, f"{HOST_PREFIX}{kind}") for kind in (*HELD_KINDS, "activations")
         }
 
     @property
     def kinds(self) -> dict[str, float]:
-        """Both, as one."""
+        """Return the bytes by kind, those on the host with a prefix."""
         return self.parts | {f"{HOST_PREFIX}{kind}": size for kind, size in self.on_host.items()}
 
     @property
     def host(self) -> float:
-        """All bytes on the host."""
+        """Return all bytes on the host."""
         return sum(self.on_host.values())
 
     @classmethod
     def fullest(cls, places: Sequence[Memory]) -> Memory:
-        """Return the most of each resource over several places: what the fullest device holds, and
-        what is on the host of the place that keeps most there."""
+        """Return the fullest device of several places, with the host of the place that keeps most
+        there."""
         device = max(places, key=lambda memory: memory.peak)
         host = max(places, key=lambda memory: memory.host)
         there: dict[str, Any] = {
@@ -120,8 +120,8 @@ class Memory:
         used: float = 0.0,
         working: float = 0.0,
     ) -> Memory:
-        """With all that the parameters and buffers among `nodes` take, so many of each, all at one
-        time; `used` the copies that live a use."""
+        """Return memory with the parameters and buffers among `nodes` (each counted so often), all
+        at one time; `used`: bytes of copies that live a use."""
 
         def kinds_of(of_host: bool) -> dict[str, float]:
             held = [np.multiply(held_bytes(node, mesh, of_host), n) for node, n in nodes.items()]
@@ -134,16 +134,16 @@ class Memory:
         return cls(**kinds, at_peak=AtPeak(**kinds, working=working), **there)
 
     def at_once(self, made: Mapping[str, float], used: float) -> Memory:
-        """The same where a step makes at most these bytes at one time, gradients among them, and
-        copies that live a use, of which `used` are counted here."""
+        """Return this memory for a step whose bytes at one time are at most `made`, gradients
+        included; `used`: the bytes of short-lived copies that are already counted."""
         made = made if sum(made.values()) >= self.gradients else {"gradients": self.gradients}
         stays = {kind: getattr(self, kind) for kind in CONSTANT_KINDS}
         copies = made.get("gathered", 0.0) + self.gathered - used
         return replace(self, at_peak=AtPeak(**{**stays, **made, "gathered": copies}))
 
     def keeping(self, size: int) -> Memory:
-        """Return the memory of a program whose forward keeps so many bytes in Python besides, which
-        count as buffers do."""
+        """Return the memory of a program whose forward keeps `size` bytes in Python, counted as
+        buffers."""
         peak = replace(self.at_peak, buffers=self.at_peak.buffers + size)
         return replace(self, buffers=self.buffers + size, at_peak=peak) if size else self
 
@@ -158,8 +158,8 @@ def program_memory(
     times: int | None = None,
     known: SavedBytesCache | None = None,
 ) -> Memory:
-    """The bytes that one rank of the rewritten `graph` holds, of whose blocks one may stand for as
-    many as `times`, or as its nodes say."""
+    """Return the memory of one rank of the rewritten `graph`. A block may stand for `times` blocks,
+    or for as many as its nodes say (None)."""
     known = known or SavedBytesCache(mesh)
     inputs = 0.0
     for node in graph.nodes:
@@ -177,8 +177,8 @@ def program_memory(
 def distinct_saved_bytes(
     nodes: Iterable[fx.Node], keeps: Callable[[fx.Node], SavedBytes], times: int | None = None
 ) -> float:
-    """The bytes that calls keep, each storage once: for as many as the first stands for that keeps
-    it."""
+    """Return the bytes that calls save, each storage once, times the number of blocks that the
+    first saving call stands for."""
     seen, found = set[Storage](), 0.0
     for node in nodes:
         for key, size in keeps(node).items():
@@ -189,7 +189,8 @@ def distinct_saved_bytes(
 
 
 def held_bytes(node: fx.Node, mesh: Mesh, of_host: bool = False) -> HeldBytes:
-    """Of a parameter or buffer on one rank, on the device or the host; of anything else nothing."""
+    """Return the bytes of a parameter or buffer on one rank, on the device or the host; zeros for
+    other nodes."""
     if node.op == "placeholder" and info(node).origin[0] == "buffer":
         is_here = info(node).on_host == of_host
         return 0, 0, 0, info(node).type.local_bytes(mesh) if is_here else 0, 0
@@ -204,14 +205,14 @@ def parameter_bytes(
     kept: StateBytes | None = None,
     of_host: bool = False,
 ) -> HeldBytes:
-    """Of a parameter with its places, of its gradient, of what an optimizer keeps and of copies:
-    on the device, or on the host."""
+    """Return the bytes of a parameter in these places, its gradient, its optimizer states and its
+    copies, on the device or on the host."""
     shape, learns = tuple(info(node).val.shape), info(node).learns
     return _parameter_bytes(shape, learns, places, mesh, kept or state_bytes(node), of_host)
 
 
 def unsharded_bytes(captured: Captured) -> dict[str, float]:
-    """Of all parameters that devices have, uncut, by kind."""
+    """Return the bytes of all parameters on devices, unsharded, by kind."""
     found = dict.fromkeys(HELD_KINDS, 0.0)
     for node in captured.graph.find_nodes(op="placeholder"):
         if node.name in captured.parameters and not info(node).on_host:
@@ -222,8 +223,8 @@ def unsharded_bytes(captured: Captured) -> dict[str, float]:
 
 
 def summed_gradient_bytes(node: fx.Node, places: ParameterPlacement | None, mesh: Mesh) -> int:
-    """Of the gradient of a parameter with its places, what a rank has once it is summed over the
-    mesh; of anything else nothing."""
+    """Return the bytes that a rank has of a parameter's gradient, once summed over the mesh; 0 for
+    a node that does not learn."""
     if places is None or not info(node).learns:
         return 0
     elements = local_elements(places.optimizer.dims, tuple(info(node).val.shape), mesh)

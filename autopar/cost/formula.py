@@ -26,7 +26,7 @@ from autopar.errors import InvalidInput
 
 
 class _Printer(NumPyPrinter):
-    """Numbers and arrays may meet in one maximum, which numpy's own printer does not foresee."""
+    """A printer of maxima between numbers and arrays, which numpy's own does not foresee."""
 
     def _print_Max(self, expression: sympy.Expr, of_two: str = "maximum") -> str:
         text = self._print(expression.args[0])
@@ -54,7 +54,7 @@ class Formula:
         return sympy.lambdify(symbols, self.expression, modules=[{"numpy": numpy}], printer=printer)
 
     def __call__(self, **values: Any) -> Any:
-        """The number (or the array of numbers) for these values of the symbols."""
+        """Return the number (or the array of numbers) for these values of the symbols."""
         try:
             result = self._compiled(*(values[name] for name in self.symbols))
         except KeyError as missing:
@@ -67,11 +67,11 @@ class Formula:
 
     @property
     def text(self) -> str:
-        """The formula as a person writes it."""
+        """Return the formula as a person writes it."""
         return f"{self.name} = {sympy.sstr(self.expression)}"
 
     def explain(self, **values: Any) -> str:
-        """The formula, the formula with the numbers in it, and the result."""
+        """Return the formula, the formula with the numbers in it, and the result."""
         names = "|".join(map(re.escape, sorted(self.symbols, key=len, reverse=True)))
         filled = re.sub(
             rf"\b({names})\b",
@@ -82,7 +82,7 @@ class Formula:
 
 
 def _number(value: Any) -> str:
-    """Short: 8, 0.00875, 1e9, 1.5e-06."""
+    """Return a short text of a number: 8, 0.00875, 1e9, 1.5e-06."""
     text = f"{float(value):.6g}"
     mantissa, mark, exponent = text.partition("e")
     if not mark and float(value).is_integer() and abs(float(value)) >= 1e6:

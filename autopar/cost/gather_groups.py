@@ -1,7 +1,7 @@
-"""Groups: which parameters are gathered together.
+"""Gather groups: which parameters are gathered together.
 
-Neighbours travel in one group: those of a block, and small ones with those beside them, as far as
-a buffer holds them.
+Neighbours share a group: the parameters of a block, and small ones with the next, as far as a
+buffer holds them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class GatheredParameter(Protocol):
 
     @property
     def first(self) -> int:
-        """The place of its first reader in the program."""
+        """Return the place of its first reader in the program."""
         ...
 
     @property
@@ -38,7 +38,7 @@ SomeGathered = TypeVar("SomeGathered", bound=GatheredParameter)
 
 @dataclass
 class _Neighbours:
-    """Neighbours."""
+    """Parameters that are read one after another."""
 
     block: str | None
     members: list[Any]
@@ -53,10 +53,10 @@ class _Neighbours:
 def gather_groups(
     routes: Sequence[SomeGathered], size: Callable[[SomeGathered], float], buffer_bytes: int
 ) -> list[list[SomeGathered]]:
-    """Neighbouring parameters in groups, in the order of their first use.
+    """Return neighbouring parameters in groups, in the order of their first use.
 
-    No group is much larger than the largest block, and none takes more than `buffer_bytes` that
-    has several parameters; one that is read in several blocks is in a group by itself.
+    No group is much larger than the largest block. None with several parameters takes more than
+    `buffer_bytes`. A parameter that is read in several blocks has a group of its own.
     """
     ordered, block_of = sorted(routes, key=lambda route: route.first), _block_of_parameter(routes)
     starts = [next(run).first for _, run in groupby(ordered, key=block_of)]
@@ -72,7 +72,7 @@ def gather_groups(
 
 
 def _split_to_buffers(run: _Neighbours, buffer_bytes: int) -> list[_Neighbours]:
-    """As few runs as hold no more than a buffer; what is larger is one by itself."""
+    """Split into as few runs as fit into buffers; a larger parameter is a run by itself."""
     found: list[_Neighbours] = []
     part = replace(run, members=[])
     for member in run.members:
@@ -90,7 +90,7 @@ def _split_to_buffers(run: _Neighbours, buffer_bytes: int) -> list[_Neighbours]:
 def _join_neighbours(
     runs: Sequence[_Neighbours], most: float, buffer_bytes: int
 ) -> list[_Neighbours]:
-    """Neighbours join where that is no more than `most`, and small ones if a buffer holds them."""
+    """Join neighbours of at most `most` bytes, and small ones where a buffer holds them."""
     found: list[_Neighbours] = []
     for run in runs:
         before = found[-1] if found else None
@@ -106,15 +106,15 @@ def _join_neighbours(
 
 
 def numbered_modules(name: str) -> list[str]:
-    """The numbered modules that a parameter belongs to, the outermost first: all that groups ask of
-    its name."""
+    """Return the numbered modules that a parameter belongs to, the outermost first."""
     return [name[: match.end()] for match in _NUMBERED.finditer(name)]
 
 
 def _block_of_parameter(
     routes: Sequence[GatheredParameter],
 ) -> Callable[[GatheredParameter], str | None]:
-    """The numbered module that a parameter belongs to: the outermost of which there are several."""
+    """Return a function from parameter to its numbered module: the outermost of which there are
+    several."""
 
     def at(depth: int) -> dict[str, str | None]:
         paths = {}

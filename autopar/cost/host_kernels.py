@@ -1,9 +1,9 @@
-"""Host kernels: what a convolution takes on a host while it runs, besides its results.
+"""Host kernels: the workspace of a convolution on a host, besides its results.
 
-oneDNN copies tensors to layouts of its own, with channels in blocks; on newer processors those of
-lower precision with channels last, of bfloat16 where they multiply tiles of it. It adds up the
-gradients of weights in bfloat16 in single precision. What it does not run is a product with
-columns, that are made of the whole input.
+oneDNN copies tensors to layouts of its own, with channels in blocks. On newer processors it copies
+tensors of lower precision with channels last, and those of bfloat16 where tiles are multiplied. It
+adds up gradients of weights in bfloat16 in single precision. Any other convolution is a product
+with columns, made from the whole input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEAST_ELEMENTS, LEAST_IMAGES = 20480, 16
 
 @dataclass(frozen=True)
 class HostKernels:
-    """Those of a host, and what torch chooses them by."""
+    """The convolution kernels of a host, and the facts by which torch chooses them."""
 
     threads: int
     onednn: frozenset[torch.dtype]  # of the tensors that oneDNN may work on
@@ -34,14 +34,14 @@ class HostKernels:
 
     @classmethod
     def here(cls) -> HostKernels:
-        """Of this process."""
+        """Return the kernels of this process."""
         known = onednn_dtypes()
         last = {torch.half, torch.bfloat16} if multiplies_tiles() else {torch.half}
         is_wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
         return cls(torch.get_num_threads(), known, known & last, 16 if is_wide else 8)
 
     def workspace(self, operator: Any, args: Sequence[Any]) -> int:
-        """The bytes that an ATen operator takes and lets go when it is done."""
+        """Return the bytes that an ATen operator takes and frees when it is done."""
         if operator is torch.ops.aten.convolution.default:
             return _Convolution(self, *args[:2], *args[3:9]).forward
         if operator is torch.ops.aten.convolution_backward.default:
@@ -51,7 +51,7 @@ class HostKernels:
 
 
 class _Convolution:
-    """Of one call: the sizes of what its kernel reads and writes."""
+    """The sizes that the kernel of one convolution reads and writes."""
 
     def __init__(
         self,
@@ -89,6 +89,7 @@ class _Convolution:
 
     @property
     def forward(self) -> int:
+        """Return the bytes that forward takes besides its result."""
         if not self._is_of_onednn:
             return self._columns(one_by_one=self._is_dilated)
         image = self._blocked(self._image.shape) if self._fills_blocks else 0
@@ -97,6 +98,7 @@ class _Convolution:
         return max(image + self._copy_of_weight + copy - output, back) * self._image.itemsize
 
     def backward(self, of_image: bool, of_weight: bool) -> int:
+        """Return the bytes that backward takes besides the gradients that it returns."""
         if not self._is_of_onednn:
             return self._columns(one_by_one=self._is_dilated or self._transposed)
         has_blocks = self._fills_blocks or not self._is_strided
@@ -118,7 +120,7 @@ class _Convolution:
 
     @cached_property
     def _is_of_onednn(self) -> bool:
-        """As torch decides: by threads and sizes where it has kernels of its own that are good."""
+        """Decide as torch does: by threads and sizes where it has good kernels of its own."""
         image, known = self._image, self._kernels
         if image.dtype not in known.onednn or self._is_padded:
             return False
@@ -139,7 +141,8 @@ class _Convolution:
         return self._image.dtype in self._kernels.channels_last
 
     def _columns(self, one_by_one: bool) -> int:
-        """Of all images, or of one at a time; of one group at a time, whose results are joined."""
+        """Return the bytes of columns, of all images or one by one, a group at a time, and of the
+        results of groups before they are joined."""
         output, groups = math.prod(self._given), self._groups
         joined = output if groups > 1 else 0
         if self._is_plain:
@@ -159,7 +162,7 @@ class _Convolution:
         return math.prod((self._in_blocks(outputs), self._in_blocks(inputs), *kernel))
 
     def _blocked(self, shape: Sequence[int]) -> int:
-        """Elements of a copy."""
+        """Return the elements of a copy in oneDNN's layout."""
         images, channels, *space = shape
         channels = channels if self._has_channels_last else self._in_blocks(channels)
         return math.prod((images, channels, *space))

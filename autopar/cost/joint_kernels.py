@@ -1,5 +1,5 @@
-"""Joint kernels: what the messages inside a call take, how much of that computing hides, and how
-much longer computing takes in pieces."""
+"""Joint kernels: seconds of the messages inside a call, the part that computing hides, and the cost
+of computing in pieces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ComputeSeconds(NamedTuple):
 
 
 class JointCall(NamedTuple):
-    """What a rank moves inside a call that it carries out with others."""
+    """A joint kernel with its axes, and the communication of a rank in one call."""
 
     kernel: JointKernel
     axes: tuple[str, ...]
@@ -33,7 +33,8 @@ class JointCall(NamedTuple):
 
 
 def joint_call(facts: Facts, strategy: Strategy, mesh: Mesh) -> JointCall | None:
-    """What is moved inside a call; None of one that each rank carries out by itself."""
+    """Return the joint kernel that a strategy uses, with its communication; None where each rank
+    computes by itself."""
     call = KernelCall.of(facts.rule, strategy)
     if call is None or (kernel := call.kernel.joint) is None:
         return None
@@ -58,7 +59,7 @@ def joint_call(facts: Facts, strategy: Strategy, mesh: Mesh) -> JointCall | None
 
 
 def joint_collectives(facts: Facts, strategy: Strategy, mesh: Mesh) -> list[Collective]:
-    """What is moved inside a call, forward and, where a gradient flows, backward."""
+    """Return the collectives inside a call, forward and, where a gradient flows, backward."""
     if (found := joint_call(facts, strategy, mesh)) is None:
         return []
     kernel, axes, traffic = found
@@ -75,7 +76,7 @@ def joint_collectives(facts: Facts, strategy: Strategy, mesh: Mesh) -> list[Coll
 
 
 def _moved_share(call: KernelCall, beside: int | InputWindow, mesh: Mesh) -> float:
-    """The rows of the first input that travel, of each of the largest piece."""
+    """Return the rows of the first input that move, relative to its largest piece."""
     group = call.group(mesh, 0)
     before = group.input(0)
     if isinstance(beside, InputWindow):
@@ -86,8 +87,8 @@ def _moved_share(call: KernelCall, beside: int | InputWindow, mesh: Mesh) -> flo
 def joint_message_cost(
     facts: Facts, strategy: Strategy, price: ClusterPrice, overlap: float, computed: ComputeSeconds
 ) -> NodeCost:
-    """What a call that ranks carry out together takes besides: its messages, but for what computing
-    hides of them, and what computing takes longer in pieces; nothing of another call."""
+    """Return the seconds that a joint kernel adds to its computing: messages that computing does
+    not hide, and computing in pieces. Zero for any other call."""
     found = joint_call(facts, strategy, price.mesh)
     if found is None:
         return NodeCost()
@@ -108,7 +109,7 @@ def joint_message_cost(
 def _extra_compute_seconds(
     facts: Facts, strategy: Strategy, price: ClusterPrice, traffic: CommVolume, count: int
 ) -> list[float]:
-    """Seconds that computing takes longer, forward and backward, since it begins several times."""
+    """Return the seconds by which computing in pieces takes longer, forward and backward."""
     device = price.cluster.device
     start = device.overhead + device.half(facts.dtype) / device.peak(facts.dtype)
     if traffic.further is None or not device.far_seconds:  # what is read comes beside arithmetic

@@ -1,7 +1,8 @@
-"""What one operator takes under each of its strategies: seconds forward and backward, bytes kept.
+"""The cost of one operator under each of its strategies: seconds both ways, and bytes saved.
 
-The roofline of `model` decides; a rule says the FLOPs and what backward keeps. All strategies of an
-operator are computed at once, as arrays, from the elements of the busiest rank's pieces.
+The roofline of `rooflines` decides; a rule gives the FLOPs and the tensors that backward saves. All
+strategies of an operator are computed at once, as arrays, from the elements of the busiest rank's
+pieces.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _output_factor(joint: JointCut) -> str | None:
 
 
 class ShardSizes:
-    """How large the largest piece of each factor is, under each strategy."""
+    """The largest piece of each factor under each strategy."""
 
     def __init__(self, rule: Rule, strategies: Sequence[Strategy], mesh: Mesh) -> None:
         self.rule, self.strategies, self.count = rule, strategies, len(strategies)
@@ -80,8 +81,8 @@ class ShardSizes:
     def elements(
         self, dims: Sequence[Dim], cut: Callable[[JointCut], str | None] = _output_factor
     ) -> Array:
-        """The elements of a tensor's largest piece; `cut`: what a joint cuts of it, if not what it
-        cuts of the output."""
+        """Return the elements of a tensor's largest piece; `cut`: the factor of the tensor that a
+        joint cuts, by default that of the output."""
         total = np.ones(self.count)
         for dim in dims:
             for factor in dim:
@@ -94,25 +95,26 @@ class ShardSizes:
         return total
 
     def inputs(self, facts: Facts) -> list[Array]:
-        """The bytes of each input."""
+        """Return the bytes of each input."""
         return [
             self.elements(dims, lambda joint: joint.inputs[place]) * itemsize  # noqa: B023
             for place, (dims, itemsize) in enumerate(zip(self.rule.inputs, facts.itemsizes))
         ]
 
     def outputs(self, facts: Facts) -> list[Array]:
-        """The bytes of each output."""
+        """Return the bytes of each output."""
         return [
             self.elements(dims, lambda joint: joint.outputs[place]) * dtype.itemsize  # noqa: B023
             for place, (dims, dtype) in enumerate(zip(self.rule.outputs, facts.dtypes))
         ]
 
     def bytes(self, extra: ExtraTensor, dtype: torch.dtype) -> Array:
-        """Of a tensor that is kept besides, the output being of `dtype`."""
+        """Return the bytes of a tensor saved besides inputs and outputs; `dtype`: that of the
+        output."""
         return self.elements(extra.dims) * (extra.dtype or dtype).itemsize
 
     def kept_by_joints(self, dtype: torch.dtype) -> Array:
-        """Bytes that the kernels of joints keep besides, the output being of `dtype`."""
+        """Return the bytes that the kernels of joints save besides; `dtype`: that of the output."""
         total = np.zeros(self.count)
         for index, joint, _ in self.joints:
             for factors in joint.keeps:
@@ -121,7 +123,7 @@ class ShardSizes:
         return total
 
     def share(self) -> Array:
-        """The part of the whole work that the busiest rank has."""
+        """Return the part of the operator's work that the busiest rank has."""
         total = np.ones(self.count)
         for factor, size in self.rule.sizes.items():
             total = total * (self.lengths[factor] / max(size, 1))
@@ -135,7 +137,7 @@ class ShardSizes:
 
 
 def operator_work(facts: Facts, pieces: ShardSizes) -> OperatorWork:
-    """The work of one call under all strategies."""
+    """Return the work of one call under all strategies."""
     rule = facts.rule
     nothing = np.zeros(pieces.count)
     between = np.multiply.outer(pieces.share(), rule.intermediate)
@@ -166,7 +168,7 @@ def operator_work(facts: Facts, pieces: ShardSizes) -> OperatorWork:
 def rooflines(
     facts: Facts, done: OperatorWork, device: Device
 ) -> dict[str, tuple[Formula, SymbolValues]]:
-    """What is computed, "forward" and "backward": the formula, and what its symbols stand for."""
+    """Return the formulas of "forward" and "backward", each with the values of its symbols."""
     between = IntermediateWork(*done.between.T)
     is_cached = facts.on_host or device.host.is_device
     forward, backward = between[2:4] if is_cached else between[:2]
@@ -195,7 +197,7 @@ def rooflines(
 
 
 def operator_seconds(facts: Facts, done: OperatorWork, device: Device) -> tuple[Array, Array]:
-    """Seconds forward and backward of each strategy."""
+    """Return the seconds forward and backward of each strategy."""
     taken = {way: line(**values) for way, (line, values) in rooflines(facts, done, device).items()}
     nothing = np.zeros_like(done.flops)
     return taken.get("forward", nothing), taken.get("backward", nothing)
@@ -206,8 +208,8 @@ def _elements(rule: Rule, dims: Sequence[Dim]) -> int:
 
 
 def extra_saved_bytes(facts: Facts, pieces: ShardSizes) -> Array:
-    """Bytes that backward keeps on the device besides the inputs and outputs that the operator does
-    on one rank."""
+    """Return the bytes saved for backward on the device, besides the inputs and outputs that the
+    operator saves on one rank."""
     total = np.zeros(pieces.count)
     if not any(facts.differentiable) or facts.on_host:
         return total
@@ -227,7 +229,7 @@ def extra_saved_bytes(facts: Facts, pieces: ShardSizes) -> Array:
 
 
 def facts_of(node: fx.Node, rule: Rule, inputs: Sequence[fx.Node]) -> Facts:
-    """What the cost of a call depends on, whichever strategy it gets."""
+    """Return the facts of a call that its cost depends on, whichever strategy it gets."""
     return Facts(
         rule,
         tuple(info(value).val.dtype.itemsize for value in inputs),

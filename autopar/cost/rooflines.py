@@ -1,4 +1,4 @@
-"""What operators and collectives take in seconds.
+"""Formulas for the seconds of operators and collectives.
 
 >>> round(COLLECTIVES["all_reduce"](p=8, V=1e9, B=100e9, a=0), 6)
 0.0175
@@ -8,8 +8,8 @@
 >>> round(operator_formula(values["F"])(**values) * 1e6)
 206
 
-V is the larger of what one rank holds before and after the collective: of an all-gather the
-gathered tensor, of a reduce-scatter the tensor that is scattered, of an all-to-all the piece.
+V is the larger of the bytes that one rank holds before and after the collective: of an all-gather
+the gathered tensor, of a reduce-scatter the tensor that is scattered, of an all-to-all the piece.
 """
 
 from __future__ import annotations
@@ -79,21 +79,21 @@ HIDDEN = Formula("hidden", Min(o * C, K))
 
 
 def collective_values(kind: str, link: AxisLink, size: Any) -> dict[str, Any]:
-    """The values of the symbols in the formula of `kind`, for `size` bytes over `link`."""
+    """Return the values of the symbols in the formula of `kind`, for `size` bytes over `link`."""
     alpha, bandwidth = link.of(kind)
     return {"p": link.size, "V": size, "B": bandwidth, "a": alpha}
 
 
 def collective_seconds(kind: str, link: AxisLink, size: Any) -> Any:
-    """Seconds of one collective; moving over one rank, or within it, takes none."""
+    """Return the seconds of one collective; 0 over a single rank."""
     if link.size == 1 or kind in FREE:
         return 0.0 * size
     return COLLECTIVES[kind](**collective_values(kind, link, size))
 
 
 def operator_formula(flops: Any, between: Any = 0.0, has_far: bool = False) -> Formula:
-    """The roofline; an operator without FLOPs that count knows only memory. `between`: the bytes of
-    passes between what is read and what is written; `has_far`: it takes in matrices first."""
+    """Return the roofline formula; without FLOPs only memory counts. `between`: bytes of passes
+    between reading and writing; `has_far`: matrices are taken in before they are multiplied."""
     if _is_nonzero(between):
         return FAR_PASSES if has_far else PASSES
     if has_far:
@@ -110,7 +110,8 @@ def operator_values(
     between: Any = 0.0,
     products: int = 1,
 ) -> dict[str, Any]:
-    """The values of the symbols in the formula of an operator, which is so many `products`."""
+    """Return the values of the symbols in the formula of an operator that makes `products`
+    products."""
     return {
         "F": flops,
         "F_half": device.half(dtype),

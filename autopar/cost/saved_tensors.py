@@ -1,12 +1,13 @@
-"""Saved tensors: what autograd keeps from forward to backward, and where it is counted.
+"""Saved tensors: the bytes that autograd keeps from forward to backward, and where they are
+counted.
 
-In a cost graph a kept tensor is counted on one edge: where it is made, or where it is moved to. A
-view keeps the tensor it looks at, so that what its readers keep is kept of its own input.
+In a cost graph a saved tensor is counted on one edge: where it is made, or where it is moved to. A
+view saves the tensor it looks at, so tensors that its readers save count as its input.
 
-In a rewritten graph `kept_by` says what one operator keeps by itself, and `kept_through` what is
-kept of that from forward to backward, where regions are recomputed. A program, and each stage of
-one, keeps what its operators keep, every storage once. While the backward of a region runs, what it
-has made again is kept besides: `most_remade`.
+In a rewritten graph `saved_by` is what one operator saves by itself. `saved_on_device` is the part
+that stays from forward to backward where regions are recomputed. Each storage counts once in a
+program or stage. While the backward of a region runs, recomputed tensors are alive as well: see
+`peak_recomputed_bytes`.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ SavedBytes = Mapping[Storage, float]  # bytes
 
 
 class SavedTensors:
-    """Which reader keeps what, in one captured graph.
+    """The tensors that each reader saves in one captured graph.
 
-    What a region that is recomputed in full makes is not kept, and all that it reads is; of one
-    that is recomputed selectively, what is cheap to make is not. What one keeps on the host is not.
+    A fully recomputed region saves only its inputs. A selectively recomputed one drops results that
+    are cheap to make, and a region that saves on the host has nothing on the device.
     """
 
     def __init__(
@@ -45,13 +46,13 @@ class SavedTensors:
         readers: Mapping[str, Sequence],
         regions: Mapping[str, RecomputeRegion],
     ) -> None:
-        """`regions` by the names of all values in them."""
+        """Take `regions` by the names of all values in them."""
         self.facts, self.readers, self.regions = facts, readers, regions
         self._kept: dict[str, bool] = {}
         self._inputs: dict[int, tuple[int, ...]] = {}  # by id of facts
 
     def keeps(self, value: str, reader: str, position: int) -> bool:
-        """Whether an operator keeps one of its inputs, itself or through views of it."""
+        """Return whether an operator saves one of its inputs, itself or through views of it."""
         facts, region = self.facts[reader], self.regions.get(reader)
         if facts is None or (region is not None and region.how.keep == "host"):
             return False
@@ -68,14 +69,14 @@ class SavedTensors:
         return position in self._inputs[id(facts)]
 
     def is_kept(self, value: str) -> bool:
-        """Whether some reader keeps a value."""
+        """Return whether some reader saves a value."""
         if value not in self._kept:
             readings = self.readers.get(value, ())
             self._kept[value] = any(self.keeps(value, r.reader, r.position) for r in readings)
         return self._kept[value]
 
     def keeps_output(self, operator: str) -> bool:
-        """Whether an operator keeps what it gives."""
+        """Return whether an operator saves its output."""
         facts, region = self.facts[operator], self.regions.get(operator)
         if self._is_there(operator):
             return False
@@ -86,14 +87,14 @@ class SavedTensors:
         return facts is not None and facts.rule.saved.output and any(facts.differentiable)
 
     def remade(self, nodes: Sequence[fx.Node]) -> set[str]:
-        """Of a region that is recomputed in full, the calls that run again whatever layouts there
-        are: up to the last that keeps something of it."""
+        """Return the calls of a fully recomputed region that run again under any layouts: up to the
+        last one that saves a tensor of the region."""
         own = {node.name for node in nodes}
         needs = [index for index, node in enumerate(nodes) if self._keeps_of(own, node)]
         return {node.name for node in nodes[: needs[-1] + 1]} if needs else set()
 
     def _keeps_of(self, own: set[str], node: fx.Node) -> bool:
-        """Whether a call keeps a value of `own`, by whatever kernel."""
+        """Return whether a call saves a value of the region, by whatever kernel."""
         facts = self.facts.get(node.name)  # none of a result
         if facts is None or not any(facts.differentiable):
             return False
@@ -107,7 +108,7 @@ class SavedTensors:
         return all(map(keeps, (facts.rule.saved, *facts.rule.saved_by_joint.values())))
 
     def _is_there(self, value: str) -> bool:
-        """Whether it is on the host anyway."""
+        """Return whether a value is on the host in any case."""
         facts = self.facts.get(value)
         return facts is not None and facts.on_host
 
@@ -118,8 +119,8 @@ class SavedTensors:
 
 
 def saved_values(captured: Captured, at_most: bool = False) -> dict[tuple[fx.Node, int], int]:
-    """What a captured program keeps for backward at least, or at most, whatever kernels there are:
-    the bytes of the results of calls, of all ranks together."""
+    """Return the bytes of call results that a captured program saves with any kernels: the least,
+    or `at_most` the most, of all ranks together."""
     combined = set.union if at_most else set.intersection
     some = any if at_most else all
     kept: dict[tuple[fx.Node, int], int] = {}
@@ -141,7 +142,7 @@ def saved_values(captured: Captured, at_most: bool = False) -> dict[tuple[fx.Nod
 
 
 def storage(node: fx.Node) -> fx.Node:
-    """The value whose memory `node` looks at: itself, unless it is a view."""
+    """Return the value whose memory `node` looks at: itself, unless it is a view."""
     while node.op == "call_function":
         movement = info(node).movement
         if not (is_view(node) or (movement is not None and movement.kind == "identity")):
@@ -151,15 +152,15 @@ def storage(node: fx.Node) -> fx.Node:
 
 
 def source(value: fx.Node) -> fx.Node:
-    """The operator whose memory a value lies in, or a placeholder."""
+    """Return the operator in whose memory a value lies, or a placeholder."""
     return maker(storage(value))
 
 
 def saved_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
-    """The bytes that an operator keeps for its backward, by storage.
+    """Return the bytes that an operator saves for its backward, by storage.
 
-    A storage is a call and which of its results it is of, or a further tensor of the operator. What
-    comes from outside the program is held anyway, and a gathered parameter is gathered again.
+    A storage is a call with the number of its result, or a further tensor of the operator. Tensors
+    from outside the program are held anyway, and a gathered parameter is gathered again.
     """
     if node.op != "call_function" or not info(node).differentiable:
         return {}
@@ -184,7 +185,7 @@ def saved_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
 
 
 def _storage_bytes(values: Sequence[fx.Node], mesh: Mesh) -> dict[Storage, float]:
-    """Of storages that come from inside the program."""
+    """Return the bytes of storages that come from inside the program."""
     return {
         (maker(value), place): float(type_.local_bytes(mesh))
         for value in values
@@ -197,9 +198,9 @@ def _storage_bytes(values: Sequence[fx.Node], mesh: Mesh) -> dict[Storage, float
 def saved_on_device(
     node: fx.Node, mesh: Mesh, own: SavedBytes | None = None
 ) -> dict[Storage, float]:
-    """What of an operator is kept on the device from forward to backward: of a region that runs
-    again what it reads, of one that keeps some values all but those that it drops. `own`: what it
-    keeps by itself, where that is known."""
+    """Return the storages of an operator that stay on the device from forward to backward. A fully
+    recomputed region keeps its inputs, a selective one all but those it drops. `own`: the result of
+    `saved_by`, where that is known."""
     region = info(node).region
     if region is None or node.op != "call_function":
         own = saved_by(node, mesh) if own is None else own
@@ -218,7 +219,7 @@ def saved_on_device(
 
 
 def saved_on_host(node: fx.Node, mesh: Mesh, own: SavedBytes | None = None) -> dict[Storage, float]:
-    """What of an operator is kept on the host from forward to backward."""
+    """Return the storages of an operator that stay on the host from forward to backward."""
     region = info(node).region
     own = saved_by(node, mesh) if own is None else own
     if region is None or node.op != "call_function":
@@ -236,7 +237,8 @@ def saved_on_host(node: fx.Node, mesh: Mesh, own: SavedBytes | None = None) -> d
 def recomputed_for(
     node: fx.Node, mesh: Mesh, own: SavedBytes | None = None
 ) -> dict[Storage, float]:
-    """The bytes that an operator's backward reads and its region makes again, or brings back."""
+    """Return the storages that an operator's backward reads and its region recomputes or brings
+    back."""
     region = info(node).region
     if region is None or node.op != "call_function":
         return {}
@@ -249,7 +251,7 @@ def recomputed_for(
 
 
 def offload_axes(key: Storage, keep: Keep, mesh: Mesh) -> tuple[str, ...] | None:
-    """Over which axes a region cuts a storage that it keeps; None: it keeps it as it is."""
+    """Return the axes over which a region shards a saved storage; None: it stays as it is."""
     node, place = key
     if keep == "device" or info(node).on_host:
         return None
@@ -262,7 +264,7 @@ def offload_axes(key: Storage, keep: Keep, mesh: Mesh) -> tuple[str, ...] | None
 
 
 def piece_bytes(size: float, axes: tuple[str, ...], mesh: Mesh) -> float:
-    """Of what is cut into equal pieces over some axes, the first one the largest."""
+    """Return the bytes of the largest of equal pieces over some axes."""
     return float(-(-size // mesh.degree(axes)))
 
 
@@ -273,7 +275,8 @@ def _offloaded_key(key: Storage, region: RecomputeRegion) -> Storage:
 def saved_throughout(
     node: fx.Node, region: RecomputeRegion, mesh: Mesh, own: SavedBytes | None = None
 ) -> dict[Storage, float]:
-    """What an operator of a region reads in backward that does not come from running again."""
+    """Return the storages that an operator of a region reads in backward without recomputing
+    them."""
     kept = dict(saved_by(node, mesh) if own is None else own)
     if region.is_full and info(node).remade:
         kept |= _storage_bytes([storage(value) for value in node.all_input_nodes], mesh)
@@ -281,7 +284,7 @@ def saved_throughout(
 
 
 class SavedBytesCache:
-    """The same of the nodes of one program, each looked at once."""
+    """The saved storages of the nodes of one program, each computed once."""
 
     def __init__(self, mesh: Mesh, repeats: EqualBlocks = NO_EQUAL_BLOCKS) -> None:
         self.mesh, self._repeats = mesh, repeats
@@ -290,14 +293,14 @@ class SavedBytesCache:
         self._remade: dict[fx.Node, SavedBytes] = {}
 
     def own(self, node: fx.Node) -> SavedBytes:
-        """What `kept_by` says."""
+        """Return `saved_by` of a node."""
         if node not in self._own:
             kept = self._of_twin(node, self.own)
             self._own[node] = saved_by(node, self.mesh) if kept is None else kept
         return self._own[node]
 
     def through(self, node: fx.Node) -> SavedBytes:
-        """What `kept_through` says."""
+        """Return `saved_on_device` of a node."""
         if node not in self._through:
             kept = self._of_twin(node, self.through)
             own = None if kept is not None else self.own(node)
@@ -305,11 +308,11 @@ class SavedBytesCache:
         return self._through[node]
 
     def on_host(self, node: fx.Node) -> SavedBytes:
-        """What `kept_on_host` says."""
+        """Return `saved_on_host` of a node."""
         return saved_on_host(node, self.mesh, self.own(node))
 
     def remade(self, node: fx.Node) -> SavedBytes:
-        """What `remade_for` says."""
+        """Return `recomputed_for` of a node."""
         if node not in self._remade:
             kept = self._of_twin(node, self.remade)
             own = None if kept is not None else self.own(node)
@@ -317,7 +320,7 @@ class SavedBytesCache:
         return self._remade[node]
 
     def _of_twin(self, node: fx.Node, ask: Callable[[fx.Node], SavedBytes]) -> SavedBytes | None:
-        """The same of the node's own neighbours, if it has a twin."""
+        """Return the storages of a node's twin, moved to the node's block; None without a twin."""
         twin = self._repeats.twin(node)
         if twin is node:
             return None
@@ -331,12 +334,12 @@ def peak_recomputed_bytes(
     known: SavedBytesCache | None = None,
     stays: Callable[[fx.Node], SavedBytes] = lambda node: {},
 ) -> float:
-    """The bytes by which backward through `nodes`, a program or a stage in its order, comes to keep
-    more than forward has kept: no less than 0.
+    """Return the bytes by which backward through `nodes`, a program or stage in order, exceeds
+    forward's; at least 0.
 
-    Backward goes from the last to the first. What an operator keeps is there until its own backward
-    is done, what a region makes again from the first that is read of it. Of some operators
-    something `stays`, if it is made inside.
+    Backward goes from the last node to the first. A saved tensor lives until its operator's
+    backward is done, a recomputed one from its region's first reader. `stays`: storages that live
+    on, if they are made inside.
     """
     if all(info(node).region is None for node in nodes):
         return 0.0
@@ -379,7 +382,7 @@ def peak_recomputed_bytes(
 
 
 def _is_recomputed(key: Storage, region: RecomputeRegion) -> bool:
-    """Whether a region makes again what it keeps, so that it is not kept through."""
+    """Return whether a region recomputes a storage that it saves, so that it does not stay."""
     node, place = key
     if info(node).region != region:
         return False
@@ -387,5 +390,5 @@ def _is_recomputed(key: Storage, region: RecomputeRegion) -> bool:
 
 
 def local_bytes(node: fx.Node, mesh: Mesh) -> float:
-    """Of one rank's piece of a value."""
+    """Return the bytes of one rank's piece of a value."""
     return float(info(node).type.local_bytes(mesh))

@@ -1,11 +1,11 @@
-"""StatePrice: what keeping a parameter in its four places takes, beside what its readers take.
+"""StatePrice: the cost of keeping a parameter in its four places, besides that of its readers.
 
-Once a step: gathering the copy that lives through it, and the rest of the way of the gradient. For
-each micro-batch: gathering what readers start from, in forward and again in backward, and bringing
-the gradient to where it adds up. The latency of all is shared in groups, as in a bucket.
+Once a step, the copy that lives through it is gathered, and the gradient's last reduction runs. For
+each micro-batch, the copy that readers start from is gathered, forward and again backward, and the
+gradient is brought to where it adds up. Latencies are shared in groups, as in a bucket.
 
-What is moved ahead of use, or behind backward, runs beside the computing of neighbouring readers,
-which take about as long as those of the parameter itself: that is what it counts as hidden by.
+Gathers before a use and sums behind backward overlap with neighbouring readers, which are assumed
+to compute about as long as the parameter's own.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class NodeCost(NamedTuple):
         return NodeCost(*map(add, self, other))
 
     def repeated(self, times: int) -> NodeCost:
-        """Of so many nodes that take the same."""
+        """Return the cost of `times` nodes that each take as long."""
         return self if times == 1 else NodeCost(*(times * part for part in self))
 
     def remade(self) -> NodeCost:
-        """The same of a node whose forward runs again in backward."""
+        """Return the cost of a node whose forward runs again in backward."""
         return self._replace(backward=self.backward + self.forward, again=self.forward)
 
 
@@ -94,7 +94,8 @@ class StatePrice:
         summed: Collection[str],
         beside: OverlappedWork,
     ) -> NodeCost:
-        """Of a parameter whose readers leave its gradient a partial sum over `summed`."""
+        """Return the cost of a parameter whose readers leave its gradient a partial sum over
+        `summed`."""
         cut = _further_axes(places.working, places.storage)
         left = tuple(axis for axis in summed if axis not in cut)
         return self.kept(places, about, left, beside) + self.used(places, about, summed, beside)
@@ -106,7 +107,8 @@ class StatePrice:
         sync: Collection[str],
         beside: OverlappedWork,
     ) -> NodeCost:
-        """What its gradient and its copy take, from and to where readers' gathers start."""
+        """Return the cost of a parameter's gradient and copy, between optimizer and the place where
+        readers gather."""
         shape, bytes_, learns = about
         gathered = early = late = up = down = updated = 0.0
         for one in self.moved_once(places, about, sync):
@@ -133,8 +135,8 @@ class StatePrice:
         return NodeCost(backward=early - hidden, hidden=hidden, **once, **parts)
 
     def _hidden_in_turn(self, computed: Any, *moved: float) -> list[Any]:
-        """What the same computing hides of each of several movements: of the first what it can, of
-        the next what is left."""
+        """Return the seconds hidden of each of several movements: the first as far as computing
+        can, the next by what is left."""
         found, so_far, before = [], 0.0, 0.0
         for one in moved:
             so_far += one
@@ -146,7 +148,7 @@ class StatePrice:
     def moved_once(
         self, places: ParameterPlacement, about: ParameterFacts, sync: Collection[str]
     ) -> list[Collective]:
-        """The collectives of it, of which one cuts the gradient of each run."""
+        """Return the collectives of `kept`; one of them reduces the gradient in each run."""
         shape, bytes_, learns = about
         once = _further_axes(places.storage, places.optimizer)
         copy = self._size(places.storage, shape, bytes_.copy)
@@ -177,7 +179,8 @@ class StatePrice:
         summed: Collection[str],
         beside: OverlappedWork,
     ) -> NodeCost:
-        """What gathering it for its readers takes, and what brings the gradient back there."""
+        """Return the cost of gathering a parameter for its readers, and bringing its gradient
+        back."""
         shape, bytes_, _ = about
         ways = {"forward": 0.0, "backward": 0.0}
         for one in self.moved_for_use(places, about, summed, beside.learns):
@@ -199,7 +202,8 @@ class StatePrice:
         summed: Collection[str],
         is_read_again: bool,
     ) -> list[Collective]:
-        """The collectives of it, in each run: backward gathers again what it reads again."""
+        """Return the collectives of `used` in each run; backward gathers again if it reads
+        again."""
         shape, bytes_, learns = about
         cut = _further_axes(places.working, places.storage)
         copy, whole = (
@@ -214,26 +218,27 @@ class StatePrice:
         return [one for one in found if one.axes]
 
     def hidden(self, moved: Any, computed: Any) -> Any:
-        """What computing hides of a movement."""
+        """Return the seconds of a movement that computing hides."""
         is_moved = moved.any() if isinstance(moved, np.ndarray) else moved
         return HIDDEN(C=moved, o=self.overlap, K=computed) if is_moved else 0.0
 
     def _copied(self, at: Layout, shape: tuple[int, ...], itemsize: int) -> float:
-        """Between host and device, as a part of what is copied together."""
+        """Return the seconds of a copy between host and device, as part of a larger one."""
         size = local_elements(at.dims, shape, self.price.mesh) * itemsize
         return self._device.host.copied(size, size / self.price.buffer_bytes)
 
     def _updated(self, at: Layout, shape: tuple[int, ...], bytes_: StateBytes) -> float:
-        """By how much the host takes longer than the device to update what lies at `at`."""
+        """Return the seconds by which the host updates states at `at` more slowly than the
+        device."""
         size = local_elements(at.dims, shape, self.price.mesh) * bytes_.updated
         host, device = self._device.host.bandwidth, self._device.throughput
         return max(0.0, size / host - size / device)
 
     def _size(self, at: Layout, shape: tuple[int, ...], itemsize: int) -> float:
-        """Bytes of the largest piece of what lies at `at`."""
+        """Return the bytes of the largest piece of a tensor at `at`."""
         return float(local_elements(at.dims, shape, self.price.mesh) * itemsize)
 
 
 def _further_axes(coarse: Layout, fine: Layout) -> Axes:
-    """The axes that cut `fine` besides those that cut `coarse`."""
+    """Return the axes that cut `fine` besides those that cut `coarse`."""
     return tuple(axis for axis in fine.axes if axis not in coarse.axes)

@@ -1,7 +1,7 @@
 """Report: the predicted time of a finished program, part by part, from the program itself.
 
 Every node of a rewritten program has one price, from what the node itself carries. The search adds
-up tables; this adds up the nodes that are there, as the stages of a pipeline do. They agree.
+up tables. This module adds up the nodes that exist, as the stages of a pipeline do. Both agree.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROUNDED = 1e-12  # relative: what is left by rounding is nothing
 
 @dataclass(frozen=True)
 class RunCost:
-    """What one run of a program takes, forward and backward."""
+    """Seconds of one run of a program, forward and backward."""
 
     worked: NodeCost  # of its operators
     moved: NodeCost  # of its movements, and of keeping parameters where they are
@@ -76,7 +76,7 @@ class Cost:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Where these seconds go, in words."""
+        """Return the seconds by what they are spent on."""
         return {
             "compute": self.compute - self.again,
             "recomputation": self.again,
@@ -88,18 +88,18 @@ class Cost:
         }
 
     def _real(self, difference: float) -> float:
-        """What is left by rounding is nothing."""
+        """Return a difference, or 0 where it is only a rounding error."""
         return difference if difference > ROUNDED * (self.seconds + self.communication) else 0.0
 
     @property
     def shown(self) -> float:
-        """The part of what is moved for each micro-batch that nothing hides."""
+        """Return the part of each micro-batch's communication that nothing hides."""
         return self.communication - self.hidden - self.gradient_sync - self.gathered
 
     @classmethod
     def of(cls, run: RunCost, microbatches: int = 1) -> Cost:
-        """Of a step in micro-batches, each of which is such a run: gradients are summed once, and
-        parameters gathered, which computing hides in part."""
+        """Return the cost of a step of `microbatches` runs: gradients are summed and parameters
+        gathered once, partly hidden by computing."""
         worked, moved = run.worked, run.moved
         shown = (moved.forward + moved.backward) * microbatches
         once = moved.summed + moved.gathered
@@ -138,27 +138,28 @@ class NodePrices:
         return sum(self.elsewhere(node).values(), self.own(node))
 
     def along(self, repeats: EqualBlocks) -> Callable[[fx.Node], NodeCost]:
-        """The price of every node of a program, asked once for those that repeat."""
+        """Return the price function of a program, evaluated once for equal blocks."""
         return repeats.along(self)
 
     def own(self, node: fx.Node) -> NodeCost:
-        """Of the node itself, twice if it runs again."""
+        """Return the cost of the node itself, twice if it runs again."""
         return self.computed(node) + self.inside(node)
 
     def computed(self, node: fx.Node) -> NodeCost:
-        """Without what it moves itself, where ranks carry it out together."""
+        """Return the cost of a node without the messages inside a joint kernel."""
         price = self._once(node)
         return price.remade() if info(node).remade else price
 
     def inside(self, node: fx.Node) -> NodeCost:
-        """What a call moves that ranks carry out together."""
+        """Return the cost of the messages inside a joint kernel; zero for any other node."""
         if info(node).joint is None:
             return NodeCost()
         price = sum((self._inside(*call) for call in info(node).calls), NodeCost())
         return price.remade() if info(node).remade else price
 
     def elsewhere(self, node: fx.Node) -> dict[RecomputeRegion, NodeCost]:
-        """What it takes to keep its value elsewhere till backward, by the regions that do."""
+        """Return the cost of offloading a node's value until backward, by the regions that do
+        so."""
         if not info(node).away or storage(node) is not node:
             return {}
         size, away = float(info(node).type.local_bytes(self.mesh)), info(node).away
@@ -168,7 +169,7 @@ class NodePrices:
         return {region: cost.repeated(region.times) for region, cost in found.items()}
 
     def away(self, keep: Keep, axes: tuple[str, ...], size: float) -> NodeCost:
-        """What it takes to keep so many bytes cut over `axes`, or on the host."""
+        """Return the cost of keeping `size` bytes sharded over `axes`, or on the host."""
         gathered = float(self.price.seconds("all_gather", axes, size)) if axes else 0.0
         if keep != "host":
             return NodeCost(backward=gathered)
@@ -177,7 +178,8 @@ class NodePrices:
         return NodeCost(copied * shown, gathered + copied * shown, hidden)
 
     def level(self, axes: tuple[str, ...]) -> str:
-        """Where a movement over `axes` goes; one over none is between device and host."""
+        """Return "inside" or "between" nodes for a movement over `axes`; "host" for one over
+        none."""
         if not axes:
             return "host"
         return "inside" if self.price.link(axes).level == "inside" else "between"
@@ -197,7 +199,7 @@ class NodePrices:
         return price._replace(forward=0.0, cast=price.forward)
 
     def stored(self, node: fx.Node, places: ParameterPlacement) -> NodeCost:
-        """Of a parameter, if it is in these places."""
+        """Return the cost of a parameter in these places."""
         beside, about = self._beside(node), (places, _parameter_facts(node), info(node).sync)
         key = *about, beside
         if key not in self._states:
@@ -211,7 +213,7 @@ class NodePrices:
         sync: tuple[str, ...],
         beside: OverlappedWork,
     ) -> NodeCost:
-        """Of a parameter."""
+        """Return the cost of a parameter, computed anew."""
         kept = self.states.kept(places, about, sync, beside)
         if places.storage == places.working:  # no movement of the program stands for the copy
             kept += self.states.used(places, about, (), beside)
@@ -250,7 +252,7 @@ class NodePrices:
         return NodeCost(forward, backward - hidden, hidden, **more)
 
     def collectives(self, node: fx.Node) -> list[Collective]:
-        """What a node moves with other ranks, by which it is priced."""
+        """Return the collectives of a node, by which it is priced."""
         about, found = info(node), list[Collective]()
         if about.movement is not None:
             found += self._moved(node, about.movement)
@@ -271,7 +273,7 @@ class NodePrices:
         return found
 
     def _moved(self, node: fx.Node, movement: Movement) -> list[Collective]:
-        """What a movement of the program moves."""
+        """Return the collectives of a movement of the program."""
         (value,) = node.all_input_nodes
         before: TensorType = info(value).type
         axes, learns = movement.axes, info(node).learns
@@ -292,14 +294,14 @@ class NodePrices:
     def _use(
         self, parameter: fx.Node, movement: Movement
     ) -> tuple[ParameterPlacement, ParameterFacts, tuple[str, ...]]:
-        """Of a parameter that is gathered by a movement of the program: its places, what it is, and
-        the axes over which its readers leave its gradient a partial sum."""
+        """Return for a parameter that a movement gathers: its places, its facts, and the axes over
+        which its readers leave its gradient a partial sum."""
         places = info(parameter).places
         assert places is not None
         return places, _parameter_facts(parameter), places.storage.axes if movement.pending else ()
 
     def _weights(self, movement: fx.Node) -> float:
-        """Of the gradients of weights that are made beside the backward of a movement."""
+        """Return the seconds of the weight gradients that are made beside a movement's backward."""
         if not info(movement).alone:
             return 0.0  # the search knows of longer ways what they take together
         calls = [info(reader).calls[0] for reader in linears_after(movement)]
@@ -308,7 +310,7 @@ class NodePrices:
         )
 
     def _beside(self, value: fx.Node) -> OverlappedWork:
-        """What the readers of a parameter compute, of which neighbours do about as much."""
+        """Return the work of a parameter's readers, as an estimate of what neighbours compute."""
         readers = list(_readers_of(value))
         costs = [self._call(*call) for one in readers for call in _call_of(*one)]
         learns = any(info(reader).learns for reader, _ in readers)
@@ -317,8 +319,8 @@ class NodePrices:
 
 
 def _is_read_by_all(node: fx.Node) -> bool:
-    """Whether a value is beside regions that stand for several, all of which read it: not that of
-    a block, which the next one reads."""
+    """Return whether a value is outside of regions that stand for several, all of which read it;
+    false for the output of a block, which only the next one reads."""
     own = info(node).region
     if own is None or info(node).times > 1:
         return own is None
@@ -330,7 +332,7 @@ def _is_read_by_all(node: fx.Node) -> bool:
 
 
 def _readers_of(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The operators that read a value, moved or cast or as it is, each with what it reads."""
+    """Yield the operators that read a value, moved or cast or as it is, each with what it reads."""
     for user in value.users:
         is_between = is_made_of_parameters(user) and not _leaves_a_sum(user, value)
         if info(user).movement is not None or is_between:
@@ -340,7 +342,7 @@ def _readers_of(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _leaves_a_sum(reader: fx.Node, value: fx.Node) -> bool:
-    """Whether an operator that makes something of parameters leaves the gradient of one a sum."""
+    """Return whether an operator on parameters leaves the gradient of one of them a partial sum."""
     rule, strategy = info(reader).rule, info(reader).strategy
     if copied_parameter(reader) is not None or rule is None or strategy is None:
         return False
@@ -349,7 +351,7 @@ def _leaves_a_sum(reader: fx.Node, value: fx.Node) -> bool:
 
 
 def _call_of(reader: fx.Node, value: fx.Node) -> tuple[tuple[Facts, Strategy], ...]:
-    """Of an operator that was made of several, the one that reads `value`."""
+    """Return the call that reads `value`, of an operator that was made of several."""
     calls = info(reader).calls
     if len(calls) < 2:
         return calls
@@ -358,7 +360,7 @@ def _call_of(reader: fx.Node, value: fx.Node) -> tuple[tuple[Facts, Strategy], .
 
 
 def _parameter_facts(parameter: fx.Node) -> ParameterFacts:
-    """Shape, bytes of an element, and whether it learns."""
+    """Return shape, bytes of an element, and whether a parameter learns."""
     value = info(parameter).val
     return tuple(value.shape), state_bytes(parameter), info(parameter).learns
 
@@ -366,7 +368,7 @@ def _parameter_facts(parameter: fx.Node) -> ParameterFacts:
 def program_run_cost(
     graph: fx.Graph, prices: NodePrices, repeats: EqualBlocks = NO_EQUAL_BLOCKS
 ) -> RunCost:
-    """One run of the rewritten `graph`: the sums of its nodes' prices."""
+    """Return the cost of one run of the rewritten `graph`: the sums of its nodes' prices."""
     worked, moved = NodeCost(), NodeCost()
     shown, reduced = (dict.fromkeys(("inside", "between", "host"), 0.0) for _ in range(2))
     take = repeats.along(lambda node: _node_shares(node, prices))
@@ -384,8 +386,8 @@ NodeShares = tuple[NodeCost | None, list[NodeCost], list[tuple[str, float, float
 
 
 def _node_shares(node: fx.Node, prices: NodePrices) -> NodeShares:
-    """What a node computes, all that it moves, and by level the seconds of these that show, and
-    those that only a backward that is not split hides."""
+    """Return the computing and the movements of a node, and by level the seconds that show and
+    those that only an unsplit backward hides."""
     about, work, cost = info(node), None, NodeCost()
     if about.movement is not None or about.places is not None:
         cost = prices.own(node)
@@ -405,7 +407,7 @@ def _node_shares(node: fx.Node, prices: NodePrices) -> NodeShares:
 
 
 def _moved_axes(node: fx.Node) -> tuple[str, ...]:
-    """The axes over which a node moves something in each run."""
+    """Return the axes over which a node moves data in each run."""
     about = info(node)
     if about.movement is not None:
         return about.movement.axes

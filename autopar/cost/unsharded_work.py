@@ -1,4 +1,4 @@
-"""Whole work: what the operators of a program compute, uncut, on one device."""
+"""Unsharded work: the computing of a program's operators, uncut, on one device."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ UnshardedWork = list[
 
 
 def runs_each_microbatch(node: fx.Node) -> bool:
-    """Whether every micro-batch runs a call on the devices."""
+    """Return whether every micro-batch runs a call on the devices."""
     return info(node).learns and not info(node).on_host and copied_parameter(node) is None
 
 
 def unsharded_work(captured: Captured, counted: Iterable[fx.Node]) -> UnshardedWork:
-    """Of each kind of operator among those that are `counted`, and how many there are of it."""
+    """Return facts, work and number of each kind of operator among the `counted` nodes."""
     mesh, kinds = Mesh(x=1), dict[int, fx.Node]()
     counts = Counter[int]()
     for node in counted:
@@ -54,7 +54,8 @@ def unsharded_work(captured: Captured, counted: Iterable[fx.Node]) -> UnshardedW
 
 
 def spread_seconds(whole: UnshardedWork, pieces: int, device: Device) -> tuple[float, float]:
-    """Seconds forward and backward of all of it, of each operator one of so many `pieces`."""
+    """Return the seconds forward and backward of all operators, each spread over `pieces`
+    devices."""
     forward = backward = 0.0
     for facts, done, count in whole:
         part = OperatorWork(*(each / pieces for each in done))
@@ -65,7 +66,7 @@ def spread_seconds(whole: UnshardedWork, pieces: int, device: Device) -> tuple[f
 
 
 def model_flops(captured: Captured) -> float:
-    """FLOPs of the products of a step, forward and backward, each once: no recomputation."""
+    """Return the FLOPs of a step's products, forward and backward, without recomputation."""
     return sum(
         count * float(done.flops[0] + done.backward_flops[0])
         for facts, done, count in unsharded_work(captured, captured.operators)

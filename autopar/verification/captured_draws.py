@@ -1,8 +1,8 @@
 """Drawing: a plain model, run so that its random numbers are those of the captured program.
 
-Below autograd, the calls that draw come in the order in which capture numbers them. What a plain
-model runs twice, in a checkpoint, starts both times from one state of torch's generator, by which
-it is known again: that of the device where it draws.
+Below autograd, the calls that draw come in the order in which capture numbers them. A checkpointed
+call runs twice, both times from one state of torch's generator on its device. By this state it is
+recognised and gets the same numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.strategies.node_info import info
 
 
 class DrawsByPlace(TorchDispatchMode):
-    """Inside, for one step."""
+    """The mode in which one step of a plain model draws the numbers of its captured program."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,8 @@ class DrawsByPlace(TorchDispatchMode):
     ) -> None:
         """Put the numbers of the captured program into the result of a call that draws.
 
-        `given`: what its first argument was, where it is changed in place; `draw` numbers it."""
+        `given`: a copy of its first argument, where that is changed in place; `draw` numbers it.
+        """
         if not is_random(node):
             return
         info(node).draw = self._numbers.setdefault(draw, len(self._numbers))
@@ -82,14 +83,14 @@ class DrawsByPlace(TorchDispatchMode):
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device:
-    """Where a call draws: where it is told to, or where what it reads is."""
+    """Return the device on which a call draws: its `device` argument, or that of its inputs."""
     told = kwargs.get("device")
     read = (v.device for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor))
     return torch.device(told) if told is not None else next(read, torch.get_default_device())
 
 
 def _generator_state(device: torch.device) -> bytes:
-    """Of the generator of a device, from which it draws; the others' stand still."""
+    """Return the state of the generator of a device."""
     if device.type == "cpu":
         return torch.get_rng_state().numpy().tobytes()
     own = torch.get_device_module(device).get_rng_state(device)
@@ -100,8 +101,8 @@ def _generator_state(device: torch.device) -> bytes:
 def _call_as_node(
     function: Callable[..., Any], args: Any, kwargs: Any, result: Any
 ) -> Iterator[tuple[fx.Node, dict[fx.Node, Any]]]:
-    """A call as one of a graph, and its tensors, of which the graph keeps none: its nodes refer to
-    each other, so that only the garbage collector takes it away."""
+    """Yield a call as a node of a graph, with the values of its tensors, and clear the graph's
+    references afterwards: its nodes form cycles that only the garbage collector would free."""
     graph, values = fx.Graph(), dict[fx.Node, Any]()
 
     def enter(tensor: Tensor) -> fx.Node:

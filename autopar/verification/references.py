@@ -1,7 +1,7 @@
 """References: a plain model and its captured program on one device, run and trained alike.
 
-What a model leaves behind after a few optimizer steps is a `Trained`; `compare` puts two of them
-side by side, and `first_module` finds where a captured program leaves the plain model's road.
+A few optimizer steps give a `TrainingResult`; `compare_training` puts two of them side by side.
+`first_different_module` finds where a captured program first differs from the plain model.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CapturedModule(nn.Module):
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a few steps of training leave behind."""
+    """Losses, outputs, gradients and state of a few steps of training."""
 
     losses: Sequence[Tensor]
     outputs: Tensors  # of the first step; empty where a step hands out its loss only
@@ -63,7 +63,7 @@ class TrainingResult:
 
     @property
     def results(self) -> dict[str, Tensors]:
-        """All of it, by kind and name."""
+        """Return all results, by kind and name."""
         return {
             "loss": {str(number): loss for number, loss in enumerate(self.losses, 1)},
             "output": self.outputs,
@@ -119,7 +119,7 @@ class Difference:
 
 
 def model_dtype(model: nn.Module) -> torch.dtype:
-    """In which a model runs as it is: that of its first parameter with a fraction."""
+    """Return the dtype of a model's first floating-point parameter; float32 without one."""
     dtypes = (parameter.dtype for parameter in model.parameters())
     return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
@@ -127,7 +127,8 @@ def model_dtype(model: nn.Module) -> torch.dtype:
 def to_double(
     model: nn.Module, call: CallArguments, as_it_is: bool = False
 ) -> tuple[nn.Module, CallArguments, torch.dtype]:
-    """Copies of the model and its inputs in float64, if it runs so, or else as they are."""
+    """Return copies of the model and its inputs in float64 if it runs so, or else as they are, and
+    the dtype."""
 
     def double(leaf: Any) -> Any:
         is_real = isinstance(leaf, Tensor) and leaf.dtype.is_floating_point
@@ -144,7 +145,7 @@ def to_double(
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """What a step differentiates, or else a weighted sum of all that can be."""
+    """Return the loss that a step differentiates, or else a weighted sum of all that can be."""
     leaves = pytree.tree_leaves(outputs)
     learned = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
     with suppress(InvalidInput):
@@ -153,7 +154,8 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def weighted_sum(values: Iterable[Tensor]) -> Tensor:
-    """A number to differentiate where a model has no loss: no two elements weigh the same."""
+    """Return a number to differentiate where a model has no loss: no two elements weigh the
+    same."""
     terms = [torch.zeros((), dtype=torch.float64)]
     for value in values:
         weights = torch.linspace(0.5, 1.5, max(value.numel(), 1), dtype=torch.float64)
@@ -170,11 +172,11 @@ def train(
     steps: int,
     rate: float | None,
 ) -> tuple[TrainingResult, float]:
-    """Some steps of plain descent with momentum and decay; and the rate that was taken.
+    """Train by descent with momentum and decay; return the result and the learning rate.
 
     `module` holds parameters and buffers, `collect` makes whole copies of them. `step` runs forward
-    and backward: the loss, and the outputs. The rate is such that a step changes the parameters by
-    about a hundredth, unless given.
+    and backward, and returns the loss and the outputs. A `rate` of None is chosen so that a step
+    changes the parameters by about a hundredth.
     """
     held = list(module.parameters())
     losses: list[Tensor] = []
@@ -218,7 +220,7 @@ def train_module(
 
 
 def run_step(module: nn.Module, call: CallArguments) -> tuple[Tensor, Any]:
-    """Forward and backward: the loss, and the outputs."""
+    """Run forward and backward, and return the loss and the outputs."""
     args, kwargs = in_own_containers(call)
     outputs = module(*args, **kwargs)
     loss = loss_of(outputs)
@@ -230,7 +232,7 @@ def run_step(module: nn.Module, call: CallArguments) -> tuple[Tensor, Any]:
 def compare_training(
     found: TrainingResult, expected: TrainingResult, tolerances: Tolerances
 ) -> list[Comparison]:
-    """Everything that two trainings left behind, side by side."""
+    """Return a comparison of every tensor of two trainings."""
     largest = max((_largest_element(grad) for grad in expected.gradients.values()), default=1.0)
     sizes = {"loss": 0.0, "gradient": largest}  # by which floors are measured
     rows = []
@@ -246,10 +248,10 @@ def compare_training(
 def first_different_module(
     model: nn.Module, captured: Captured, call: CallArguments, tolerances: Tolerances
 ) -> Difference | None:
-    """The first module whose result no value of the captured program is equal to.
+    """Return the first module whose result equals no value of the captured program; None if all do.
 
-    One that lies in a module whose own result is there is not to blame: normalisation may have
-    left out what it gives.
+    A module inside one whose own result is right is skipped: normalisation may have left its result
+    out.
     """
     made: list[tuple[str, Tensor]] = []
     program = CapturedModule(own_copy(model), captured)  # from the same buffers
@@ -292,7 +294,8 @@ def first_different_module(
 
 
 def value_difference(node: fx.Node, expected: Tensor, found: Tensor, tolerance: Tolerance) -> Any:
-    """A `Difference` if a node's value in a parallel program is another than in the captured."""
+    """Return a `Difference` if a node's value differs between parallel and captured program; else
+    None."""
     if _is_near(found, expected, tolerance):
         return None
     module = info(node).module
@@ -303,7 +306,7 @@ def value_difference(node: fx.Node, expected: Tensor, found: Tensor, tolerance: 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random operators draw the same numbers in every program; the caller's stay his."""
+    """Seed random operators alike for every program, and restore the caller's generators."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
@@ -311,7 +314,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def _record_results(model: nn.Module, made: list[tuple[str, Tensor]]) -> Iterator[None]:
-    """Gather the tensors that modules give, in the order in which they are done."""
+    """Append the tensors that modules return to `made`, in the order in which they finish."""
 
     def note(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -350,7 +353,8 @@ def _is_near(found: Tensor, expected: Tensor, tolerance: Tolerance) -> bool:
 
 
 def _relative_error(found: Tensor, expected: Tensor, floor: float) -> float:
-    """The largest difference, relative to the largest element; NaN and inf are equal to theirs."""
+    """Return the largest difference, relative to the largest element; NaN and inf equal
+    themselves."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return math.inf
     one, other = to_double_precision(found), to_double_precision(expected)
@@ -375,7 +379,7 @@ def _norm(value: Tensor | None) -> float | None:
 
 
 def _learning_rate(parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> float:
-    """A step changes the parameters by about a hundredth."""
+    """Return the rate at which a step changes the parameters by about a hundredth."""
     size, slope = (_total_norm(values) for values in (parameters, gradients))
     return 1e-2 * (size or 1.0) / slope if slope and math.isfinite(slope) else 1e-2
 

@@ -1,8 +1,8 @@
 """Rounding: how far the numbers of a coarse dtype can move each result of a training.
 
-The captured program is trained again with every coarse value, and the gradient of each, moved by
-one to two units in its last place either way. A result that this does not move is exact, whatever
-else the program computes: it is compared as strictly as one without coarse numbers.
+The captured program is trained again, with every coarse value and its gradient moved by one to two
+units in the last place, up or down. A result that does not move is exact, and is compared as
+strictly as if the program had no coarse numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def measure_tolerances(
     exact: TrainingResult,
     rate: float,
 ) -> Tolerances:
-    """The tolerance of each result of a program that runs in `own`, and left `exact` behind."""
+    """Return the tolerance of each result of a program that runs in `own`; `exact` is its
+    unperturbed training."""
     widest = Tolerances.at_most(captured, own)
     if widest.are_one:
         return widest
@@ -57,7 +58,7 @@ def measure_tolerances(
 def _at_least_one_unit(
     moved: Mapping[ResultKey, float], exact: TrainingResult, eps: float
 ) -> dict[ResultKey, float]:
-    """A coarse result is itself rounded."""
+    """Raise the movement of each coarse result to one unit: it is itself rounded."""
     units = {
         (kind, name): eps_of(value.dtype)
         for kind, values in exact.results.items()
@@ -68,7 +69,7 @@ def _at_least_one_unit(
 
 
 class _Perturbation:
-    """Moves each coarse value as it is made."""
+    """A function that moves each coarse value as it is made."""
 
     def __init__(self, captured: Captured, eps: float, seed: int) -> None:
         self.kept = captured.parameters.keys() | captured.buffers.keys()
@@ -99,7 +100,8 @@ class _PerturbFunction(torch.autograd.Function):
 
 
 def _perturb(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Each element one to two units in its last place away; what would leave the dtype, not."""
+    """Return each element moved by one to two units in its last place, unless that leaves the
+    dtype."""
     draws = 2 * torch.rand(value.shape, generator=generator) - 1
     units = (draws + draws.sign()).to(value.device)
     fine = to_double_precision(value)

@@ -1,9 +1,9 @@
-"""Tolerance: what rounding may change, for each result of a program on its own.
+"""Tolerance: the error that rounding may cause, for each result of a program on its own.
 
-A program in float64 with a part in bfloat16 is compared to 1e-9 wherever that part does not reach;
-what it reaches, to what `rounding.measure` has seen it move. Where rounding may move a result by
-more than `TELLING`, equality proves it right and a larger difference wrong, and what lies between
-says nothing.
+A program in float64 with a part in bfloat16 is compared to 1e-9 wherever that part does not reach.
+Other results are compared to the movement that `rounding.measure_tolerances` has seen. Where that
+exceeds `PROVING_LIMIT`, equality proves a result right, a larger difference proves it wrong, and
+anything between proves nothing.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ ResultKey = tuple[str, str]  # kind and name, as of a `Comparison`
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What rounding may change in one result."""
+    """The error that rounding may cause in one result."""
 
     relative: float  # to the largest element of a tensor
     floor: float  # a tensor counts as this large, a gradient as this share of the largest one
 
     @classmethod
     def of(cls, eps: float) -> Tolerance:
-        """1e-9 for float64, 2e-5 for float32, 6e-2 for bfloat16.
+        """Return 1e-9 for float64, 2e-5 for float32, 6e-2 for bfloat16, by their `eps`.
 
-        Some gradients are zero but for the rounding of larger ones (the bias of keys: softmax does
-        not see it), a few units in the last place of the largest.
+        Some gradients are zero but for the rounding of larger ones: softmax does not see the bias
+        of keys. Their floor is a few units in the last place of the largest gradient.
         """
         relative = max(eps**0.5 / 16, 8 * eps, 1e-9)
         return cls(relative, max(8 * eps / relative, 1e-4))
@@ -43,7 +43,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Tolerances:
-    """That of each result of one program."""
+    """The tolerance of each result of one program."""
 
     strict: Tolerance  # of what no coarse number reaches
     coarse: Tolerance  # the widest
@@ -52,7 +52,8 @@ class Tolerances:
 
     @classmethod
     def at_most(cls, captured: Captured, own: torch.dtype) -> Tolerances:
-        """Before anything is measured, of a program that runs in `own`."""
+        """Return the widest tolerances of a program that runs in `own`, before anything is
+        measured."""
         coarsest = max(map(eps_of, _computed_dtypes(captured)), default=0.0)
         eps = min(eps_of(own), coarsest)
         return cls(Tolerance.of(eps), Tolerance.of(coarsest), eps)
@@ -62,7 +63,7 @@ class Tolerances:
         return self.strict == self.coarse
 
     def of(self, kind: str, name: str) -> Tolerance:
-        """Of a result."""
+        """Return the tolerance of one result."""
         moved = SAFETY_FACTOR * self.moved.get((kind, name), 0.0)
         if not moved:
             return self.strict
@@ -70,7 +71,7 @@ class Tolerances:
         return Tolerance(relative, self.coarse.floor)
 
     def inside(self, graph: fx.Graph) -> dict[str, Tolerance]:
-        """Of each value of a graph, to find where a difference begins."""
+        """Return the tolerance of each value of a graph, to find where a difference begins."""
         coarse = Tolerance(min(self.coarse.relative, PROVING_LIMIT), self.coarse.floor)
         found: dict[str, Tolerance] = {}
         for node in graph.nodes:
@@ -82,17 +83,18 @@ class Tolerances:
 
 
 def eps_of(dtype: torch.dtype) -> float:
-    """The distance of 1 from the next number; 0 of integers."""
+    """Return the distance of 1 from the next number; 0 for integers."""
     return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
 def to_double_precision(value: Tensor) -> Tensor:
-    """In double precision, where every operator is there: float8 has not even `equal`."""
+    """Return a value in double precision, where every operator exists: float8 has not even
+    `equal`."""
     return value.detach().to(torch.complex128 if value.is_complex() else torch.float64)
 
 
 def _computed_dtypes(captured: Captured) -> set[torch.dtype]:
-    """The dtypes of what a program computes, its parameters and buffers among it."""
+    """Return the dtypes that a program computes, with those of its parameters and buffers."""
     kept = captured.parameters.keys() | captured.buffers.keys()
     made = (n for n in captured.graph.nodes if n.op == "call_function" or n.name in kept)
     return {dtype for node in made for dtype in _dtypes_of(node)}

@@ -21,7 +21,7 @@ _LISTED = 12  # tensors that differ, of each program
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found. `ok`, `print(verification)`, `to_json()`."""
+    """The result of `verify`: use `ok`, `print(verification)` or `to_json()`."""
 
     mesh: Mesh  # of all ranks
     how: str  # the pipeline's schedule, and the micro-batches
@@ -37,22 +37,24 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether all three programs are one."""
+        """Return whether all three programs give equal results."""
         return all(row.ok for row in self._rows)
 
     @property
     def differs(self) -> bool:
-        """Whether something is another, by more than rounding explains; else it is `unverified`."""
+        """Return whether a result differs by more than rounding explains; if not ok otherwise, it
+        is `unverified`."""
         return any(row.differs for row in self._rows)
 
     @property
     def unverified(self) -> tuple[str, ...]:
-        """The results that differ, but by no more than their coarse numbers may."""
+        """Return the results that differ, but by no more than their coarse numbers may."""
         rows = (row for row in self._rows if not row.ok and not row.differs)
         return tuple(dict.fromkeys(f"{row.kind} {row.name}" for row in rows))
 
     def with_sizes(self, other: Verification, name: str) -> Verification:
-        """Both, the results of `other`, at other sizes of inputs, by this name too."""
+        """Return this verification with the results of `other`, at inputs of other sizes, called
+        `name`."""
         captured, parallel = (
             tuple(replace(row, name=f"{row.name} at {name}") for row in rows)
             for rows in (other.captured, other.parallel)
@@ -131,7 +133,7 @@ class Verification:
             yield f"  {f'{what} of step {one.name}':<24}{shown}"
 
     def _kinds(self) -> Iterator[str]:
-        """The largest error of each kind of tensor."""
+        """Yield the largest error of each kind of tensor."""
         for kind in ("output", "gradient", "buffer", "state at the end"):
             both = self.captured, self.parallel
             columns = [[row for row in rows if row.kind == kind] for rows in both]
