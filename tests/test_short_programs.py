@@ -101,8 +101,8 @@ def laid(name: str, layers: int = LAYERS) -> Candidate:
 def in_stages(way: Candidate, schedule: str) -> Candidate:
     """The same as a pipeline, in the stages that are fastest."""
     made = next(one for one in weighed_schedules(STAGES, PARTS) if one.name == schedule)
-    standing = way.standings(made.placement, float("inf"))
-    stages = tuple(choose_stages(way.stage_line, len(standing), standing=standing))
+    hardware = way.stage_hardware(made.placement, float("inf"))
+    stages = tuple(choose_stages(way.stage_line, len(hardware), hardware=hardware))
     mesh = Mesh(pp=STAGES, **MESH.sizes)
     shared = way.stage_line.shared_sums(stages)
     found = way.changed(None, Pipelining("pp", mesh, made, stages, shared))

@@ -87,10 +87,10 @@ def run(args: argparse.Namespace) -> int:
         made,
         args.forward,
         args.backward,
-        args.backward_weight,
-        args.latency,
-        args.sync,
-        args.sync_cost,
+        backward_weight=args.backward_weight,
+        latency=args.latency,
+        sync=args.sync,
+        sync_cost=args.sync_cost,
     )
     if args.json:
         show_json(figures(timeline))

@@ -21,16 +21,18 @@ from functools import partial
 
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import KINDS, MOST_UNLISTED, Action, Schedule
-from autopar.pipeline.simulation.action_times import run
+from autopar.pipeline.simulation.action_times import time_actions
 from autopar.text.units import counted
 
-SHOWN = 6
+SHOWN = 6  # offences in a message
 
 
-def check(schedule: Schedule, of_call: bool = False) -> None:
-    """Raise `InvalidInput` with the offending actions unless `schedule` is sound. `of_call`: it may
-    go forward alone."""
-    back = schedule.goes_back or not of_call
+def check(schedule: Schedule, *, of_call: bool = False) -> None:
+    """Raise `InvalidInput` with the offending actions unless `schedule` is sound.
+
+    `of_call`: a schedule that only goes forward is sound, too.
+    """
+    goes_back = schedule.goes_back or not of_call
     for rule, remedy, offences in (
         ("every stage of every pipe is on one rank", "correct the placement", _placement),
         ("a schedule lists an F for each micro-batch on each stage",
@@ -39,7 +41,7 @@ def check(schedule: Schedule, of_call: bool = False) -> None:
          "move the action to the rank that holds its stage, or correct its numbers", _named),
         ("a micro-batch goes through one pipe", "keep all its actions in one pipe", _one_pipe),
         ("each micro-batch has one F, and one B or one I and one W, on each stage of its pipe",
-         "add what is missing, remove what is doubled", partial(_complete, back=back)),
+         "add what is missing, remove what is doubled", partial(_complete, goes_back=goes_back)),
         ("every rank runs something in a step",
          "give it a stage and micro-batches, or leave it out of the schedule", _idle),
         ("a micro-batch's backward on a stage follows its forward there",
@@ -52,14 +54,14 @@ def check(schedule: Schedule, of_call: bool = False) -> None:
         ("no rank waits forever: what it waits for is not behind what waits for it",
          "put the action that is waited for earlier in its rank's order", _deadlock),
     ):  # fmt: skip
-        given = []
+        shown = []
         for offence in offences(schedule):
-            given.append(offence)
-            if len(given) > SHOWN:
-                given[-1] = "..."
+            shown.append(offence)
+            if len(shown) > SHOWN:
+                shown[-1] = "..."
                 break
-        if given:
-            raise InvalidInput(rule, got="\n".join(given), remedy=remedy)
+        if shown:
+            raise InvalidInput(rule, got="\n".join(shown), remedy=remedy)
 
 
 def _placement(schedule: Schedule) -> Iterator[str]:
@@ -82,7 +84,7 @@ def _placement(schedule: Schedule) -> Iterator[str]:
 
 
 def _listed(schedule: Schedule) -> Iterator[str]:
-    """So that nothing below counts to a number that only stands in a header."""
+    """Refuse numbers of a header that actions do not bear out, before others count up to them."""
     listed = sum(len(action.microbatches) for _, action in schedule.actions)
     wanted = schedule.all_parts * schedule.stages
     if wanted > max(MOST_UNLISTED, listed):
@@ -118,7 +120,7 @@ def _one_pipe(schedule: Schedule) -> Iterator[str]:
                 yield f"micro-batch {microbatch}: {other[1]} and {action}"
 
 
-def _complete(schedule: Schedule, back: bool) -> Iterator[str]:
+def _complete(schedule: Schedule, *, goes_back: bool) -> Iterator[str]:
     parts, stages = schedule.all_parts, schedule.stages
     counts = {kind: [0] * (parts * stages) for kind in KINDS}
     for _, action in schedule.actions:
@@ -127,11 +129,11 @@ def _complete(schedule: Schedule, back: bool) -> Iterator[str]:
             done[base + microbatch] += 1
     ones = [1] * (parts * stages)
     halves = [whole + half for whole, half in zip(counts["B"], counts["I"])]
-    if counts["F"] == ones and halves == [back] * len(ones) and counts["I"] == counts["W"]:
+    if counts["F"] == ones and halves == [goes_back] * len(ones) and counts["I"] == counts["W"]:
         return
     for key in range(parts * stages):
         f, b, i, w = (counts[kind][key] for kind in KINDS)
-        if f == 1 and (b, i, w) in (((1, 0, 0), (0, 1, 1)) if back else ((0, 0, 0),)):
+        if f == 1 and (b, i, w) in (((1, 0, 0), (0, 1, 1)) if goes_back else ((0, 0, 0),)):
             continue
         stage, microbatch = divmod(key, parts)
         pipe = schedule.pipe_of[microbatch]
@@ -144,7 +146,7 @@ def _complete(schedule: Schedule, back: bool) -> Iterator[str]:
         ]
         if not f:
             faults.append(f"no {named['F']}")
-        if back and not b + i:
+        if goes_back and not b + i:
             faults.append(f"no {named['B']}")
         if b and i + w:
             faults.append(f"{named['B']} beside its I or W")
@@ -185,16 +187,16 @@ def _weight_follows(schedule: Schedule) -> Iterator[str]:
 
 
 def _matched(schedule: Schedule) -> Iterator[str]:
-    """What is done together on one stage is done together on all stages of the pipe."""
+    """Find micro-batches that are joined on one stage and not on another of the pipe."""
     groups: dict[tuple[bool, int], tuple[Action, int]] = {}
     for rank, action in schedule.actions:
         if action.kind == "W":
             continue
         forward = action.kind == "F"
         for microbatch in action.microbatches:
-            other, there = groups.setdefault((forward, microbatch), (action, rank))
+            other, first = groups.setdefault((forward, microbatch), (action, rank))
             if other.microbatches != action.microbatches:
-                yield f"{other} on rank {there}, {action} on rank {rank}"
+                yield f"{other} on rank {first}, {action} on rank {rank}"
                 break
 
 
@@ -213,12 +215,12 @@ def _overlaps(schedule: Schedule) -> Iterator[str]:
 
 def _deadlock(schedule: Schedule) -> Iterator[str]:
     steps = [0.0] * schedule.stages
-    result = run(schedule, dict.fromkeys(KINDS, steps), 0.0)
+    result = time_actions(schedule, dict.fromkeys(KINDS, steps), 0.0)
     for rank, key in sorted(result.waiting.items()):
         rows = enumerate(schedule.messages[rank])
         position = next(i for i, (awaited, _, _) in rows if awaited == key)
-        there, other = schedule.senders[key]
+        sender, other = schedule.senders[key]
         yield (
             f"rank {rank}: {schedule.orders[rank][position]} waits for "
-            f"{schedule.orders[there][other]} of rank {there}"
+            f"{schedule.orders[sender][other]} of rank {sender}"
         )

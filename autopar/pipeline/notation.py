@@ -43,14 +43,14 @@ from autopar.pipeline.schedule import (
     to_text,
 )
 
-_NUMBER = r"[0-9]{1,6}"  # what a schedule counts is read up to here
+_NUMBER = r"[0-9]{1,6}"  # larger numbers are refused
 ACTION = re.compile(rf"({_NUMBER})([FBIW])({_NUMBER}(?:\+{_NUMBER})*)(?:@({_NUMBER}))?")
 OVERLAP = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B")
 REMEDY = "write stage, kind and micro-batch as in 1F2, with +3 for more and @1 for pipe 1"
 
 
 def parse_action(text: str) -> Action:
-    """The action that `text` stands for: the inverse of `str(action)`."""
+    """Return the action that `text` stands for: the inverse of `str(action)`."""
     match = ACTION.fullmatch(text.strip())
     if match is None:
         raise InvalidInput(
@@ -64,7 +64,7 @@ def parse_action(text: str) -> Action:
 
 
 def parse_cell(text: str) -> list[Action]:
-    """The one action, or the two that overlap, in a cell of an order."""
+    """Return the one action, or the two that overlap, in a cell of an order."""
     match = OVERLAP.fullmatch(text.strip())
     if match is None:
         return [parse_action(text)]
@@ -73,7 +73,7 @@ def parse_cell(text: str) -> list[Action]:
 
 
 def read_option(text: str) -> Option:
-    """The value of an option as it is written: a number, numbers joined by +, or a word."""
+    """Return the value of a written option: a number, numbers joined by +, or a word."""
     if text in ("None", "True", "False"):
         return {"None": None, "True": True, "False": False}[text]
     if re.fullmatch(r"-?[0-9]{1,18}", text):
@@ -92,7 +92,7 @@ def _is_number(text: str) -> bool:
 
 
 def _finite(text: str) -> str:
-    """Text of a finite number."""
+    """Return `text` if it is a finite number; raise `InvalidInput` otherwise."""
     if not _is_number(text) or not math.isfinite(float(text)):
         raise InvalidInput(
             "the numbers of a schedule's options are finite",
@@ -103,8 +103,8 @@ def _finite(text: str) -> str:
 
 
 @contextmanager
-def _told_of(source: str | None) -> Iterator[None]:
-    """Around what reads a file: its errors name it."""
+def _naming_source(source: str | None) -> Iterator[None]:
+    """Name the file `source` in the errors that are raised inside."""
     try:
         yield
     except InvalidInput as error:
@@ -112,8 +112,8 @@ def _told_of(source: str | None) -> Iterator[None]:
         raise
 
 
-def from_text(text: str, source: str | None = None, of_call: bool = False) -> Schedule:
-    """The schedule that `text` describes, checked; `of_call`: it may go forward alone."""
+def from_text(text: str, source: str | None = None, *, of_call: bool = False) -> Schedule:
+    """Return the schedule that `text` describes, checked; `of_call` allows forward alone."""
     fields: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -127,17 +127,17 @@ def from_text(text: str, source: str | None = None, of_call: bool = False) -> Sc
                 source=f"{source or 'text'}:{number}",
             )
         fields[key] = value
-    with _told_of(source):
+    with _naming_source(source):
         orders = _numbered(fields, "rank")
-        return _assemble(fields, [_order(row.split()) for row in orders], of_call)
+        return _assemble(fields, [_order(row.split()) for row in orders], of_call=of_call)
 
 
 def _order(words: Iterable[str]) -> list[Action]:
     return [action for word in words if word.strip() for action in parse_cell(word)]
 
 
-def to_csv(schedule: Schedule, header: bool = True) -> str:
-    """The schedule as CSV. Without the header it is what torch.distributed.pipelining reads."""
+def to_csv(schedule: Schedule, *, header: bool = True) -> str:
+    """Return the schedule as CSV; without the header torch.distributed.pipelining reads it."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     if header:
@@ -147,8 +147,8 @@ def to_csv(schedule: Schedule, header: bool = True) -> str:
 
 
 def from_csv(text: str, source: str | None = None, name: str = "csv") -> Schedule:
-    """The schedule in `text`, checked. Without a header, placement comes from the actions."""
-    with _told_of(source):
+    """Return the schedule in `text`, checked; without a header, actions give the placement."""
+    with _naming_source(source):
         return _from_csv(text, name)
 
 
@@ -199,7 +199,7 @@ def load(path: str | Path) -> Schedule:
 
 
 def _derive(orders: list[list[Action]]) -> dict[str, str]:
-    """Micro-batches and placement, from the actions alone."""
+    """Return the fields `microbatches` and `pipe N` as they follow from the actions alone."""
     ranks: dict[tuple[int, int], int] = {}
     last = -1
     for rank, order in enumerate(orders):
@@ -218,11 +218,11 @@ def _derive(orders: list[list[Action]]) -> dict[str, str]:
     missing = (
         f"stage {stage} of pipe {pipe}" for pipe, stage in every if (pipe, stage) not in ranks
     )
-    named = ", ".join(itertools.islice(missing, 8))  # of many: a number may be far too large
-    if named or not ranks:
+    shown = ", ".join(itertools.islice(missing, 8))  # few: a mistyped number may be very large
+    if shown or not ranks:
         raise InvalidInput(
             "every stage of every pipe has actions on some rank",
-            got=named or "no action",
+            got=shown or "no action",
             remedy="correct the numbers, add the missing actions, or a header row that gives the "
             "placement",
         )
@@ -233,13 +233,13 @@ def _derive(orders: list[list[Action]]) -> dict[str, str]:
 
 
 def _numbered(fields: dict[str, str], word: str) -> list[str]:
-    """The values of `word 0`, `word 1`, ...: at least one, with no number left out."""
-    found = {key for key in fields if re.fullmatch(rf"{word} \d+", key)}
-    expected = [f"{word} {number}" for number in range(len(found))]
-    if not found or set(expected) != found:
+    """Return the values of `word 0`, `word 1`, ...: at least one, with no number left out."""
+    keys = {key for key in fields if re.fullmatch(rf"{word} \d+", key)}
+    expected = [f"{word} {number}" for number in range(len(keys))]
+    if not keys or set(expected) != keys:
         raise InvalidInput(
             f"a schedule has one line `{word} N` for each {word}, counted from 0",
-            got=", ".join(sorted(found)) or "none",
+            got=", ".join(sorted(keys)) or "none",
             remedy=f"add `{word} 0: ...` and so on",
         )
     return [fields[key] for key in expected]
@@ -264,7 +264,7 @@ def _integer(text: str, key: str) -> int:
 
 
 def _assemble(
-    fields: dict[str, str], orders: Iterable[Iterable[Action]], of_call: bool = False
+    fields: dict[str, str], orders: Iterable[Iterable[Action]], *, of_call: bool = False
 ) -> Schedule:
     known = re.compile(r"name|microbatches|parts|options|(pipe|rank) \d+")
     unknown = [key for key in fields if not known.fullmatch(key)]
@@ -294,5 +294,5 @@ def _assemble(
         parts,
         **options,
     )
-    check(schedule, of_call)
+    check(schedule, of_call=of_call)
     return schedule

@@ -1,4 +1,4 @@
-"""Pipelining: the decisions about a pipeline, as plain values."""
+"""The decisions about a pipeline, as plain values that a plan's file keeps."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from autopar.text.units import bytes_text, counted, seconds_text
 
 @dataclass(frozen=True)
 class Pipelining:
-    """How a program runs as a pipeline."""
+    """Describe how a program runs as a pipeline: its axis, schedule and stages."""
 
     axis: str
     mesh: Mesh  # of all ranks, the pipeline's axis among them
     schedule: Annotated[Schedule, partial(from_text, of_call=True)]
     stages: tuple[StageCost, ...]
-    shared: tuple[SharedSum, ...] = ()  # of what several of these read
+    shared: tuple[SharedSum, ...] = ()  # of parameters that several stages read
 
     def __str__(self) -> str:
-        made = self.schedule
-        how, count = schedule_words(made.name, dict(made.options)), len(self.stages)
+        schedule, uneven = self.schedule, imbalance(self.stages)
+        name = schedule_words(schedule.name, dict(schedule.options))
         title = (
-            f"pipeline over {self.axis}: {how}, {counted(count, 'stage')}, "
-            f"{counted(made.microbatches, 'micro-batch')}, imbalance {imbalance(self.stages):.0%}"
+            f"pipeline over {self.axis}: {name}, {counted(len(self.stages), 'stage')}, "
+            f"{counted(schedule.microbatches, 'micro-batch')}, imbalance {uneven:.0%}"
         )
         rows = [("stage", f"on {self.axis}", "from", "", "forward", "backward", "parameters")]
         for index, stage in enumerate(self.stages):
             rows.append(
                 (
                     str(index),
-                    ", ".join(map(str, made.replicas_of(index))),
+                    ", ".join(map(str, schedule.replicas_of(index))),
                     stage.starts,
                     stage.module or "the model",
                     seconds_text(stage.forward),

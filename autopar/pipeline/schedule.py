@@ -8,7 +8,7 @@ An action is one piece of work of one stage on one or more micro-batches of one 
 
 - ``F``: forward;
 - ``B``: the whole backward, gradients of inputs and of weights;
-- ``I``: only the gradients of inputs, what the stage before is waiting for;
+- ``I``: only the gradients of inputs, for which the stage before waits;
 - ``W``: only the gradients of weights, any time after the ``I`` of the same micro-batches.
 
 A micro-batch goes through every stage of exactly one pipe: ``F`` from stage 0 to the last, then
@@ -26,21 +26,26 @@ from typing import Literal
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-WORDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
-MOST_UNLISTED = 1 << 12  # things of a schedule that its numbers may speak of without listing them
+KIND_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "gradients of inputs",
+    "W": "gradients of weights",
+}
+MOST_UNLISTED = 1 << 12  # micro-batches times stages that a header may count beyond the actions
 Option = int | float | str | tuple[float, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One piece of work: `kind` of `stage` of `pipe` on `microbatches`, done together."""
+    """Describe one piece of work: `kind` of `stage` of `pipe` on `microbatches` together."""
 
     kind: Kind
     pipe: int
     stage: int
     microbatches: tuple[int, ...]
-    # Overlapped with the next action of its rank: the two start when the inputs of both are there
-    # and send when both are done (a forward under a backward, as DualPipe has it).
+    # Overlapped with the next action of its rank: the two start when both inputs have arrived and
+    # send when both are done (a forward under a backward, as in DualPipe).
     overlaps: bool = False
 
     def __str__(self) -> str:
@@ -50,20 +55,20 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The orders of all ranks for one step. Checked, simulated, drawn and executed as it is."""
+    """Hold the orders of all ranks for one step: checked, simulated, drawn and executed as data."""
 
-    # "1f1b"; what the schedule was made as, for messages and plans.
+    # The generator's name, such as "1f1b", for messages and plans.
     name: str
     # How many micro-batches the whole pipeline, all pipes together, processes in a step.
     microbatches: int
     # placement[pipe][stage] is the rank that holds this stage of this pipe.
     placement: tuple[tuple[int, ...], ...]
-    # orders[rank]: what this rank does, first to last.
+    # orders[rank]: this rank's actions, first to last.
     orders: tuple[tuple[Action, ...], ...]
     # Into how many equal parts each micro-batch is cut: actions then name parts, not micro-batches
     # (2 for backward halving: F on both parts of a micro-batch together, B on each alone).
     parts: int = 1
-    # The options that it was made with, by name, sorted.
+    # The options of its generator, sorted by name.
     options: tuple[tuple[str, Option], ...] = ()
 
     def __hash__(self) -> int:
@@ -71,42 +76,42 @@ class Schedule:
 
     @cached_property
     def _hash(self) -> int:
-        """Of thousands of actions, once."""
+        """Return the hash, computed once for all of the thousands of actions."""
         return hash((self.name, self.microbatches, self.placement, self.orders, self.options))
 
     @property
     def ranks(self) -> int:
-        """How many ranks the pipeline has."""
+        """Return the number of ranks of the pipeline."""
         return len(self.orders)
 
     @property
     def stages(self) -> int:
-        """Into how many stages the model is cut: ranks x chunks."""
+        """Return the number of stages into which the model is cut: ranks x chunks."""
         return len(self.placement[0])
 
     @property
     def chunks(self) -> int:
-        """How many stages of one pipe a rank holds."""
+        """Return the number of stages of one pipe that a rank holds."""
         return max(1, self.stages // self.ranks)
 
     @property
     def pipes(self) -> int:
-        """How many pipes there are: each has its own copy of the weights of every stage."""
+        """Return the number of pipes: each has its own copy of the weights of every stage."""
         return len(self.placement)
 
     @property
     def all_parts(self) -> int:
-        """How many parts of micro-batches a step has: what `Action.microbatches` count."""
+        """Return the number of micro-batch parts in a step, which `Action.microbatches` count."""
         return self.microbatches * self.parts
 
     @cached_property
     def actions(self) -> tuple[tuple[int, Action], ...]:
-        """Every action with its rank, rank by rank."""
-        return tuple((rank, one) for rank, order in enumerate(self.orders) for one in order)
+        """Return every action with its rank, rank by rank."""
+        return tuple((rank, action) for rank, order in enumerate(self.orders) for action in order)
 
     @cached_property
     def pipe_of(self) -> tuple[int, ...]:
-        """For each part of a micro-batch, the pipe that carries it (-1: no action names it)."""
+        """Return the pipe that carries each part of a micro-batch (-1: no action names it)."""
         pipes = [-1] * self.all_parts
         for _, action in self.actions:
             for microbatch in action.microbatches:
@@ -115,40 +120,40 @@ class Schedule:
 
     @cached_property
     def goes_back(self) -> bool:
-        """Whether there is a backward, as in every step."""
+        """Return whether there is a backward, as in every training step."""
         return any(action.kind != "F" for _, action in self.actions)
 
     @cached_property
     def split_stages(self) -> frozenset[int]:
-        """The stages whose backward is split into I and W."""
+        """Return the stages whose backward is split into I and W."""
         return frozenset(action.stage for _, action in self.actions if action.kind == "I")
 
     @cached_property
     def gradient_positions(self) -> tuple[Mapping[int, tuple[int, ...]], ...]:
-        """By rank, and by stage, the positions of the actions that make gradients of its weights.
+        """Return, by rank and stage, the positions of the actions that compute weight gradients.
 
-        The last of them completes the gradient there, and its sum over ranks starts: in the
-        runtime, and so in what the planner prices. A rank without micro-batches has none.
+        The last one completes the gradient there, and its sum over ranks starts: in the runtime,
+        and so in the planner's price. A rank without micro-batches has none.
         """
-        found = []
+        by_rank = []
         for order in self.orders:
             positions: dict[int, list[int]] = {}
             for at, action in enumerate(order):
                 if action.kind in ("B", "W"):
                     positions.setdefault(action.stage, []).append(at)
-            found.append({stage: tuple(every) for stage, every in positions.items()})
-        return tuple(found)
+            by_rank.append({stage: tuple(every) for stage, every in positions.items()})
+        return tuple(by_rank)
 
     @cached_property
     def messages(self) -> list[list[tuple[int, int, bool]]]:
-        """For each action, the keys of the message it waits for and of the one it sends (-1: none),
-        and whether that goes to another rank.
+        """Return for each action the key of the message it awaits (-1: none), the key of the one it
+        sends (-1: none), and whether that goes to another rank.
 
-        The output of F on a stage and of B or I on a stage, by the first of its micro-batches:
-        those that are joined stay joined on all stages.
+        A key stands for the output of F, or of B or I, on a stage, by the first of its
+        micro-batches: those that are joined stay joined on all stages.
         """
         count, stages = self.all_parts, self.stages
-        found = []
+        by_rank = []
         for rank, order in enumerate(self.orders):
             row = []
             for action in order:
@@ -164,12 +169,12 @@ class Schedule:
                     key,
                     0 <= after < stages and self.placement[action.pipe][after] != rank,
                 ))  # fmt: skip
-            found.append(row)
-        return found
+            by_rank.append(row)
+        return by_rank
 
     @cached_property
     def senders(self) -> dict[int, tuple[int, int]]:
-        """By the key of a message, the rank that sends it and the place of the action there."""
+        """Return, by the key of a message, its sending rank and the action's position there."""
         return {
             key: (rank, position)
             for rank, row in enumerate(self.messages)
@@ -178,28 +183,28 @@ class Schedule:
         }
 
     def rank_of(self, pipe: int, stage: int) -> int:
-        """The rank that holds `stage` of `pipe`."""
+        """Return the rank that holds `stage` of `pipe`."""
         return self.placement[pipe][stage]
 
     def local_stages(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """The (pipe, stage) pairs that `rank` holds, in that order."""
+        """Return the (pipe, stage) pairs that `rank` holds, in that order."""
         return tuple(
             (pipe, stage)
             for pipe, ranks in enumerate(self.placement)
-            for stage, its_rank in enumerate(ranks)
-            if its_rank == rank
+            for stage, holder in enumerate(ranks)
+            if holder == rank
         )
 
     def stages_on(self, rank: int) -> list[int]:
-        """The stages of which `rank` holds a copy, in any pipe, each once."""
+        """Return the stages of which `rank` holds a copy, in any pipe, each once."""
         return sorted({stage for _, stage in self.local_stages(rank)})
 
     def replicas_of(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold a copy of `stage`, by pipe: they share its gradient."""
+        """Return the ranks that hold a copy of `stage`, by pipe: they share its gradient."""
         return tuple(ranks[stage] for ranks in self.placement)
 
     def holders(self, stages: Iterable[int]) -> tuple[int, ...]:
-        """The ranks that hold one of `stages` in any pipe."""
+        """Return the ranks that hold one of `stages` in any pipe."""
         return tuple(sorted({rank for stage in stages for rank in self.replicas_of(stage)}))
 
     def __str__(self) -> str:
@@ -207,34 +212,33 @@ class Schedule:
 
 
 def one_stage(microbatches: int) -> Schedule:
-    """No pipeline: each micro-batch forward and backward, one after another."""
+    """Return the schedule of a program without a pipeline: one micro-batch after another."""
     order = tuple(Action(kind, 0, 0, (n,)) for n in range(microbatches) for kind in ("F", "B"))
     return Schedule("one stage", microbatches, ((0,),), (order,))
 
 
 def forward_only(placement: tuple[tuple[int, ...], ...], microbatches: int) -> Schedule:
-    """Every micro-batch through the stages of a pipe, the pipes in turn, and nothing back.
+    """Return a schedule that sends every micro-batch forward, the pipes in turn, and none back.
 
-    As many as there are ranks go through a stage before the next of the same rank begins. All ranks
-    follow one order in which no micro-batch comes to a stage before it has left the one before.
+    As many micro-batches as ranks go through a stage before the next stage of the same rank begins.
+    All ranks follow one order, in which a micro-batch leaves a stage before it enters the next.
     """
     ranks = max(map(max, placement)) + 1
     orders: list[list[Action]] = [[] for _ in range(ranks)]
     for first in range(0, microbatches, ranks):
         for stage in range(len(placement[0])):
-            for one in range(first, min(first + ranks, microbatches)):
-                pipe = one % len(placement)
-                orders[placement[pipe][stage]].append(Action("F", pipe, stage, (one,)))
+            for microbatch in range(first, min(first + ranks, microbatches)):
+                pipe = microbatch % len(placement)
+                orders[placement[pipe][stage]].append(Action("F", pipe, stage, (microbatch,)))
     return make("forward only", microbatches, placement, orders)
 
 
-def there_and_back(placement: tuple[tuple[int, ...], ...], microbatches: int) -> Schedule:
-    """A step for any stages and any number of micro-batches: all forward, then all back in the
-    opposite order."""
-    there = forward_only(placement, microbatches)
+def forward_then_backward(placement: tuple[tuple[int, ...], ...], microbatches: int) -> Schedule:
+    """Return a step for any stages and micro-batches: all forward, then all back in reverse."""
+    forwards = forward_only(placement, microbatches)
     orders = (
-        (*order, *(Action("B", one.pipe, one.stage, one.microbatches) for one in reversed(order)))
-        for order in there.orders
+        (*order, *(Action("B", f.pipe, f.stage, f.microbatches) for f in reversed(order)))
+        for order in forwards.orders
     )
     return make("there and back", microbatches, placement, orders)
 
@@ -248,7 +252,7 @@ def make(
     /,
     **options: Option,
 ) -> Schedule:
-    """A schedule from a generator's lists."""
+    """Return a schedule made of a generator's lists."""
     return Schedule(
         name,
         microbatches,
@@ -260,7 +264,7 @@ def make(
 
 
 def heading(schedule: Schedule) -> list[tuple[str, str]]:
-    """What a schedule is besides its orders, as keys and values."""
+    """Return everything of a schedule besides its orders, as keys and values."""
     lines = [("name", schedule.name), ("microbatches", str(schedule.microbatches))]
     if schedule.parts > 1:
         lines.append(("parts", str(schedule.parts)))
@@ -273,7 +277,7 @@ def heading(schedule: Schedule) -> list[tuple[str, str]]:
 
 
 def to_text(schedule: Schedule) -> str:
-    """The schedule as lines of `key: value`."""
+    """Return the schedule as lines of `key: value`."""
     lines = heading(schedule)
     for rank, order in enumerate(schedule.orders):
         lines.append((f"rank {rank}", " ".join(cells(order))))
@@ -281,7 +285,7 @@ def to_text(schedule: Schedule) -> str:
 
 
 def cells(order: Iterable[Action]) -> list[str]:
-    """The cells of an order: the inverse of `notation.parse_cell`."""
+    """Return the cells of an order: the inverse of `notation.parse_cell`."""
     written: list[str] = []
     first: Action | None = None
     for action in order:

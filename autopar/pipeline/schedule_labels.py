@@ -1,4 +1,4 @@
-"""Words: how a schedule is called where people read of it.
+"""Labels of schedules, in the words that plans and reports use.
 
 >>> schedule_words("chimera", {"pipes": 4, "scale": "halving", "forward": 1, "latency": 0})
 'chimera, 4 pipes, backwards halved'
@@ -12,12 +12,12 @@ from autopar.pipeline.schedule import Option
 
 _COUNTED = ("pipes", "chunks")
 _SCALES = {"doubling": "forwards doubled", "halving": "backwards halved", "list": "order by list"}
-# What a schedule was planned for, of which its order tells more.
+# Options that a schedule was planned for; its order tells more than they do.
 _TIMES = ("forward", "backward", "backward_input", "backward_weight", "latency")
 
 
 def schedule_words(name: str, options: Mapping[str, bool | Option]) -> str:
-    """Its name, and those of its options that change what ranks do."""
+    """Return the schedule's name with the options that change the work of ranks."""
     words = [name]
     for option, value in options.items():
         if option in _COUNTED:

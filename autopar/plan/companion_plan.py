@@ -110,8 +110,8 @@ def stage_companion(plan: Plan, companion: Plan, *, is_step: bool) -> Plan:
     line, bounds = staged.stage_costs(), itertools.pairwise(staged.cut(pipelining).points)
     count = companion.microbatches
     schedule = resize_schedule(pipelining.schedule, count, forward=not is_step)
-    standing = staged.standings(schedule.placement, math.inf)
-    stages = tuple(line.stage(*ends, at) for ends, at in zip(bounds, standing))
+    hardware = staged.stage_hardware(schedule.placement, math.inf)
+    stages = tuple(line.stage(*ends, at) for ends, at in zip(bounds, hardware))
     shared = line.shared_sums(stages)
     pipelining = replace(pipelining, schedule=schedule, stages=stages, shared=shared)
     return staged.changed(companion.search, pipelining)

@@ -19,7 +19,7 @@ from autopar.passes.microbatches import Microbatches, batch_statistics, cut_batc
 from autopar.passes.restaging import cut_like
 from autopar.passes.stages import split_stages
 from autopar.pipeline.checker import check
-from autopar.pipeline.schedule import Schedule, forward_only, there_and_back
+from autopar.pipeline.schedule import Schedule, forward_only, forward_then_backward
 from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.plan.runtime_program import Program
 from autopar.planner.candidate import Candidate
@@ -78,4 +78,4 @@ def resize_schedule(schedule: Schedule, count: int, *, forward: bool) -> Schedul
             check(resized)
             if resized.placement == schedule.placement:
                 return resized
-    return there_and_back(schedule.placement, count)
+    return forward_then_backward(schedule.placement, count)

@@ -31,20 +31,20 @@ from autopar.passes.microbatches import Microbatches
 from autopar.passes.stages import StageCut
 from autopar.pipeline.memory.alike_stages import StageMemories
 from autopar.pipeline.memory.long_stages import bounds_by_place, in_three, taken_by_long_stages
-from autopar.pipeline.memory.step_memory import StageMemory, most_in_step
+from autopar.pipeline.memory.step_memory import StageMemory, peak_in_step
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedule import Option, one_stage
 from autopar.pipeline.schedule_labels import schedule_words
-from autopar.pipeline.simulation.message_costs import Placement, standings
+from autopar.pipeline.simulation.message_costs import Placement, hardware_of_stages
 from autopar.pipeline.simulation.step_price import (
-    held_at,
+    held_nodes,
     memory_by_place,
     pipeline_cost,
     price_step,
 )
 from autopar.pipeline.simulation.timeline import Timeline
-from autopar.pipeline.stages.held_parameters import Holding
-from autopar.pipeline.stages.stage_hardware import Standing
+from autopar.pipeline.stages.held_parameters import HeldParameters
+from autopar.pipeline.stages.stage_hardware import StageHardware
 from autopar.pipeline.stages.stage_tables import StageCosts, price_stages
 from autopar.planner.recomputation import summary
 from autopar.planner.state_places import state_places
@@ -154,11 +154,11 @@ class Candidate:
         """What its nodes take on each kind of machines."""
         return self._kinds[0]
 
-    def standings(self, placement: Placement, limit: float) -> list[Standing]:
+    def stage_hardware(self, placement: Placement, limit: float) -> list[StageHardware]:
         """Where stages stand; `limit`: the bytes of each device that a plan keeps to."""
         assert self.line is not None
         spare = self.spare(limit)
-        return standings(placement, self.cluster, self.line, self._kinds[1], spare)
+        return hardware_of_stages(placement, self.cluster, self.line, self._kinds[1], spare)
 
     def spare(self, limit: float) -> list[float]:
         """The bytes that the devices of each place have beyond `limit`, if it is what all have."""
@@ -247,14 +247,14 @@ class Candidate:
     ) -> StageCosts:
         """Cut it by `like`, of equal layouts with other states, `beside`, recomputed otherwise."""
         costs = [prices.along(self.flow.repeats) for prices in self.all_prices]
-        return StageCosts(self.flow, self.mesh, costs, like, beside)
+        return StageCosts(self.flow, self.mesh, costs, same_program=like, same_layouts=beside)
 
     def cut_as(self, given: Pipelining) -> Candidate:
         """This program in the stages of a pipeline, with what they take here."""
         starts = [stage.starts for stage in given.stages]
-        standing = self.standings(given.schedule.placement, math.inf)
+        hardware = self.stage_hardware(given.schedule.placement, math.inf)
         costs = self.stage_costs()
-        stages = tuple(price_stages(costs, starts, standing))
+        stages = tuple(price_stages(costs, starts, hardware))
         shared = costs.shared_sums(stages)
         return self.changed(self.search, replace(given, stages=stages, shared=shared))
 
@@ -296,11 +296,11 @@ class Candidate:
                 own = [self.holding.by(one) for one in bounds_by_place(self.stage_line, cut)]
                 return memory_by_place(cut, own, taken, size, in_three(self.flow).readers, kept)
             there = self.cut(cut)
-            own = [dict.fromkeys(held_at(cut, there, n), 1) for n in range(cut.schedule.ranks)]
+            own = [dict.fromkeys(held_nodes(cut, there, n), 1) for n in range(cut.schedule.ranks)]
             return memory_by_place(cut, own, taken, size, there.readers, kept)
         if (program := self.program_memory) is None:
             return [self.held]
-        made = most_in_step(one_stage(self.microbatches), 0, {0: program})
+        made = peak_in_step(one_stage(self.microbatches), 0, {0: program})
         return [self.held.at_once(made, self.passing_copies(0))]
 
     @cached_property
@@ -330,7 +330,7 @@ class Candidate:
         if self.pipelining is None:
             return live_copy_bytes(copy_groups_of_nodes(self.rewritten.nodes, *about), self.mesh)
         cut = self.cut(self.pipelining)
-        held = held_at(self.pipelining, cut, place)
+        held = held_nodes(self.pipelining, cut, place)
         return live_copy_bytes(copy_groups_of_nodes(held, *about, cut.readers), self.mesh)
 
     def place_of(self, rank: int) -> int:
@@ -363,9 +363,9 @@ class Candidate:
         return self.stage_costs()
 
     @cached_property
-    def holding(self) -> Holding:
+    def holding(self) -> HeldParameters:
         """What its stages hold."""
-        return Holding(self.stage_line)
+        return HeldParameters(self.stage_line)
 
     @cached_property
     def _taken(self) -> dict[Hashable, StageMemory]:

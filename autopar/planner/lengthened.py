@@ -37,8 +37,8 @@ def lengthened(
         return made
     costs, places = made.stage_costs(), found.stage_line.places
     starts = [costs.node(places[stage.starts]).name for stage in cut.stages]
-    standing = made.standings(cut.schedule.placement, float("inf"))
-    stages = tuple(price_stages(costs, starts, standing))
+    hardware = made.stage_hardware(cut.schedule.placement, float("inf"))
+    stages = tuple(price_stages(costs, starts, hardware))
     shared = costs.shared_sums(stages)
     return made.changed(found.search, Pipelining(cut.axis, cut.mesh, cut.schedule, stages, shared))
 

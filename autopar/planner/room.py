@@ -32,7 +32,7 @@ from autopar.cost.unsharded_work import (
     spread_seconds,
     unsharded_work,
 )
-from autopar.pipeline.memory.activation_counts import peaks
+from autopar.pipeline.memory.activation_counts import peak_counts
 from autopar.pipeline.schedule import Schedule
 from autopar.planner.recomputation import FULL, PLAIN, Regions
 from autopar.planner.request import Request
@@ -252,7 +252,8 @@ def most_held(made: Schedule, recompute: bool, states: float) -> float:
     program.Add(sum(kept) == 1)
     program.Add(sum(stored) == 1)
     moments = (
-        tuple((at, counts[0]) for at, counts in live.items()) for live in peaks(made, recompute)
+        tuple((at, counts[0]) for at, counts in live.items())
+        for live in peak_counts(made, recompute=recompute)
     )
     for held in dict.fromkeys(moments):
         share = states / made.pipes  # each pipe has a copy of a stage, or a part of it

@@ -19,14 +19,14 @@ from functools import cache, cached_property, lru_cache, partial
 from autopar.capture.annotations import Pin
 from autopar.cluster import Cluster
 from autopar.errors import InvalidInput
-from autopar.pipeline.memory.activation_counts import Live, peaks
+from autopar.pipeline.memory.activation_counts import Live, peak_counts
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.simulation.step_price import price_step
 from autopar.pipeline.simulation.timeline import Timeline
 from autopar.pipeline.stages.cut import choose_stages
 from autopar.pipeline.stages.stage_cost import StageCost
-from autopar.pipeline.stages.stage_hardware import Standing
+from autopar.pipeline.stages.stage_hardware import StageHardware
 from autopar.pipeline.stages.stage_tables import StageCosts
 from autopar.planner.candidate import Candidate
 from autopar.planner.recomputation import PLAIN, Regions
@@ -63,7 +63,7 @@ class StagedWay:
     made: Callable[[Pipelining], Candidate]
     # Bytes that the devices of each place, and of each stage, have beyond what every device has.
     spare: Sequence[float]
-    standing: Sequence[Standing]
+    hardware: Sequence[StageHardware]
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -124,8 +124,8 @@ class StagedWay:
                 size += kept * (whole * stages[at].activations + received * stages[at].receives)
                 size += later * stages[at].weight_halves
                 for is_split in (False,) * again + (True,) * split:
-                    size += kept * self.line.remade(*bounds[at], is_split)
-            most = max(most, size - min(self.standing[at].spare for at in live))
+                    size += kept * self.line.remade(*bounds[at], is_split=is_split)
+            most = max(most, size - min(self.hardware[at].spare for at in live))
         return most
 
 
@@ -148,11 +148,11 @@ class StagedProgram:
         self._programs = cache(lambda kind: laid.recomputed(regions.all(kind)))
         self._lines = cache(self._line)
         self._memory = request.memory
-        self._standing = cache(lambda placed: tuple(laid.standings(placed, request.memory)))
+        self._hardware = cache(lambda placed: tuple(laid.stage_hardware(placed, request.memory)))
         self._cut_ways = cache(self._ways)
         self._fastest = cache(
-            lambda standing, kind: tuple(
-                choose_stages(self._lines(kind), len(standing), pins=pins, standing=standing)
+            lambda hardware, kind: tuple(
+                choose_stages(self._lines(kind), len(hardware), pins=pins, hardware=hardware)
             )
         )
 
@@ -162,10 +162,10 @@ class StagedProgram:
         return min(self._cut_ways(made, kind), key=lambda way: way.seconds)
 
     def _ways(self, made: Schedule, kind: Recompute) -> list[StagedWay]:
-        standing = self._standing(made.placement)
-        cuts = [self._fastest(standing, kind)]
-        if self._lines(kind).waits(standing):
-            cuts.append(self._fastest(tuple(at.near for at in standing), kind))
+        hardware = self._hardware(made.placement)
+        cuts = [self._fastest(hardware, kind)]
+        if self._lines(kind).waits(hardware):
+            cuts.append(self._fastest(tuple(at.without_links for at in hardware), kind))
         return [self._way(made, kind, cut) for cut in dict.fromkeys(cuts)]
 
     def within(self, made: Schedule, kind: Recompute, memory: float) -> StagedWay | None:
@@ -179,7 +179,7 @@ class StagedProgram:
                 pins=self._pins,
                 memory=memory,
                 peaks=live,
-                standing=self._standing(made.placement),
+                hardware=self._hardware(made.placement),
             )
             found.append(self._way(made, kind, cut))
         return min(found, key=lambda way: way.seconds, default=None)
@@ -202,11 +202,11 @@ class StagedProgram:
         pipelining = Pipelining(self.axis, self.mesh, made, tuple(stages), shared)
         cluster, live = self.laid.cluster, partial(self._live, made, kind)
         spare = self.laid.spare(self._memory)
-        standing = self._standing(made.placement)
-        return StagedWay(pipelining, line, live, cluster, candidate, spare, standing)
+        hardware = self._hardware(made.placement)
+        return StagedWay(pipelining, line, live, cluster, candidate, spare, hardware)
 
     def _live(self, made: Schedule, kind: Recompute) -> Sequence[Live]:
-        return _peaks(made, not kind.is_plain)
+        return _peaks(made, recompute=not kind.is_plain)
 
     def _line(self, kind: Recompute) -> StageCosts:
         known, laid = self._tried.lines, self.laid
@@ -232,4 +232,4 @@ class StagedProgram:
         return None if kind.keep == "device" else self._lines(PLAIN)
 
 
-_peaks = lru_cache(maxsize=64)(peaks)
+_peaks = lru_cache(maxsize=64)(peak_counts)

@@ -12,9 +12,9 @@ from functools import cached_property
 from itertools import groupby
 
 from autopar.cost.footprint import CONSTANT_KINDS, AtPeak
-from autopar.pipeline.memory.memory_timeline import ProgramCourse
-from autopar.pipeline.memory.step_memory import Held
-from autopar.pipeline.memory.step_timeline import course_by_call, course_of_step
+from autopar.pipeline.memory.memory_items import BytesByKind
+from autopar.pipeline.memory.memory_timeline import MemoryTimeline
+from autopar.pipeline.memory.step_timeline import bytes_by_call, peaks_by_action
 from autopar.planner.candidate import Candidate
 from autopar.report.step_parts import BarShare
 from autopar.text.drawing import Axis, Drawing
@@ -33,10 +33,10 @@ class RankMemory:
     title: str
     rank: int  # of the pipeline
     span: float  # seconds of the step
-    held: Sequence[tuple[float, float, Held]]
+    held: Sequence[tuple[float, float, BytesByKind]]
 
     @cached_property
-    def most(self) -> Held:
+    def most(self) -> BytesByKind:
         """The bytes of each kind when their sum is largest."""
         return max((kinds for _, _, kinds in self.held), key=lambda kinds: sum(kinds.values()))
 
@@ -44,7 +44,7 @@ class RankMemory:
     def top(self) -> float:
         return sum(self.most.values())
 
-    def thinned(self, places: int) -> list[tuple[float, float, Held]]:
+    def thinned(self, places: int) -> list[tuple[float, float, BytesByKind]]:
         """Return the largest sample of each of `places` equal parts of the step."""
         each = self.span / places or 1.0
         samples = []
@@ -70,14 +70,14 @@ def rank_memories(candidate: Candidate) -> list[RankMemory]:
     peaks = [memory.peak for memory in candidate.memories]
     each = max(1, -(-schedule.ranks // _RANKS))
     for rank in dict.fromkeys([peaks.index(max(peaks)), *range(0, schedule.ranks, each)]):
-        course = course_of_step(schedule, rank, stages)
+        course = peaks_by_action(schedule, rank, stages)
         held = [*zip(timeline.starts[rank], timeline.ends[rank], course)]
         memories.append(_with_lasting(candidate, rank, f"rank {rank} of the pipeline", held))
     return memories
 
 
 def _with_lasting(
-    candidate: Candidate, rank: int, who: str, samples: Sequence[tuple[float, float, Held]]
+    candidate: Candidate, rank: int, who: str, samples: Sequence[tuple[float, float, BytesByKind]]
 ) -> RankMemory:
     """Add what stays through the step, and the gradients that the optimizer finds at its end."""
     held = candidate.memories[rank]
@@ -106,16 +106,16 @@ def held_at_peak(candidate: Candidate) -> list[BarShare]:
     ]
 
 
-def _by_call(candidate: Candidate) -> list[tuple[float, float, Held]]:
+def _by_call(candidate: Candidate) -> list[tuple[float, float, BytesByKind]]:
     """Follow each micro-batch call by call, forward and backward, without a pipeline."""
     program, loss = candidate.program_memory, candidate.loss
     assert program is not None
     assert loss is not None
-    course = ProgramCourse(candidate.rewritten, candidate.mesh, [loss], candidate.travel)
+    course = MemoryTimeline(candidate.rewritten, candidate.mesh, [loss], candidate.travel)
     calls = [node for node in candidate.rewritten.nodes if node.op == "call_function"]
     costs = {node.name: candidate.prices.own(node) for node in calls}
-    samples, now = list[tuple[float, float, Held]](), 0.0
-    for number, run in enumerate(course_by_call(program, course, candidate.microbatches)):
+    samples, now = list[tuple[float, float, BytesByKind]](), 0.0
+    for number, run in enumerate(bytes_by_call(program, course, candidate.microbatches)):
         if number % 2:
             seconds = {name: cost.backward for name, cost in reversed(costs.items())}
         else:

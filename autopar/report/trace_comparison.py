@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from autopar.errors import InvalidInput
-from autopar.pipeline.schedule import WORDS
+from autopar.pipeline.schedule import KIND_NAMES
 from autopar.report.trace import ACTIONS, Event, Trace
 from autopar.text.tables import table
 from autopar.text.units import seconds_text
@@ -137,7 +137,7 @@ def _pairs(simulated: Sequence[Event], measured: Sequence[Event]) -> list[TimePa
     predicted, took = by_kind(simulated), by_kind(measured)
     return [
         TimePair(
-            f"{WORDS[kind]} of stage {stage}",
+            f"{KIND_NAMES[kind]} of stage {stage}",
             statistics.median(predicted[kind, stage]),
             statistics.median(took[kind, stage]),
             len(took[kind, stage]),

@@ -12,9 +12,9 @@ from torch import fx
 
 from autopar.cluster import AxisLink
 from autopar.cost.copy_groups import in_mesh_order
-from autopar.pipeline.memory.step_memory import Part
+from autopar.pipeline.memory.memory_items import MemoryItem
 from autopar.pipeline.pipelining import Pipelining
-from autopar.pipeline.simulation.step_price import sums_along
+from autopar.pipeline.simulation.step_price import pipeline_reductions
 from autopar.planner.candidate import Candidate
 
 Axes = tuple[str, ...]
@@ -89,9 +89,9 @@ def _of_pipeline(candidate: Candidate, pipelining: Pipelining) -> Iterator[_Sent
             if goes_away:
                 is_forward = action.kind == "F"
                 at = stages[action.stage + 1 if is_forward else action.stage].sizes
-                each = float(at[Part.RECEIVED if is_forward else Part.GIVEN])
+                each = float(at[MemoryItem.RECEIVED if is_forward else MemoryItem.GIVEN])
                 size, count = size + each * len(action.microbatches), count + 1
     yield axes, "messages between stages", size / schedule.ranks, count / schedule.ranks
-    for reduction in sums_along(pipelining):
+    for reduction in pipeline_reductions(pipelining):
         held = len(reduction.places) / schedule.ranks
         yield axes, reduction.moved.what, reduction.moved.sent(len(reduction.places)) * held, held

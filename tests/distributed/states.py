@@ -21,7 +21,7 @@ import autopar as ap
 from autopar._torch.tensors import local_of, memory_of
 from autopar.cost.gather_groups import LIVE_GROUPS
 from autopar.cost.state_price import GATHERS, SUMS
-from autopar.pipeline.memory.copy_lifetimes import Passing
+from autopar.pipeline.memory.copy_lifetimes import CopyLifetimes
 from autopar.plan.runtime_program import Program
 from autopar.report.traffic import link_traffic
 from autopar.runtime.parameters.gathered_copies import GatherWindow
@@ -195,7 +195,7 @@ def assert_page_says(module: ap.ParallelModule, found: Exchanged, ranks: int) ->
     assert -1e-6 <= summed - said[SUMS] <= loss + 1e-6, (said, summed)
     # Backward finds the groups that forward has read last, and the next forward those of backward.
     states = module.plan.states
-    passing = Passing(module.plan.rewritten, module.plan.mesh, states.buffer_bytes)
+    passing = CopyLifetimes(module.plan.rewritten, module.plan.mesh, states.buffer_bytes)
     largest = max((passing.size(at) for at in range(len(passing.groups))), default=0.0)
     spared = LIVE_GROUPS * largest * (2 * module.plan.microbatches - 1) * share
     assert gathered <= said[GATHERS] * (1 + 1e-9)
@@ -439,16 +439,16 @@ def asked_in_backward(module: ap.ParallelModule, case: Case) -> Asked:
 
 def assert_counted(asked: Asked, program: Program) -> None:
     """They are those that a plan counts, beside what forward has left until others come."""
-    passing = Passing(program.graph, program.mesh, program.buffer_bytes)
+    passing = CopyLifetimes(program.graph, program.mesh, program.buffer_bytes)
 
     def named(groups: Any) -> set[str]:
         return {name for group in groups for name in passing.groups[group].names}
 
     left = named(passing.after_forward)
-    for (groups, here), counted in zip(asked, passing.asks, strict=True):
+    for (groups, here), counted in zip(asked, passing.requests, strict=True):
         assert groups == named(counted.groups)
         left &= here
-        assert here == named(counted.here) | left
+        assert here == named(counted.alive) | left
 
 
 class Blocks(nn.Module):

@@ -13,7 +13,7 @@ from autopar.cost.state_price import NodeCost
 from autopar.passes.flow import flow_of
 from autopar.pipeline.stages.cut import choose_stages
 from autopar.pipeline.stages.stage_cost import imbalance
-from autopar.pipeline.stages.stage_hardware import Standing
+from autopar.pipeline.stages.stage_hardware import StageHardware
 from autopar.pipeline.stages.stage_tables import StageCosts
 from tests.models import gpt, mlp, resnet
 
@@ -29,9 +29,9 @@ def plan():
 def cut(plan, count, cost=None, link_bandwidth=25e9, **options):
     flow = flow_of(plan.captured, plan.program.graph)
     cost = cost or plan.prices
-    standing = [Standing(bandwidth=link_bandwidth)] * count
+    hardware = [StageHardware(bandwidth=link_bandwidth)] * count
     costs = StageCosts(flow, plan.mesh, [cost])
-    return choose_stages(costs, count, standing=standing, **options)
+    return choose_stages(costs, count, hardware=hardware, **options)
 
 
 def test_stages_begin_at_layers(plan):

@@ -34,7 +34,7 @@ def test_alike_stages_take_the_same(
             found = super().__call__(cut, index, is_split)
             met.append(len(self._seen) == before)
             stage = cut_stage(cut, index)
-            seen = StageMemory.of_stage(stage, self.mesh, is_split, self.travel)
+            seen = StageMemory.of_stage(stage, self.mesh, self.travel, is_split=is_split)
             assert np.array_equal(found.sizes, seen.sizes)
             assert (dict(found.learned), found.at_once) == (dict(seen.learned), seen.at_once)
             assert found.host == seen.host

@@ -329,7 +329,7 @@ def test_stages_are_cut_so_that_every_rank_keeps_within_memory(
     assert tight.pipelining.stages != free.pipelining.stages
     slowest = []
     for plan in (free, tight):
-        standing = plan.standings(plan.pipelining.schedule.placement, limit)
-        both = zip(plan.pipelining.stages, standing)
+        hardware = plan.stage_hardware(plan.pipelining.schedule.placement, limit)
+        both = zip(plan.pipelining.stages, hardware)
         slowest.append(max(s.seconds + 2 * s.receives / at.bandwidth for s, at in both))
     assert slowest[0] <= slowest[1]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from autopar.pipeline.memory.activation_counts import live_microbatches, peaks
+from autopar.pipeline.memory.activation_counts import live_microbatches, peak_counts
 from autopar.pipeline.schedules import weighed_schedules
 from autopar.pipeline.stages.stage_tables import _nearest_below
 
@@ -19,7 +19,9 @@ def test_a_peak_is_no_more_than_another_in_no_count(
     for made in weighed_schedules(stages, microbatches, blocks=12):
         every = []
         for rank in range(made.ranks):
-            seen = {tuple(live.items()) for live in live_microbatches(made, rank, recompute)}
+            seen = {
+                tuple(live.items()) for live in live_microbatches(made, rank, recompute=recompute)
+            }
             counts = {one: [count for _, some in one for count in some] for one in seen}
             every += [
                 dict(one)
@@ -29,7 +31,7 @@ def test_a_peak_is_no_more_than_another_in_no_count(
                     for other in seen
                 )
             ]
-        assert peaks(made, recompute) == every
+        assert peak_counts(made, recompute=recompute) == every
 
 
 def test_the_nearest_that_is_below_is_found() -> None:

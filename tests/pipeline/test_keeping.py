@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 import autopar as ap
-from autopar.pipeline.memory.activation_counts import peaks
+from autopar.pipeline.memory.activation_counts import peak_counts
 from autopar.pipeline.running.worker import Worker
 from tests import models
 from tests.held import HeldByWorkers, predicted_course
@@ -94,13 +94,13 @@ def test_ranks_hold_what_is_predicted(name, schedule, options, recompute) -> Non
 
 def test_moments_that_another_contains_are_left_out() -> None:
     made = ap.pipeline.schedule("zb-h1", stages=2, microbatches=4)
-    assert peaks(made, recompute=False) == [
+    assert peak_counts(made, recompute=False) == [
         {0: (1, 1, 1, 0, 0)},
         {0: (2, 2, 0, 0, 0)},
         {1: (0, 0, 2, 0, 0)},
         {1: (1, 1, 1, 0, 0)},
     ]
-    found = peaks(made, recompute=True)
+    found = peak_counts(made, recompute=True)
     assert all(len(moment) == 1 for moment in found)
     assert {0: (2, 2, 0, 0, 1)} in found
 

@@ -117,8 +117,10 @@ def test_over_two_nodes_every_pipeline_depends_on_what_is_between(name: str) -> 
 def test_messages_between_nodes_are_slower_than_those_inside_and_only_those() -> None:
     """Four places in two nodes: the one between them is crossed once."""
     plan = planned("apart", "1f1b")
-    standing = priced(plan, machines(devices=8)).standings(plan.pipelining.schedule.placement, 0)
-    assert [at.bandwidth for at in standing] == [math.inf, 1e9, 1e8 / 4, 1e9]
+    hardware = priced(plan, machines(devices=8)).stage_hardware(
+        plan.pipelining.schedule.placement, 0
+    )
+    assert [at.bandwidth for at in hardware] == [math.inf, 1e9, 1e8 / 4, 1e9]
 
 
 @dataclass

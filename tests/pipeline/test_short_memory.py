@@ -18,7 +18,8 @@ from autopar.cluster.cluster_part import PipelineLine
 from autopar.cost.footprint import program_memory
 from autopar.passes.microbatches import cut_batch
 from autopar.passes.stages import Stage, StageCut, cut_stage
-from autopar.pipeline.memory.step_memory import Part, StageMemory
+from autopar.pipeline.memory.memory_items import MemoryItem
+from autopar.pipeline.memory.step_memory import StageMemory
 from autopar.planner.candidate import Candidate
 from autopar.planner.lengthened import longer
 from autopar.recompute import Recompute
@@ -91,8 +92,8 @@ def placed(model: str, recompute: str, states: str, buffer_bytes: int | None = N
 
 
 def assert_same(found: StageMemory, wanted: StageMemory) -> None:
-    for part in Part:
-        assert found.made[part] == pytest.approx(wanted.made[part], rel=1e-9), part
+    for part in MemoryItem:
+        assert found.by_item[part] == pytest.approx(wanted.by_item[part], rel=1e-9), part
     assert found.host == pytest.approx(wanted.host, rel=1e-9)
     assert found.groups == wanted.groups
     for names, others in (found.learned, wanted.learned), (found.at_once, wanted.at_once):
@@ -153,9 +154,11 @@ def between(candidate: Candidate, start: int, end: int) -> Stage:
 @pytest.mark.parametrize(("model", "recompute", "states"), WAYS[1::2])
 def test_stages_take_the_same(model: str, recompute: str, states: str, is_split: bool) -> None:
     short, long, times = placed(model, recompute, states)
-    about = MESH, is_split, short.travel
+    options = {"travel": short.travel, "is_split": is_split}
     # Of the short program, from where to where; of the long one, with how many blocks less.
     for start, end, less in (1, LAYERS - 2, 9), (0, LAYERS - 1, 8), (2, LAYERS, 11):
         ends = (start, end - less) if end < LAYERS else (start + less, end)
-        found = StageMemory.of_stage(between(short, start, end), *about, times=times - less)
-        assert_same(found, StageMemory.of_stage(between(long, *ends), *about))
+        found = StageMemory.of_stage(
+            between(short, start, end), MESH, **options, times=times - less
+        )
+        assert_same(found, StageMemory.of_stage(between(long, *ends), MESH, **options))

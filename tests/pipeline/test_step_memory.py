@@ -12,13 +12,8 @@ import torch
 import autopar as ap
 from autopar.passes.gathers import NO_GROUP
 from autopar.pipeline.memory.activation_counts import live_microbatches
-from autopar.pipeline.memory.step_memory import (
-    KINDS,
-    Part,
-    StageMemory,
-    most_in_step,
-    step_counts,
-)
+from autopar.pipeline.memory.memory_items import KINDS, MemoryItem
+from autopar.pipeline.memory.step_memory import StageMemory, peak_in_step, step_counts
 from autopar.pipeline.schedule import Schedule, one_stage
 from autopar.runtime.parameters.gathered_copies import GatheredGroup, GatherWindow
 
@@ -32,10 +27,12 @@ def test_activations_and_halves_are_those_of_the_order(name: str) -> None:
         assert (counts >= 0).all()
         for number, stage in enumerate(made.stages_on(rank)):
             live = [moment[stage] for moment in live_microbatches(made, rank)]
-            assert counts[:, number, Part.KEPT].max() == max(whole for whole, *_ in live)
-            assert counts[:, number, Part.HALVES].max() == max(later for _, _, later, *_ in live)
+            assert counts[:, number, MemoryItem.KEPT].max() == max(whole for whole, *_ in live)
+            assert counts[:, number, MemoryItem.HALVES].max() == max(
+                later for _, _, later, *_ in live
+            )
             ends = stage == 0, stage == made.stages - 1
-            for part, is_none in zip((Part.RECEIVED, Part.RETURNED), ends):
+            for part, is_none in zip((MemoryItem.RECEIVED, MemoryItem.RETURNED), ends):
                 assert (counts[:, number, part].max() == 0) == is_none
 
 
@@ -43,20 +40,20 @@ def test_buffers_of_messages_go_when_the_schedule_says_that_they_have_arrived() 
     made = ap.pipeline.schedule("1f1b", stages=2, microbatches=4)
     first, last = (counts[:, 0] for counts in step_counts(made))
     # Of the two that are under way, the gradient of the first says that it was read.
-    assert first[:, Part.SENT].max() == 2
-    assert last[:, Part.GIVEN].max() >= 1
-    assert last[:, Part.RECEIVED].max() == 2  # one in work, the next one on its way
+    assert first[:, MemoryItem.SENT].max() == 2
+    assert last[:, MemoryItem.GIVEN].max() >= 1
+    assert last[:, MemoryItem.RECEIVED].max() == 2  # one in work, the next one on its way
 
 
 def stage(gradients: dict[str, float], **sizes: float) -> StageMemory:
-    found = np.zeros((len(Part), len(KINDS)))
+    found = np.zeros((len(MemoryItem), len(KINDS)))
     for name, size in sizes.items():
-        found[Part[name], 0] = size
+        found[MemoryItem[name], 0] = size
     return StageMemory(found, gradients, frozenset(), 0.0)
 
 
 def most(made: Schedule, rank: int, stages: dict[int, StageMemory]) -> float:
-    return sum(most_in_step(made, rank, stages).values())
+    return sum(peak_in_step(made, rank, stages).values())
 
 
 def copies(made: Schedule, counts: tuple[int, ...]) -> dict[int, list[GatheredGroup]]:
@@ -105,7 +102,7 @@ def test_copies_stay_as_long_as_the_runtime_lets_them(name: str, counts: tuple[i
         names = ["LEFT", "LEFT_1", "LEFT_2", "LEFT_3"]
         parts = {name: sizes[group] for name, group in zip(names, left)}
         together = max(map(sum, pairwise(sizes)), default=sum(sizes))
-        running = [part.name for part in Part if part.name.endswith("_READING")]
+        running = [part.name for part in MemoryItem if part.name.endswith("_READING")]
         given = parts | dict.fromkeys(running, together)
         forward, backward = (tuple(map(left.index, groups)) for groups in after)
         stages[index] = replace(stage({}, **given), groups=(forward, backward))

@@ -10,7 +10,7 @@ import autopar as ap
 from autopar.cluster.machines import Link, Node
 from autopar.cost.rooflines import collective_seconds
 from autopar.pipeline import schedule, simulate
-from autopar.pipeline.simulation.step_price import sums_along
+from autopar.pipeline.simulation.step_price import pipeline_reductions
 from autopar.plan.plan import Plan
 from tests import models
 from tests.models import Case
@@ -46,7 +46,7 @@ def test_what_stages_share_is_summed_once(name, ranks, stages, places) -> None:
     plan = planned(name, ranks)
     assert plan.pipelining is not None
     assert [(one.stages, one.bytes) for one in plan.pipelining.shared] == [(stages, TIED)]
-    found = {one.stages: one for one in sums_along(plan.pipelining)}
+    found = {one.stages: one for one in pipeline_reductions(plan.pipelining)}
     if places is None:
         assert not found
         return
@@ -61,7 +61,7 @@ def test_stages_that_share_nothing_sum_nothing() -> None:
     plan = planned("1f1b", 2, tied=False)
     assert plan.pipelining is not None
     assert plan.pipelining.shared == ()
-    assert sums_along(plan.pipelining) == []
+    assert pipeline_reductions(plan.pipelining) == []
     assert plan.cost.gradient_sync == 0
 
 

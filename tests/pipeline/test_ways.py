@@ -14,7 +14,7 @@ from autopar.capture import capture
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.errors import InvalidInput
 from autopar.passes.microbatches import cut_batch
-from autopar.pipeline.memory.step_memory import Part
+from autopar.pipeline.memory.memory_items import MemoryItem
 from autopar.pipeline.schedules import schedule, weighed_schedules
 from autopar.pipeline.stages.stage_tables import price_stages
 from autopar.planner.candidate import Candidate
@@ -150,9 +150,9 @@ def test_no_way_holds_less_than_is_told(
             assert way.barest <= way.least <= way.candidate.memory.peak
             taken = way.candidate.taken_by_stages(way.pipelining)
             for at, (stage, held) in enumerate(zip(way.pipelining.stages, taken.values())):
-                assert stage.activations == held.sizes[Part.KEPT]
+                assert stage.activations == held.sizes[MemoryItem.KEPT]
                 if at in made.split_stages:
-                    assert stage.weight_halves <= held.sizes[Part.HALVES]
+                    assert stage.weight_halves <= held.sizes[MemoryItem.HALVES]
 
 
 @pytest.mark.parametrize("states", SAMPLED)
@@ -167,8 +167,8 @@ def test_stages_are_those_of_a_program_that_is_looked_at_alone(states: str) -> N
         program = whole.recomputed(way.candidate.decisions.recompute)
         alone = Candidate(program.captured, CLUSTER, program.decisions, program.batches, line=LINE)
         starts = [stage.starts for stage in way.pipelining.stages]
-        standing = alone.standings(way.pipelining.schedule.placement, math.inf)
-        expected = price_stages(alone.stage_costs(), starts, standing)
+        hardware = alone.stage_hardware(way.pipelining.schedule.placement, math.inf)
+        expected = price_stages(alone.stage_costs(), starts, hardware)
         for one, two in zip(way.pipelining.stages, expected, strict=True):
             numbers = [list(vars(stage).values())[2:] for stage in (one, two)]
             assert numbers[0] == pytest.approx(numbers[1], rel=1e-9)

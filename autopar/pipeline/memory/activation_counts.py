@@ -1,10 +1,10 @@
-"""Activation counts: of how many micro-batches ranks keep something, and when. By order alone.
+"""Activation counts: the micro-batches whose activations a rank keeps, by order alone.
 
-plain            F keeps what was received and all activations, until B or I
-recomputation    F keeps less of the activations; B or I make the rest again, a region at a time
-split backward   I keeps what the gradients of weights are made of, until W
+plain            F keeps the received values and all activations, until B or I
+recomputation    F keeps fewer activations; B or I recompute the rest, a region at a time
+split backward   I keeps the inputs of the weight gradients, until W
 
-Where micro-batches are cut in parts, their parts are counted.
+Where micro-batches are cut into parts, parts are counted.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ import numpy as np
 
 from autopar.pipeline.schedule import Action, Schedule
 
-# Of how many micro-batches a stage keeps all that its forward keeps, of how many what it received,
-# of how many what the gradients of its weights are made of; and whether it makes something again in
-# a backward that is whole, or in one that is split.
+# Micro-batches of which a stage keeps the activations of forward, the received values, the inputs
+# of weight gradients; and 1 if it recomputes in an unsplit backward, in a split one.
 LiveCounts = tuple[int, int, int, int, int]
-Live = Mapping[int, LiveCounts]  # what one rank keeps at one time, by stage
-Kept = tuple[tuple[int, LiveCounts], ...]  # the same
+Live = Mapping[int, LiveCounts]  # the counts of one rank at one time, by stage
+LiveItems = tuple[tuple[int, LiveCounts], ...]  # the items of a `Live`
 
 
-def live_microbatches(schedule: Schedule, rank: int, recompute: bool = False) -> Iterator[Live]:
-    """What a rank keeps, each time that it has become more."""
+def live_microbatches(schedule: Schedule, rank: int, *, recompute: bool = False) -> Iterator[Live]:
+    """Yield the counts of a rank each time that one has grown."""
     again = int(recompute)
     steps: dict[str, list[LiveCounts]] = {
         "F": [(1, 1, 0, 0, 0)],
@@ -33,39 +32,39 @@ def live_microbatches(schedule: Schedule, rank: int, recompute: bool = False) ->
         "I": [(0, 0, 0, 0, again), (-1, -1, 1, 0, -again)],
         "W": [(0, 0, -1, 0, 0)],
     }
-    kept: dict[int, LiveCounts] = {stage: (0,) * 5 for _, stage in schedule.local_stages(rank)}
+    live: dict[int, LiveCounts] = {stage: (0,) * 5 for _, stage in schedule.local_stages(rank)}
     for action in schedule.orders[rank]:
-        kinds = "IW" if recompute and _is_both(schedule, action) else action.kind
-        done = [more for kind in kinds for more in steps[kind]]
-        for more in done * len(action.microbatches):
-            whole, received, later, again, split = map(add, kept[action.stage], more)
-            kept[action.stage] = whole, received, later, again, split
-            if max(more) > 0:
-                yield dict(kept)
+        kinds = "IW" if recompute and _does_both_halves(schedule, action) else action.kind
+        changes = [change for kind in kinds for change in steps[kind]]
+        for change in changes * len(action.microbatches):
+            full, received, halves, unsplit, split = map(add, live[action.stage], change)
+            live[action.stage] = full, received, halves, unsplit, split
+            if max(change) > 0:
+                yield dict(live)
 
 
-def _is_both(schedule: Schedule, action: Action) -> bool:
-    """Whether it does I and W, one after the other."""
+def _does_both_halves(schedule: Schedule, action: Action) -> bool:
+    """Return whether an action does I and W, one after the other."""
     return action.kind == "B" and action.stage in schedule.split_stages
 
 
-def peaks(schedule: Schedule, recompute: bool) -> list[Live]:
-    """What ranks keep when they keep most.
+def peak_counts(schedule: Schedule, *, recompute: bool) -> list[Live]:
+    """Return the counts of ranks at their peaks.
 
     A moment at which a rank keeps no more of any stage than at another is left out.
     """
-    found: list[Live] = []
+    peaks: list[Live] = []
     for rank in range(schedule.ranks):
-        seen = {tuple(live.items()) for live in live_microbatches(schedule, rank, recompute)}
-        found += map(dict, sorted(_largest(list(seen))))
-    return found
+        moments = live_microbatches(schedule, rank, recompute=recompute)
+        peaks += map(dict, sorted(_largest(list({tuple(live.items()) for live in moments}))))
+    return peaks
 
 
-def _largest(some: Sequence[Kept]) -> list[Kept]:
-    """Those that are not as small as another in each count."""
-    counts = np.array([[count for _, counts in one for count in counts] for one in some])
-    found = list[int]()
+def _largest(moments: Sequence[LiveItems]) -> list[LiveItems]:
+    """Return the moments that are not below another one in each count."""
+    counts = np.array([[count for _, counts in items for count in counts] for items in moments])
+    largest = list[int]()
     for at in np.argsort(-counts.sum(1), kind="stable").tolist():  # none is below a smaller sum
-        if not (counts[found] >= counts[at]).all(1).any():
-            found.append(at)
-    return [some[at] for at in found]
+        if not (counts[largest] >= counts[at]).all(1).any():
+            largest.append(at)
+    return [moments[at] for at in largest]

@@ -60,7 +60,9 @@ class StageMemories:
         key = self.mesh, self.travel, is_split, times, described
         if key not in cls._seen:
             stage = cut_stage(cut, index)
-            seen = StageMemory.of_stage(stage, self.mesh, is_split, self.travel, times)
+            seen = StageMemory.of_stage(
+                stage, self.mesh, self.travel, is_split=is_split, times=times
+            )
             cls._seen[key] = seen, names
             cls._size += len(stage.graph.nodes)
         memory, before = cls._seen[key]

@@ -18,15 +18,15 @@ _ATTENTION = F.scaled_dot_product_attention, aten.scaled_dot_product_attention.d
 
 
 class FusedAttention(TorchFunctionMode):
-    """Inside, attention is the kernel that a device has for it, if it has one."""
+    """Run attention inside as the fused kernel of a device, if there is one."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function in _ATTENTION:
-            made = _fused(*args, **(kwargs or {}))
-            if made is not None:
-                return made
+            result = _fused(*args, **(kwargs or {}))
+            if result is not None:
+                return result
         return function(*args, **(kwargs or {}))
 
 
@@ -48,6 +48,5 @@ def _fused(
     if query.ndim != 4 or query.shape[-1] != value.shape[-1] or dropout_p or learns or not alike:
         return None
     mask = None if attn_mask is None else attn_mask.to(query.dtype)
-    about = {"attn_mask": mask, "scale": scale}
     attend = aten._scaled_dot_product_flash_attention_for_cpu
-    return attend(query, key, value, dropout_p, is_causal, **about)[0]
+    return attend(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]

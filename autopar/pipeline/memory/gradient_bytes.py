@@ -20,109 +20,110 @@ from autopar.cost.bucket_prices import (
     program_buckets,
 )
 from autopar.mesh import Mesh
-from autopar.pipeline.memory.memory_holders import Held
+from autopar.pipeline.memory.memory_holders import LiveBytes
 from autopar.strategies.node_info import info
 
-Key = tuple[fx.Node, int]  # a parameter; of one that stands for several, which of them
+Key = tuple[fx.Node, int]  # a parameter, and the number of its copy if it stands for several
 
 
-class Sums:
-    """Follows the gradients of a program's parameters."""
+class GradientBytes:
+    """Follow the bytes of a program's parameter gradients through backward."""
 
     def __init__(
         self, graph: fx.Graph, mesh: Mesh, travel: BucketConfig, times: int | None = None
     ) -> None:
-        """`times`: as many are those that stand for others."""
+        """`times`: the count of blocks that repeated parameters stand for; None: as nodes say."""
         self._mesh = mesh
         self._sums = program_buckets(graph, mesh, travel, times)
         self._last = self._sums[-1] if self._sums else None
-        self._sum_of = {_key(g): (one, g) for one in self._sums for g in one.gradients}
-        self._missing = {one: {_key(g) for g in one.gradients} for one in self._sums}
-        self._place = {one: at for at, one in enumerate(self._sums)}
+        self._sum_of = {_key(g): (bucket, g) for bucket in self._sums for g in bucket.gradients}
+        self._missing = {bucket: {_key(g) for g in bucket.gradients} for bucket in self._sums}
+        self._place = {bucket: at for at, bucket in enumerate(self._sums)}
         self._complete: list[PlannedBucket] = []  # and not begun
-        self._held = Held()  # those that do not stay as they are
-        self._going_on: PlannedBucket | None = None  # it is cut
-        self._first: dict[PlannedBucket, float] = {}  # bytes of the gradients that come to stay
+        self._held = LiveBytes()  # gradients that wait for their sum
+        self._running: PlannedBucket | None = None  # the sum in progress
+        self._first: dict[PlannedBucket, float] = {}  # bytes that stay after a sum
         self._learned: dict[Key, float] = {}
-        self.there = 0.0  # those that are there
-        # By how many bytes there is more in the last run, which sums what has added up.
+        self.there = 0.0  # bytes of gradients that stay, so far
+        # Additional bytes in the last run, which sums the accumulated gradients.
         self.last = 0.0
-        self.passing = 0.0  # of these, what goes when they are summed
+        self.passing = 0.0  # of these, the bytes that are freed by the sum
 
     @property
     def learned(self) -> dict[str, float]:
-        """By placeholder, the bytes that stay."""
-        found: dict[str, float] = {}
+        """Return the bytes that stay, by placeholder."""
+        sizes: dict[str, float] = {}
         for (parameter, _), size in self._learned.items():
-            found[parameter.name] = found.get(parameter.name, 0.0) + size
-        return found
+            sizes[parameter.name] = sizes.get(parameter.name, 0.0) + size
+        return sizes
 
     @property
     def waiting(self) -> float:
-        """The bytes of those that do not stay as they are."""
+        """Return the bytes of gradients that wait for their sum."""
         return self._held.bytes
 
     def arrive(self, parameter: fx.Node, copy: int = 0) -> None:
-        """A gradient: the first one stays, and any more are added to it; or it waits for those with
-        which it is summed."""
+        """Add a gradient: the first one stays, later ones add to it; or it waits for its sum."""
         key = parameter, copy
         if key not in self._sum_of:
             self._stay(key, self._kept(parameter))
             return
-        one, gradient = self._sum_of[key]
-        if key in self._missing[one]:
-            self._missing[one].discard(key)
-            if not self._missing[one]:
-                self._complete.append(one)
-        if not one.waits:
+        bucket, gradient = self._sum_of[key]
+        if key in self._missing[bucket]:
+            self._missing[bucket].discard(key)
+            if not self._missing[bucket]:
+                self._complete.append(bucket)
+        if not bucket.waits:
             self._stay(key, gradient.kept)
         elif key not in self._learned:
             self._learned[key] = gradient.kept
-            self._first[one] = self._first.get(one, 0.0) + gradient.kept
+            self._first[bucket] = self._first.get(bucket, 0.0) + gradient.kept
             self._held.take(key, gradient.whole)
 
     def at_once(self) -> frozenset[str]:
-        """The parameters whose gradients are where they stay."""
-        waiting = {g.parameter.name for one in self._first for g in one.gradients}
+        """Return the parameters whose gradients do not wait for a sum."""
+        waiting = {g.parameter.name for bucket in self._first for g in bucket.gradients}
         return frozenset(key.name for key, _ in self._learned if key.name not in waiting)
 
     def begin(self, all_: bool = False) -> Iterator[tuple[float, float]]:
-        """Sum what is complete, or all that is there, one bucket after the other. Yields the bytes
-        that are taken besides while a sum begins, and how many more if the run is the last."""
+        """Sum the complete buckets, or all that have gradients, one after the other.
+
+        Yields the additional bytes while each sum begins: in every run, and only in the last one.
+        """
         # The last bucket is full when backward ends.
         complete = sorted(self._complete, key=self._place.__getitem__)
-        begun = [*self._sums] if all_ else [one for one in complete if one is not self._last]
-        self._complete = [] if all_ else [one for one in complete if one is self._last]
-        for one in begun:
-            self._sums.remove(one)
-            if len(self._missing[one]) == len(one.gradients):
+        begun = [*self._sums] if all_ else [b for b in complete if b is not self._last]
+        self._complete = [] if all_ else [b for b in complete if b is self._last]
+        for bucket in begun:
+            self._sums.remove(bucket)
+            if len(self._missing[bucket]) == len(bucket.gradients):
                 continue
             self._finish()
-            yield (one.begins, 0.0) if one.waits else (0.0, one.begins)
-            self._go_on(one)
+            yield (bucket.begins, 0.0) if bucket.waits else (0.0, bucket.begins)
+            self._reduce(bucket)
         if all_:
             self._finish()
 
-    def _go_on(self, one: PlannedBucket) -> None:
-        if one.waits:
-            for gradient in one.gradients:
+    def _reduce(self, bucket: PlannedBucket) -> None:
+        if bucket.waits:
+            for gradient in bucket.gradients:
                 if _key(gradient) in self._learned:
                     self._held.let_go(_key(gradient))
-            self._held.take(one, one.goes_on)
+            self._held.take(bucket, bucket.goes_on)
         else:
-            self.last += one.goes_on - one.whole
-            self.passing = one.goes_on - one.part
-        self._going_on = one
+            self.last += bucket.goes_on - bucket.whole
+            self.passing = bucket.goes_on - bucket.part
+        self._running = bucket
 
     def _finish(self) -> None:
-        one, self._going_on = self._going_on, None
-        if one is None:
+        bucket, self._running = self._running, None
+        if bucket is None:
             return
-        if one.waits:
-            self._held.let_go(one)
-            self.there += self._first.pop(one, 0.0)
+        if bucket.waits:
+            self._held.let_go(bucket)
+            self.there += self._first.pop(bucket, 0.0)
         else:
-            self.last += one.part - one.goes_on
+            self.last += bucket.part - bucket.goes_on
             self.passing = 0.0
 
     def _stay(self, key: Key, size: float) -> None:

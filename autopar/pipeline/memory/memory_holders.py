@@ -1,4 +1,4 @@
-"""Pieces of memory with those who hold them."""
+"""Pieces of memory with the number of their holders."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Hashable
 
 
-class Held:
-    """Counts each piece once, from the first who holds it to the last who lets go."""
+class LiveBytes:
+    """Count each piece of memory once, from its first holder until the last one lets go."""
 
     def __init__(self) -> None:
         self.bytes = 0.0
@@ -15,14 +15,14 @@ class Held:
         self._holders: Counter[Hashable] = Counter()
 
     def take(self, key: Hashable, size: float = 0.0) -> None:
-        """Hold some memory, which is new unless somebody holds it."""
+        """Add a holder of some memory, which is new if it had none."""
         if not self._holders[key]:
             self._sizes[key] = size
             self.bytes += size
         self._holders[key] += 1
 
     def let_go(self, key: Hashable, size: float | None = None) -> None:
-        """`size`: for those who hold it still, if it was others' to count."""
+        """Remove a holder; `size`: the bytes to count if others still hold the memory."""
         self._holders[key] -= 1
         if not self._holders[key]:
             self.bytes -= self._sizes.pop(key)
@@ -34,5 +34,5 @@ class Held:
         return self._holders[key] > 1
 
     def size(self, key: Hashable) -> float:
-        """Of what somebody holds."""
+        """Return the bytes of a piece of memory; 0 if nobody holds it."""
         return self._sizes.get(key, 0.0)

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from torch import fx
 
-from autopar.pipeline.memory.gradient_bytes import Sums
+from autopar.pipeline.memory.gradient_bytes import GradientBytes
 from autopar.strategies.node_info import info
 
 
-class Moment(NamedTuple):
+class MemorySample(NamedTuple):
     """The bytes of one rank when a call has made its results, by kind."""
 
     call: str
@@ -44,11 +44,11 @@ class Moment(NamedTuple):
         gradients: float = 0.0,
         last: float = 0.0,
         passing: float = 0.0,
-    ) -> Moment:
+    ) -> MemorySample:
         """With so much besides."""
         if not (kept or flowing or gradients or last or passing):
             return self
-        return Moment(
+        return MemorySample(
             self.call,
             self.is_backward,
             self.kept + kept,
@@ -62,7 +62,7 @@ class Moment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Arrival:
+class GradientReady:
     """The gradient of a parameter is there: of one that stands for several, of one of these."""
 
     parameter: fx.Node
@@ -70,15 +70,15 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Begin:
+class ReduceStart:
     """Gradients that are complete are summed, as a call has been gone through."""
 
-    moment: Moment
+    moment: MemorySample
     all_: bool = False  # also those that are not
 
 
 @dataclass(frozen=True)
-class Edge:
+class RepeatBoundary:
     """Where the calls that stand for others begin or end, with what is held there."""
 
     kept: float
@@ -86,11 +86,13 @@ class Edge:
     more: int = 0  # for how many others
 
 
-Event = Moment | Arrival | Begin | Edge  # moments without the gradients of parameters
+Event = (
+    MemorySample | GradientReady | ReduceStart | RepeatBoundary
+)  # moments without the gradients of parameters
 
 
 @dataclass(frozen=True)
-class Beside:
+class MemoryOffset:
     """By what a program of more blocks has more."""
 
     kept: float = 0.0
@@ -98,30 +100,30 @@ class Beside:
 
     def of(self, event: Event) -> Event:
         """The same there."""
-        if isinstance(event, Moment):
+        if isinstance(event, MemorySample):
             return event.beside(self.kept, self.flowing)
-        if isinstance(event, Begin):
-            return Begin(event.moment.beside(self.kept, self.flowing), event.all_)
+        if isinstance(event, ReduceStart):
+            return ReduceStart(event.moment.beside(self.kept, self.flowing), event.all_)
         return event
 
-    def and_of(self, count: int, each: Beside) -> Beside:
+    def and_of(self, count: int, each: MemoryOffset) -> MemoryOffset:
         """With so many blocks besides."""
-        return Beside(self.kept + count * each.kept, self.flowing + count * each.flowing)
+        return MemoryOffset(self.kept + count * each.kept, self.flowing + count * each.flowing)
 
 
-def stretched(events: Iterable[Event], beside: Beside) -> tuple[list[Event], Beside]:
+def stretched(events: Iterable[Event], beside: MemoryOffset) -> tuple[list[Event], MemoryOffset]:
     """What happens where what lies between two edges comes as often more as these say; `beside` at
     its start, then at its end. Of those in the middle no more than may be the most."""
     found: list[Event] = []
     inside: list[Event] = []
-    first: Edge | None = None
+    first: RepeatBoundary | None = None
     for event in events:
-        if first is None and isinstance(event, Edge):
+        if first is None and isinstance(event, RepeatBoundary):
             first, inside = event, []
         elif first is None:
             found.append(beside.of(event))
-        elif isinstance(event, Edge):
-            adds = Beside(event.kept - first.kept, event.flowing - first.flowing)
+        elif isinstance(event, RepeatBoundary):
+            adds = MemoryOffset(event.kept - first.kept, event.flowing - first.flowing)
             found += _each(inside, first.more, beside, adds)
             beside, first = beside.and_of(first.more, adds), None
         else:
@@ -129,31 +131,33 @@ def stretched(events: Iterable[Event], beside: Beside) -> tuple[list[Event], Bes
     return found, beside
 
 
-def _each(inside: Sequence[Event], more: int, beside: Beside, adds: Beside) -> Iterator[Event]:
+def _each(
+    inside: Sequence[Event], more: int, beside: MemoryOffset, adds: MemoryOffset
+) -> Iterator[Event]:
     """All copies of what lies between two edges, backward from the last of them."""
     middle = _highest(inside)
     for number in range(more + 1):
         now = beside.and_of(number, adds)
         for event in inside if number in (0, more) else middle:
-            if isinstance(event, Arrival) and _stands_for_others(event):
-                yield Arrival(event.parameter, more - number)
+            if isinstance(event, GradientReady) and _stands_for_others(event):
+                yield GradientReady(event.parameter, more - number)
             else:
                 yield now.of(event)
 
 
 def _stands_for_others(event: Event) -> bool:
-    return isinstance(event, Arrival) and info(event.parameter).times > 1
+    return isinstance(event, GradientReady) and info(event.parameter).times > 1
 
 
 def _highest(events: Sequence[Event]) -> list[Event]:
     """What may be the most of a block between others: where no sum begins, nothing, since it lies
     between the first and the last of them; else the highest moments from one event to the next."""
-    if not any(isinstance(event, Begin) for event in events):
-        return [event for event in events if isinstance(event, Arrival)]
+    if not any(isinstance(event, ReduceStart) for event in events):
+        return [event for event in events if isinstance(event, GradientReady)]
     found: list[Event] = []
-    high: dict[bool, Moment] = {}  # by whether copies are here
+    high: dict[bool, MemorySample] = {}  # by whether copies are here
     for event in events:
-        if isinstance(event, Moment):
+        if isinstance(event, MemorySample):
             before = high.get(event.copies is None)
             if before is None or event.bytes > before.bytes:
                 high[event.copies is None] = event
@@ -163,19 +167,19 @@ def _highest(events: Sequence[Event]) -> list[Event]:
     return [*found, *high.values()]
 
 
-def summed(events: Iterable[Event], sums: Sums) -> Iterator[Moment]:
+def summed(events: Iterable[Event], sums: GradientBytes) -> Iterator[MemorySample]:
     """The moments, with the gradients of parameters as they come and are summed."""
     for event in events:
-        if isinstance(event, Moment):
+        if isinstance(event, MemorySample):
             yield _with(event, sums)
-        elif isinstance(event, Arrival):
+        elif isinstance(event, GradientReady):
             sums.arrive(event.parameter, event.copy)
-        elif isinstance(event, Begin):
+        elif isinstance(event, ReduceStart):
             for more, last in sums.begin(event.all_):
                 moment = _with(event.moment, sums).beside(last=last, passing=last)
                 yield moment._replace(more=more)
 
 
-def _with(moment: Moment, sums: Sums) -> Moment:
+def _with(moment: MemorySample, sums: GradientBytes) -> MemorySample:
     about = sums.waiting, sums.there, sums.last, sums.passing
     return moment.beside(0.0, *about)

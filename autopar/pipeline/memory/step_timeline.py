@@ -1,65 +1,63 @@
-"""Course of a step: the bytes that a rank makes, by kind, action by action or call by call.
+"""Bytes of a rank during a step, by kind, action by action or call by call.
 
-The most of it at one time is what `most_in_step` says.
+The most bytes at one time are those of `peak_in_step`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import numpy as np
-from numpy.typing import NDArray
-
-from autopar.pipeline.memory.memory_timeline import ProgramCourse
-from autopar.pipeline.memory.moments import Moment
+from autopar.pipeline.memory.memory_items import KINDS, READING, BytesByKind, MemoryItem
+from autopar.pipeline.memory.memory_timeline import MemoryTimeline
+from autopar.pipeline.memory.moments import MemorySample
 from autopar.pipeline.memory.step_memory import (
-    KINDS,
-    READING,
-    Held,
-    Part,
+    Counts,
     StageMemory,
     counts_by_action,
     kinds_of,
-    most_of,
+    peak_of,
 )
 from autopar.pipeline.schedule import Schedule, one_stage
 
-_AGAIN = (Part.B_AGAIN, Part.B_LAST)  # gradients of parameters are there from runs before
-_LAST = (Part.B_LAST, Part.B_ONLY)  # these are summed
+# Backward runs after the first one find gradients of parameters; the last ones sum them.
+_LATER_RUNS = (MemoryItem.B_AGAIN, MemoryItem.B_LAST)
+_LAST_RUNS = (MemoryItem.B_LAST, MemoryItem.B_ONLY)
 
 
-def course_of_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> list[Held]:
-    """When each action of a rank takes most."""
+def peaks_by_action(
+    schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]
+) -> list[BytesByKind]:
+    """Return the peak of each action of a rank."""
     held = [stages[stage] for stage in schedule.stages_on(rank)]
-    return [most_of(counts, held) for counts in counts_by_action(schedule, rank, stages)]
+    return [peak_of(counts, held) for counts in counts_by_action(schedule, rank, stages)]
 
 
-def course_by_call(
-    program: StageMemory, course: ProgramCourse, microbatches: int
-) -> list[list[tuple[str, Held]]]:
-    """Without a pipeline: of each run, forward or backward, what there is as calls make their
-    results, by their names."""
+def bytes_by_call(
+    program: StageMemory, timeline: MemoryTimeline, microbatches: int
+) -> list[list[tuple[str, BytesByKind]]]:
+    """Return the calls with their bytes for each forward and backward of an unstaged program."""
     return [
         [
-            (moment.call, held)
+            (sample.call, kinds)
             for (counts,) in rows
-            for moment, held in _moments(program.made, counts, course)
+            for sample, kinds in _samples_of_run(program, counts, timeline)
         ]
         for rows in counts_by_action(one_stage(microbatches), 0, {0: program})
     ]
 
 
-def _moments(
-    made: NDArray[np.float64], counts: NDArray[np.int64], course: ProgramCourse
-) -> Iterator[tuple[Moment, Held]]:
-    """Those of the run that is on its way, beside what else there is."""
-    running = next((part for part in range(Part.F, len(Part)) if counts[part]), None)
+def _samples_of_run(
+    program: StageMemory, counts: Counts, timeline: MemoryTimeline
+) -> Iterator[tuple[MemorySample, BytesByKind]]:
+    """Yield the samples of the running action, with all that the rank holds at each."""
+    running = next((item for item in range(MemoryItem.F, len(MemoryItem)) if counts[item]), None)
     if running is None:
         return
-    reads = running >= Part.F_READING
-    run = Part(running - READING * reads)
-    beside = dict(zip(KINDS, counts[: Part.F] @ made[: Part.F]))
-    for moment in course.forward if run == Part.F else course.backward:
-        if (moment.copies is not None) == reads:
-            own = kinds_of(moment, run in _AGAIN, run in _LAST)
-            yield moment, {kind: float(size) + own[kind] for kind, size in beside.items()}
+    reads = running >= MemoryItem.F_READING
+    run = MemoryItem(running - READING * reads)
+    constant = counts[: MemoryItem.F] @ program.by_item[: MemoryItem.F]
+    held = {kind: float(size) for kind, size in zip(KINDS, constant)}
+    for sample in timeline.forward if run == MemoryItem.F else timeline.backward:
+        if (sample.copies is not None) == reads:
+            kinds = kinds_of(sample, is_later=run in _LATER_RUNS, is_last=run in _LAST_RUNS)
+            yield sample, {kind: size + kinds[kind] for kind, size in held.items()}

@@ -1,7 +1,7 @@
-"""Who reads which value of a program, as far as backward depends on it (`memory_timeline.py`).
+"""Readers of a program's values, as far as backward depends on them (`memory_timeline.py`).
 
-It tells which reader of a parameter comes last, how long a value without a gradient is kept, and
-which values are computed from parameters alone.
+These functions find the reader of a parameter whose backward comes last, how long a value without a
+gradient is kept, and the values that are computed from parameters alone.
 """
 
 from __future__ import annotations
@@ -15,39 +15,41 @@ from autopar.strategies.results import maker
 
 
 def first_readers(graph: fx.Graph, calls: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Of each parameter the call that reads it first, of those that may give it a gradient."""
+    """Return for each parameter the first call that reads it and may give it a gradient."""
     place = {node: at for at, node in enumerate(calls)}
-    found: dict[fx.Node, fx.Node] = {}
+    first: dict[fx.Node, fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):
-        readers = [one for one in node.users if one in place and info(one).differentiable]
+        readers = [user for user in node.users if user in place and info(user).differentiable]
         if info(node).places is not None and readers:
-            found[node] = min(readers, key=place.__getitem__)
-    return found
+            first[node] = min(readers, key=place.__getitem__)
+    return first
 
 
-def until(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Of calls that take a gradient and do not learn, the one after which nothing is there that
-    backward would come from: till then autograd keeps what it would read."""
+def last_needed_by(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Return the last call that needs each differentiable call which does not learn.
+
+    Nothing from which its backward could start is alive then; until then autograd keeps its inputs.
+    """
     place = {node: at for at, node in enumerate(graph.nodes)}
-    found: dict[fx.Node, fx.Node] = {}
+    last: dict[fx.Node, fx.Node] = {}
     for node in reversed(graph.nodes):
-        about = info(node)
-        if node.op == "call_function" and about.differentiable and not about.learns:
-            ends = [found.get(user, user) for user in node.users]
-            found[node] = maker(max(ends, key=place.__getitem__, default=node))
-    return found
+        known = info(node)
+        if node.op == "call_function" and known.differentiable and not known.learns:
+            ends = [last.get(user, user) for user in node.users]
+            last[node] = maker(max(ends, key=place.__getitem__, default=node))
+    return last
 
 
 def made_of_parameters(graph: fx.Graph) -> frozenset[fx.Node]:
-    """The values that take a gradient and are made of no input."""
-    found: set[fx.Node] = set()
-    free: set[fx.Node] = set()  # made of neither
+    """Return the differentiable values that are computed from parameters and from no input."""
+    of_parameters: set[fx.Node] = set()
+    free: set[fx.Node] = set()  # computed from neither
     for node in graph.nodes:
         if node.op == "placeholder":
             kind = info(node).origin[0]
-            found |= {node} if kind == "parameter" else set()
+            of_parameters |= {node} if kind == "parameter" else set()
             free |= set() if kind in ("parameter", "input", "received") else {node}
-        elif all(value in found or value in free for value in node.all_input_nodes):
-            is_made = any(value in found for value in node.all_input_nodes)
-            (found if is_made else free).add(node)
-    return frozenset(node for node in found if info(node).differentiable)
+        elif all(value in of_parameters or value in free for value in node.all_input_nodes):
+            is_free = free.issuperset(node.all_input_nodes)
+            (free if is_free else of_parameters).add(node)
+    return frozenset(node for node in of_parameters if info(node).differentiable)

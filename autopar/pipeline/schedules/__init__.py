@@ -1,10 +1,11 @@
-"""The schedules by name. To add one, add a file here with one generator:
+"""Schedules by name: one file with one generator each, found when this package is imported.
 
     @generator("my-schedule", {"chunks": 2}, {"chunks": 4})
     def my_schedule(stages: int, microbatches: int, chunks: int = 2) -> Schedule: ...
 
-Its keyword parameters are the options that users may give. A plan that may have any schedule weighs
-it with each of the options beside its name.
+The generator's further parameters are the options that users may give. A plan that may choose any
+schedule tries this one with each of the option sets beside its name. Read `registry.py` first, then
+`gpipe.py` and `one_f_one_b.py`; `chimera*.py` and `two_lanes.py` need more.
 
 >>> schedule("interleaved", stages=4, microbatches=8, chunks=2).stages
 8
@@ -29,13 +30,13 @@ for _module in pkgutil.iter_modules(__path__):
 
 _COUNTS = ("stages", "microbatches", "chunks")  # whose product is the number of forwards
 MOST_FORWARDS = 1 << 20
-_MOST_WEIGHED = 1 << 12  # of a schedule with as many chunks as there are blocks
+_MOST_WEIGHED = 1 << 12  # forwards of a schedule with as many chunks as blocks
 NAMES = tuple(sorted(GENERATORS))
 FROM_FILE = "what autopar.pipeline.load reads from a file"
 
 
 def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Schedule:
-    """The schedule `name` for a pipeline of `stages` ranks and `microbatches` in a step.
+    """Return schedule `name` for a pipeline of `stages` ranks and `microbatches` in a step.
 
     `microbatches` counts all pipes together. A schedule with several chunks on a rank cuts the
     model into `stages` x chunks stages.
@@ -63,25 +64,27 @@ def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Sc
 
 
 def known_names() -> list[str]:
-    """The schedules that are there by now, with those that a user has registered."""
+    """Return the names of all schedules, those that a user has registered among them."""
     return sorted(GENERATORS)
 
 
 def option_names(name: str) -> tuple[str, ...]:
-    """The options that schedule `name` takes."""
+    """Return the options that schedule `name` takes."""
     return GENERATORS[name].options
 
 
 def most_chunks(stages: int, microbatches: int, blocks: int) -> int:
-    """How many chunks on each rank are weighed at most, of a program of so many equal blocks."""
+    """Return the most chunks on a rank that are tried for a program of `blocks` equal blocks."""
     return max(2, min(blocks // stages, _MOST_WEIGHED // (stages * microbatches)))
 
 
 def weighed_schedules(stages: int, microbatches: int, blocks: int = 0) -> list[Schedule]:
-    """The schedules to weigh, those that exist for these numbers, the plainest first; of those
-    that are one order under several names, the first. `blocks`: of these each chunk has one at
-    least, and as many chunks as that gives are weighed, too."""
-    made: list[Schedule] = []
+    """Return the schedules to weigh that exist for these numbers, the plainest first.
+
+    Of equal orders under several names only the first is returned. Schedules with chunks are tried
+    with as many as `blocks` equal blocks allow, too.
+    """
+    schedules: list[Schedule] = []
     most = most_chunks(stages, microbatches, blocks)
     for name in NAMES:
         weighed = GENERATORS[name].weighed
@@ -89,9 +92,9 @@ def weighed_schedules(stages: int, microbatches: int, blocks: int = 0) -> list[S
             weighed = *weighed, {"chunks": most}
         for options in weighed:
             with suppress(InvalidInput):
-                one = schedule(name, stages=stages, microbatches=microbatches, **options)
-                check(one)
-                made.append(one)
-    made.sort(key=lambda one: (one.pipes, len(one.split_stages) > 0, one.chunks))
-    known = {(one.placement, one.orders, one.parts): one for one in reversed(made)}
-    return [one for one in made if one is known[one.placement, one.orders, one.parts]]
+                candidate = schedule(name, stages=stages, microbatches=microbatches, **options)
+                check(candidate)
+                schedules.append(candidate)
+    schedules.sort(key=lambda s: (s.pipes, len(s.split_stages) > 0, s.chunks))
+    first = {(s.placement, s.orders, s.parts): s for s in reversed(schedules)}
+    return [s for s in schedules if s is first[s.placement, s.orders, s.parts]]

@@ -34,7 +34,7 @@ def chimera(
     backward: Costs = 2,
     latency: float = 0,
 ) -> Schedule:
-    """`scale="list"` is planned with the times given; the other forms do not depend on them."""
+    """Return Chimera's schedule; only `scale="list"` depends on the times that are given."""
     placement = chimera_placement("chimera", stages, pipes)
     if scale not in SCALES:
         raise InvalidInput(
@@ -60,11 +60,12 @@ def chimera(
 def _list(
     placement: list[list[int]], runs: list[range], times: StageTimes, latency: float
 ) -> list[list[Action]]:
-    """Each rank runs what is ready: a forward of the deepest stage, then the oldest, while that
-    stage keeps fewer than p - s micro-batches and the rank fewer than p; else a backward of the
-    stage nearest to the input. For even m >= p and B = 2F the makespan exceeds m(F + B) by
-    (p - 2) B with at most p micro-batches on a rank. With latency one more is allowed: it hides the
-    time on the way.
+    """Return orders in which each rank runs, of what is ready, the following.
+
+    First a forward of the deepest stage, then the oldest, while that stage keeps fewer than p - s
+    micro-batches and the rank fewer than p; else a backward of the stage nearest to the input. For
+    even m >= p and B = 2F the makespan exceeds m(F + B) by (p - 2) B with at most p micro-batches
+    on a rank. With latency one more is allowed: it hides the time on the way.
     """
     limit = len(placement[0]) + (latency > 0)
     for reserve in (0, 1):  # without a reserve the ranks may come to wait for each other
@@ -95,7 +96,7 @@ def _plain_unit(
 
 
 def _doubling(slots: list[list[Slotted]], placement: list[list[int]], microbatches: int) -> None:
-    """Units of 2p, a slot for a pair of forwards or one backward; a last unit of up to p is plain.
+    """Fill slots by units of 2p: two forwards or one backward in a slot; up to p at the end plain.
 
     The first unit's pairs go as single forwards, so that the next rank can start on the first.
     """

@@ -1,4 +1,4 @@
-"""Where Chimera's 2k pipes put their stages, and which micro-batches go through which."""
+"""Placement of the stages of Chimera's 2k pipes, and the micro-batches that each pipe takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autopar.text.units import counted
 
 
 def chimera_placement(name: str, stages: int, pipes: int) -> list[list[int]]:
-    """Pipes in pairs, down and up: the pairs shifted by p/k ranks, an up pipe the down's mirror."""
+    """Return pairs of pipes, shifted by p/k ranks each; the up pipe mirrors the down pipe."""
     even_stages(name, stages)
     positive(name, "pipes", pipes)
     pairs = pipes // 2
@@ -29,7 +29,7 @@ def chimera_placement(name: str, stages: int, pipes: int) -> list[list[int]]:
 
 
 def shares(first: int, count: int, pipes: int) -> list[range]:
-    """Micro-batches from `first` on dealt to the pipes in runs, the longer runs first."""
+    """Return a run of micro-batches for each pipe, from `first` on, the longer runs first."""
     runs = []
     for pipe in range(pipes):
         size = count // pipes + (pipe < count % pipes)

@@ -18,7 +18,7 @@ from autopar.pipeline.schedules.chimera_placement import chimera_placement, shar
 from autopar.pipeline.schedules.list_scheduling import ListSchedule, greedy
 from autopar.pipeline.schedules.registry import generator, positive
 from autopar.pipeline.simulation.action_costs import Costs, StageTimes, plain, single, stage_times
-from autopar.pipeline.simulation.action_times import run
+from autopar.pipeline.simulation.action_times import time_actions
 from autopar.text.units import counted
 
 ORDERS: tuple[tuple[Kind, ...], ...] = (("F", "I", "W"), ("I", "F", "W"))
@@ -35,7 +35,10 @@ def chimera_zb(
     latency: float = 0,
     limit: int | None = None,
 ) -> Schedule:
-    """`limit` is the most micro-batches that a rank keeps, `stages` by default."""
+    """Return the shortest of a few list schedules with split backward on Chimera's placement.
+
+    `limit` is the most micro-batches that a rank keeps, `stages` by default.
+    """
     placement = chimera_placement("chimera-zb", stages, pipes)
     most = stages if limit is None else limit
     positive("chimera-zb", "limit", most)
@@ -64,7 +67,7 @@ def chimera_zb(
         if orders is None:
             continue
         plan = make("chimera-zb", microbatches, placement, orders, **options)
-        makespan = max(ends[-1] for ends in run(plan, times, delay).ends if ends)
+        makespan = max(ends[-1] for ends in time_actions(plan, times, delay).ends if ends)
         if best is None or makespan < best[0]:
             best = makespan, plan
         if makespan <= bound:

@@ -13,7 +13,7 @@ from autopar.pipeline.schedules.two_lanes import two_lanes
 
 
 @generator("dualpipe")
-def dualpipe(stages: int, microbatches: int, overlap: bool = True) -> Schedule:
+def dualpipe(stages: int, microbatches: int, *, overlap: bool = True) -> Schedule:
     even_stages("dualpipe", stages)
     down = -(-microbatches // 2)
     counts = down, microbatches - down
@@ -24,7 +24,9 @@ def dualpipe(stages: int, microbatches: int, overlap: bool = True) -> Schedule:
         lanes = counts[near], counts[1 - near]
         orders.append([
             Action(kind, lane ^ near, local[lane ^ near], ((lane ^ near) * down + number,), joint)
-            for kind, lane, number, joint in two_lanes(min(local), stages // 2, lanes, overlap)
+            for kind, lane, number, joint in two_lanes(
+                min(local), stages // 2, lanes, overlap=overlap
+            )
         ])  # fmt: skip
     placement = [straight(stages), reverse(stages)]
     return make("dualpipe", microbatches, placement, orders, overlap=overlap)

@@ -12,12 +12,12 @@ from autopar.pipeline.schedules.two_lanes import two_lanes
 
 
 @generator("dualpipe-v")
-def dualpipe_v(stages: int, microbatches: int, overlap: bool = True) -> Schedule:
+def dualpipe_v(stages: int, microbatches: int, *, overlap: bool = True) -> Schedule:
     counts = microbatches, microbatches
     orders = [
         [
             Action(kind, 0, (rank, 2 * stages - 1 - rank)[chunk], (number,), joint)
-            for kind, chunk, number, joint in two_lanes(rank, stages, counts, overlap)
+            for kind, chunk, number, joint in two_lanes(rank, stages, counts, overlap=overlap)
         ]
         for rank in range(stages)
     ]

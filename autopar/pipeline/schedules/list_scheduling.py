@@ -1,4 +1,4 @@
-"""List scheduling: play the step through with given times, each rank taking what a rule chooses.
+"""List scheduling: simulate a step with given times, each rank doing what a rule chooses next.
 
 The orders in which the ranks took their actions are the schedule.
 """
@@ -17,7 +17,7 @@ from autopar.pipeline.simulation.action_costs import StageTimes
 
 @dataclass
 class StageState:
-    """One stage of one pipe on a rank: what is ready to run on it, and what it keeps."""
+    """Track one stage of one pipe on a rank: its ready micro-batches and those in flight."""
 
     pipe: int
     stage: int
@@ -40,14 +40,14 @@ def greedy(
     nearest: bool = True,
     tapers: bool = False,
 ) -> Rule:
-    """Kinds in `order`; forwards of the deepest stage, backwards of the one nearest to the input
-    (or the deepest), the oldest W.
+    """Return a rule that tries the kinds in `order` and takes the first that is ready.
 
-    A forward may begin while its rank keeps fewer than `limit`, at least the number of pipes;
-    `tapers`: also only while its stage s of p keeps fewer than p - s. With a reserve of 1, the
-    deepest stage of a rank may fill it up to `limit`, the next up to one less, and so on. Then the
-    deepest stages always get on, so those before them do, and no rank waits forever whatever the
-    times. Without it plans are often shorter, but may not come to an end.
+    It takes forwards of the deepest stage, backwards of the stage nearest to the input (or of the
+    deepest), the oldest W. A forward may begin while its rank keeps fewer than `limit`, at least
+    the number of pipes; with `tapers`, while also its stage s of p keeps fewer than p - s. With a
+    reserve of 1 the deepest stage of a rank may fill it up to `limit`, the next up to one less, and
+    so on: the deepest stages always advance, then those before them, and no rank waits forever.
+    Without a reserve schedules are often shorter, but may deadlock.
     """
     stages_of: dict[int, list[tuple[int, int]]] = {}
     for pipe, row in enumerate(placement):
@@ -60,11 +60,11 @@ def greedy(
     }
 
     def choose(states: list[StageState]) -> Choice | None:
-        kept = sum(state.in_flight for state in states)
+        in_flight = sum(state.in_flight for state in states)
 
         def may_begin(state: StageState) -> bool:
             most = len(placement[0]) - state.stage if tapers else limit
-            return kept < room[state.pipe, state.stage] and state.in_flight < most
+            return in_flight < room[state.pipe, state.stage] and state.in_flight < most
 
         for kind in order:
             ready = [state for state in states if state.ready[kind]]
@@ -84,7 +84,7 @@ def greedy(
 
 
 class _Event(NamedTuple):
-    """The end of an action on a rank; or, not the end, the arrival of what it sent."""
+    """Stand for the end of an action on a rank, or else for the arrival of its message."""
 
     is_end: bool
     rank: int
@@ -95,7 +95,7 @@ class _Event(NamedTuple):
 
 @dataclass
 class ListSchedule:
-    """A step in progress, when `runs[pipe]` go through the pipes and `choose` decides."""
+    """Simulate a step in which `runs[pipe]` go through the pipes and `choose` decides."""
 
     placement: Sequence[Sequence[int]]
     runs: Sequence[range]
@@ -117,11 +117,11 @@ class ListSchedule:
             self.states[pipe, 0].ready["F"].extend(self.runs[pipe])
         self.orders: list[list[Action]] = [[] for _ in range(ranks)]
         self.busy = [False] * ranks
-        self.events: list[tuple[float, int, _Event]] = []  # by time; of equals the first first
+        self.events: list[tuple[float, int, _Event]] = []  # by time, then by insertion
         self.count = 0
 
     def play(self) -> list[list[Action]] | None:
-        """The orders of all ranks; None when the rule leaves all waiting for each other."""
+        """Return the orders of all ranks; None if all come to wait for each other."""
         now = 0.0
         touched = set(range(len(self.orders)))
         while touched:
@@ -142,7 +142,7 @@ class ListSchedule:
         heapq.heappush(self.events, (time, self.count, event))
 
     def start(self, time: float, rank: int) -> None:
-        """What the rule chooses for a rank that is free, if anything."""
+        """Start the action that the rule chooses for a free rank, if it chooses one."""
         choice = self.choose(self.local_stages[rank])
         if choice is None:
             return
@@ -155,7 +155,7 @@ class ListSchedule:
         self.push(time + self.times[kind][state.stage], _Event(True, rank, state, kind, microbatch))
 
     def happen(self, time: float, event: _Event) -> None:
-        """What an event makes ready, here and on the next stage."""
+        """Make ready what an event allows, on its stage and on the next one."""
         rank, state, kind, microbatch = event.rank, event.state, event.kind, event.microbatch
         if not event.is_end:
             state.ready[kind].append(microbatch)
@@ -169,6 +169,6 @@ class ListSchedule:
         if kind == "F" and target == len(self.placement[state.pipe]):
             state.ready[self.back].append(microbatch)
         elif kind != "W" and target >= 0:
-            there = self.placement[state.pipe][target]
-            arrival = _Event(False, there, self.states[state.pipe, target], kind, microbatch)
-            self.push(time + (self.latency if there != rank else 0.0), arrival)
+            receiver = self.placement[state.pipe][target]
+            arrival = _Event(False, receiver, self.states[state.pipe, target], kind, microbatch)
+            self.push(time + (self.latency if receiver != rank else 0.0), arrival)

@@ -1,4 +1,4 @@
-"""Where generators register, and the checks that they share."""
+"""The registry of schedule generators, and the checks and orders that they share."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Generate = Callable[..., Schedule]
 
 @dataclass(frozen=True)
 class Generator:
-    """A way to make schedules, and the options with which it is weighed where none is named."""
+    """Pair a function that makes schedules with the option sets that a search tries."""
 
     generate: Generate
     weighed: tuple[dict[str, Any], ...]
 
     @cached_property
     def options(self) -> tuple[str, ...]:
-        """The names of the options that users may give."""
+        """Return the names of the options that users may give."""
         return tuple(inspect.signature(self.generate).parameters)[2:]
 
 
@@ -34,7 +34,7 @@ GENERATORS: dict[str, Generator] = {}
 def generator(name: str, *weighed: dict[str, Any]) -> Callable[[Generate], Generate]:
     """Register the decorated function as the schedule `name`.
 
-    `weighed`: options with each of which it is tried where a plan may have any schedule.
+    `weighed`: option sets, each of which is tried where a plan may choose any schedule.
     """
 
     def register(function: Generate) -> Generate:
@@ -65,7 +65,7 @@ def positive(name: str, option: str, value: object) -> None:
 
 
 def in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """So many forwards, then a backward and a forward in turn, then what is left of backwards."""
+    """Return `ahead` forwards, then forwards and backwards in turn, then the backwards left."""
     order = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards):
         order += forward, backward
@@ -73,24 +73,23 @@ def in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> list
 
 
 def straight(ranks: int) -> list[int]:
-    """Stage s on rank s."""
+    """Return the placement of stage s on rank s."""
     return list(range(ranks))
 
 
 def reverse(ranks: int) -> list[int]:
-    """Stage 0 on the last rank."""
+    """Return the placement with stage 0 on the last rank."""
     return list(range(ranks - 1, -1, -1))
 
 
 def vee(ranks: int) -> list[int]:
-    """Two chunks in a V: down to the last rank and back to the first."""
+    """Return the placement of two chunks in a V: to the last rank and back to the first."""
     return straight(ranks) + reverse(ranks)
 
 
 def leave_out(order: Iterable[Action], microbatches: int) -> list[Action]:
-    """The order without micro-batches from `microbatches` on.
+    """Return the order without micro-batches from `microbatches` on.
 
-    Leaving whole micro-batches out keeps a schedule sound: what is left still runs in the order in
-    which it ran among the others.
+    A schedule stays sound without a micro-batch: the other actions keep their order.
     """
     return [action for action in order if action.microbatches[0] < microbatches]

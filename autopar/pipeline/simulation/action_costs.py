@@ -1,4 +1,4 @@
-"""The times of a schedule's actions from what a user gives: one number, or one for each stage."""
+"""Times of a schedule's actions, from one number or from one number for each stage."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ StageTimes = dict[Kind, tuple[float, ...]]  # of one micro-batch on each stage, 
 
 
 def plain(cost: Costs) -> float | tuple[float, ...]:
-    """`cost` as a schedule's options keep it."""
+    """Return `cost` in the form in which a schedule's options keep it."""
     return cost if isinstance(cost, (int, float)) else tuple(map(float, cost))
 
 
 def single(name: str, cost: object) -> float:
-    """`cost` when it is one number."""
+    """Return `cost` if it is one number; raise `InvalidInput` otherwise."""
     if not isinstance(cost, (int, float)):
         raise InvalidInput(f"{name} is one number", got=f"{name}={cost!r}", remedy=f"{name}=0.1")
     return per_stage(name, cost, 1)[0]
 
 
 def per_stage(name: str, cost: Costs, stages: int, divisor: float = 1) -> tuple[float, ...]:
-    """`cost` for each stage. One number is shared by the chunks of a rank: it is divided."""
+    """Return `cost` for each stage; one number is divided among the chunks of a rank."""
     if isinstance(cost, (int, float)) and not isinstance(cost, bool):
         values = (cost / divisor,) * stages
     elif isinstance(cost, Sequence) and not isinstance(cost, str) and len(cost) == stages:
@@ -51,26 +51,27 @@ def stage_times(
     forward: Costs,
     backward: Costs,
     backward_weight: Costs | None,
+    *,
     chunks: int = 1,
     parts: int = 1,
 ) -> StageTimes:
-    """Times by kind: `backward` is the whole of it, `backward_weight` the W in it (default half).
+    """Return the times by kind: `backward` with both halves, `backward_weight` its W (half of it).
 
     One number is the time of a rank for one micro-batch of one pipe, so a chunk takes 1/chunks of
     it; a number for each stage is that stage's time. A part of a micro-batch takes 1/parts.
     """
-    whole = per_stage("backward", backward, stages, chunks)
+    both = per_stage("backward", backward, stages, chunks)
     if backward_weight is None:
-        weight = tuple(value / 2 for value in whole)
+        weight = tuple(value / 2 for value in both)
     else:
         weight = per_stage("backward_weight", backward_weight, stages, chunks)
-    if any(part > all_ for part, all_ in zip(weight, whole)):
+    if any(half > total for half, total in zip(weight, both)):
         raise InvalidInput(
             "backward_weight is the part of backward that can be split off",
             got=f"backward={backward!r}, backward_weight={backward_weight!r}",
             remedy="give backward_weight of at most backward",
         )
     forwards = per_stage("forward", forward, stages, chunks)
-    rest = (all_ - part for part, all_ in zip(weight, whole))
-    kinds = zip(KINDS, (forwards, whole, rest, weight))
+    inputs = (total - half for half, total in zip(weight, both))
+    kinds = zip(KINDS, (forwards, both, inputs, weight))
     return {kind: tuple(value / parts for value in values) for kind, values in kinds}

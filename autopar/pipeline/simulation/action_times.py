@@ -1,7 +1,7 @@
-"""When each action runs if every rank does its list in order, as soon as its input is there.
+"""Action times: start and end of each action if every rank does its list in order.
 
-This is the executor's behaviour without the work: sends never block, a rank blocks on the input of
-its next action. The checker looks for ranks that never finish, the simulator for the times.
+This is the executor's behaviour without the work: sends never block, a rank blocks until the input
+of its next action has arrived. The checker looks for deadlocks, the simulator for times.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ NEVER = math.inf
 
 
 @dataclass(frozen=True)
-class Passage:
-    """What a message takes from rank to rank: of those that a rank sends over one link, the next
-    leaves when the last has left."""
+class MessageCost:
+    """Price a message between two ranks; messages of a rank over one link leave one by one."""
 
-    leaves: float  # seconds of one micro-batch
-    alpha: float  # seconds until what has left is there
+    leaves: float  # seconds that one micro-batch occupies the link
+    alpha: float  # seconds of latency, from leaving to arrival
     link: Hashable = None  # of its sender
 
 
-# By pipe, the stage that a message comes from, and whether it goes forward.
-Passages = Mapping[tuple[int, int, bool], Passage]
+# By pipe, sending stage, and whether the message goes forward.
+MessageCosts = Mapping[tuple[int, int, bool], MessageCost]
 
 
 @dataclass(frozen=True)
-class Times:
-    """Starts and ends of actions by rank. A rank that waits forever has fewer than actions."""
+class ActionTimes:
+    """List starts and ends of actions by rank; a rank that waits forever has fewer than actions."""
 
     starts: list[list[float]]
     ends: list[list[float]]
@@ -40,21 +39,23 @@ class Times:
     waiting: dict[int, int]
 
 
-def run(
+def time_actions(
     schedule: Schedule,
     durations: Mapping[Kind, Sequence[float]],
-    latency: float | Passages,
-) -> Times:
-    """Run every rank's list; `durations[kind][stage]` is the time of one micro-batch, `latency` of
-    each message, or what it takes."""
+    latency: float | MessageCosts,
+) -> ActionTimes:
+    """Return when each rank does its list; `durations[kind][stage]` is for one micro-batch.
+
+    `latency`: seconds of every message, or the cost of each.
+    """
     arrivals: list[float] = [NEVER] * (2 * schedule.stages * schedule.all_parts) + [0.0]
     waiting: dict[int, int] = {}
     starts: list[list[float]] = [[] for _ in schedule.orders]
     ends: list[list[float]] = [[] for _ in schedule.orders]
-    passages, alpha = (latency, 0.0) if isinstance(latency, Mapping) else (None, latency)
+    costs, alpha = (latency, 0.0) if isinstance(latency, Mapping) else (None, latency)
     runnable = list(range(schedule.ranks))
     leaving: list[tuple[int, bool, Action]] = []
-    free: dict[Hashable, float] = {}  # from when on a link of a rank is
+    free: dict[Hashable, float] = {}  # when each link of a rank is free again
     while runnable:
         rank = runnable.pop()
         order, messages = schedule.orders[rank], schedule.messages[rank]
@@ -81,15 +82,15 @@ def run(
                 for sent, is_crossing, done in leaving:
                     if not is_crossing:
                         arrivals[sent] = clock
-                    elif passages is not None:
-                        passage = passages[done.pipe, done.stage, done.kind == "F"]
-                        link = rank, passage.link
+                    elif costs is not None:
+                        cost = costs[done.pipe, done.stage, done.kind == "F"]
+                        link = rank, cost.link
                         left = max(clock, free.get(link, 0.0))
-                        left += passage.leaves * len(done.microbatches)
-                        free[link], arrivals[sent] = left, left + passage.alpha
+                        left += cost.leaves * len(done.microbatches)
+                        free[link], arrivals[sent] = left, left + cost.alpha
                     else:
                         arrivals[sent] = clock + alpha
                     if sent in waiting:
                         runnable.append(waiting.pop(sent))
                 leaving.clear()
-    return Times(starts, ends, arrivals, {rank: key for key, rank in waiting.items()})
+    return ActionTimes(starts, ends, arrivals, {rank: key for key, rank in waiting.items()})

@@ -1,4 +1,4 @@
-"""Messages: what goes from stage to stage, over the links between the places where they stand."""
+"""Costs of the messages between stages, over the links between the places that hold them."""
 
 from __future__ import annotations
 
@@ -11,71 +11,74 @@ from autopar.cluster import AxisLink, Cluster
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.cluster.links import MessageLink
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.simulation.action_times import Passage, Passages
+from autopar.pipeline.simulation.action_times import MessageCost, MessageCosts
 from autopar.pipeline.stages.stage_cost import StageCost
-from autopar.pipeline.stages.stage_hardware import Standing
+from autopar.pipeline.stages.stage_hardware import StageHardware
 
 Placement = tuple[tuple[int, ...], ...]
 
 
-def passages(
-    made: Schedule, stages: Sequence[StageCost], cluster: Cluster, line: PipelineLine
-) -> Passages:
-    """What each message of a schedule takes, where `stages` receive what they do."""
-    ways, found = ways_of(cluster, line, made.placement), {}
-    for pipe, places in enumerate(made.placement):
-        for stage, (here, there) in enumerate(pairwise(places)):
+def message_costs(
+    schedule: Schedule, stages: Sequence[StageCost], cluster: Cluster, line: PipelineLine
+) -> MessageCosts:
+    """Return the cost of each message, of as many bytes as the `stages` receive."""
+    ways, costs = ways_between_stages(cluster, line, schedule.placement), {}
+    for pipe, places in enumerate(schedule.placement):
+        for stage, (place, after) in enumerate(pairwise(places)):
             size = stages[stage + 1].receives
-            if here != there:
-                found[pipe, stage, True] = _passage(ways[here, there], size)
-                found[pipe, stage + 1, False] = _passage(ways[there, here], size)
-    return found
+            if place != after:
+                costs[pipe, stage, True] = _message_cost(ways[place, after], size)
+                costs[pipe, stage + 1, False] = _message_cost(ways[after, place], size)
+    return costs
 
 
-def _passage(way: MessageLink, size: float) -> Passage:
-    return Passage(size / way.bandwidth, way.alpha, way.is_inside)
+def _message_cost(way: MessageLink, size: float) -> MessageCost:
+    return MessageCost(size / way.bandwidth, way.alpha, way.is_inside)
 
 
-def standings(
+def hardware_of_stages(
     placement: Placement,
     cluster: Cluster,
     line: PipelineLine,
     kinds: Sequence[int],
     spare: Sequence[float],
-) -> list[Standing]:
-    """Where the stages stand whose copies are at these places; of these `kinds` says of which kind
-    of machines they are, `spare` how much more memory their devices have."""
-    ways, found = ways_of(cluster, line, placement), []
+) -> list[StageHardware]:
+    """Return the hardware of each stage, whose copies `placement` puts on places.
+
+    `kinds`: the kind of machines at each place. `spare`: the bytes that its devices have beyond
+    those that every device has.
+    """
+    ways, hardware = ways_between_stages(cluster, line, placement), []
     for stage, places in enumerate(zip(*placement)):
         before = [pipe[stage - 1] for pipe in placement] if stage else places
         links = [
             ways[pair].bandwidth
-            for here, there in zip(before, places)
-            for pair in ((here, there), (there, here))
-            if here != there
+            for sender, receiver in zip(before, places)
+            for pair in ((sender, receiver), (receiver, sender))
+            if sender != receiver
         ]
-        own = tuple(sorted({kinds[place] for place in places}))
+        stage_kinds = tuple(sorted({kinds[place] for place in places}))
         room = min(spare[place] for place in places)
-        found.append(Standing(own, min(links, default=math.inf), room))
-    return found
+        hardware.append(StageHardware(stage_kinds, min(links, default=math.inf), room))
+    return hardware
 
 
 @lru_cache(maxsize=256)
-def ways_of(
+def ways_between_stages(
     cluster: Cluster, line: PipelineLine, placement: Placement
 ) -> Mapping[tuple[int, int], MessageLink]:
-    """What messages take between the places of stages that follow one another, both ways."""
+    """Return the way of messages between places of neighbouring stages, in both directions."""
     return cluster.message_ways(line.ranks, _pairs(placement))
 
 
 def _pairs(placement: Placement) -> Iterator[tuple[int, int]]:
     for places in placement:
-        for here, there in pairwise(places):
-            if here != there:
-                yield from ((here, there), (there, here))
+        for place, after in pairwise(places):
+            if place != after:
+                yield from ((place, after), (after, place))
 
 
 @lru_cache(maxsize=256)
 def replica_links(cluster: Cluster, line: PipelineLine, groups: Placement) -> Sequence[AxisLink]:
-    """What groups of as many places each have between them, all of them busy at once."""
+    """Return the link inside each of `groups` of equal size, all of which are busy at once."""
     return cluster.replica_links(line.ranks, groups)

@@ -1,4 +1,4 @@
-"""Prices a schedule: when every action runs, what idles, what is kept, what synchronisation adds.
+"""Price a schedule: times of all actions, idle time, activations, gradient synchronisation.
 
 >>> from autopar.pipeline import schedule
 >>> timeline = simulate(schedule("chimera", stages=4, microbatches=4), forward=1, backward=2)
@@ -21,7 +21,7 @@ from typing import Literal
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.simulation.action_costs import Costs, per_stage, single, stage_times
-from autopar.pipeline.simulation.action_times import Passages, run
+from autopar.pipeline.simulation.action_times import MessageCosts, time_actions
 from autopar.pipeline.simulation.synchronization import synchronize
 from autopar.pipeline.simulation.timeline import Timeline
 
@@ -33,36 +33,43 @@ def simulate(
     schedule: Schedule,
     forward: Costs = 1,
     backward: Costs = 2,
+    *,
     backward_weight: Costs | None = None,
     latency: float = 0,
     sync: Sync | None = None,
     sync_cost: Costs = 0,
     after_sync: Costs = 0,
     activation: Costs = 1,
-    passages: Passages | None = None,
+    message_costs: MessageCosts | None = None,
     shared_sync: Mapping[tuple[int, ...], float] = _NONE,
 ) -> Timeline:
-    """The timeline of one step.
+    """Return the timeline of one step.
 
-    A cost is one number, the time of a rank for one micro-batch on what it holds of one pipe
-    (chunks share it), or a number for each stage. `backward` is the whole of it,
-    `backward_weight` the part that W takes where it is split off (half by default). `latency` is
-    the time a message is under way between two ranks, `passages` what each of them takes. `sync`
-    says when the replicas of a stage all-reduce its gradient (see `synchronization`), which takes
-    `sync_cost`; `shared_sync` is what it takes stages, by their numbers, that share parameters;
-    `after_sync` what a rank does for each of its stages when it has summed all.
-    `activation` is what a micro-batch keeps for backward, 1 by default.
+    A cost is one number, the time of a rank for one micro-batch on its stages of one pipe (chunks
+    share it), or a number for each stage.
+
+    - `backward`: both halves of it; `backward_weight`: its W, where it is split (half by default).
+    - `latency`: the time of a message between two ranks; `message_costs`: the cost of each.
+    - `sync`: when the replicas of a stage all-reduce its gradient (see `synchronization`; None:
+      never); `sync_cost`: the time of that; `shared_sync`: by their numbers, the time for stages
+      that share parameters; `after_sync`: the work for a stage when all gradients are summed.
+    - `activation`: the size that a micro-batch keeps for backward, 1 by default.
     """
     times = stage_times(
-        schedule.stages, forward, backward, backward_weight, schedule.chunks, schedule.parts
+        schedule.stages,
+        forward,
+        backward,
+        backward_weight,
+        chunks=schedule.chunks,
+        parts=schedule.parts,
     )
     delay = single("latency", latency)
     shares = per_stage("activation", activation, schedule.stages, schedule.chunks)
-    kept = tuple(share / schedule.parts for share in shares)
-    result = run(schedule, times, delay if passages is None else passages)
+    activations = tuple(share / schedule.parts for share in shares)
+    result = time_actions(schedule, times, delay if message_costs is None else message_costs)
     if sum(map(len, result.ends)) != len(schedule.actions):
         check(schedule)
-    timeline = Timeline(schedule, result.starts, result.ends, result.arrivals, kept)
+    timeline = Timeline(schedule, result.starts, result.ends, result.arrivals, activations)
     if sync is None:
         return timeline
     costs, after = (

@@ -1,4 +1,4 @@
-"""Price: what a step of a pipeline takes, by simulation with the predicted costs of its stages."""
+"""Price of a pipeline's step: simulated with the predicted costs of its stages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from autopar.cost.time_report import ROUNDED, Cost, RunCost
 from autopar.passes.stages import StageCut
 from autopar.pipeline.memory.step_memory import (
     StageMemory,
-    host_in_step,
-    kept_in_step,
-    most_in_step,
+    activation_peak_in_step,
+    host_peak_in_step,
+    peak_in_step,
 )
 from autopar.pipeline.pipelining import Pipelining
-from autopar.pipeline.simulation.message_costs import passages, replica_links
+from autopar.pipeline.simulation.message_costs import message_costs, replica_links
 from autopar.pipeline.simulation.simulator import simulate
 from autopar.pipeline.simulation.timeline import Timeline
 from autopar.pipeline.stages.stage_cost import StageCost
@@ -31,30 +31,31 @@ from autopar.strategies.node_info import ParameterReaders
 
 
 def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
-    """The simulated step, latency and sums of gradients included."""
-    made, stages = pipelining.schedule, pipelining.stages
+    """Return the simulated step, latency and sums of gradients included."""
+    schedule, stages = pipelining.schedule, pipelining.stages
     line = PipelineLine.of(pipelining.mesh, pipelining.axis)
     sums, shared = [stage.synced for stage in stages], dict[tuple[int, ...], float]()
-    along = sums_along(pipelining)
-    for one, link in zip(along, _links_of(along, cluster, line)):
-        seconds = float(collective_seconds(one.moved.kind, link, one.moved.bytes))
-        if len(one.stages) == 1:
-            sums[one.stages[0]] += seconds
+    reductions = pipeline_reductions(pipelining)
+    for reduction, link in zip(reductions, _links_of(reductions, cluster, line)):
+        moved = reduction.moved
+        seconds = float(collective_seconds(moved.kind, link, moved.bytes))
+        if len(reduction.stages) == 1:
+            sums[reduction.stages[0]] += seconds
         else:
-            shared[one.stages] = seconds
-    parts = made.parts  # of micro-batches, whose costs the simulator takes
-    # Backward that is split comes to gradients of weights when reductions are done.
+            shared[reduction.stages] = seconds
+    parts = schedule.parts  # of a micro-batch; the simulator takes the costs of all its parts
+    # A split backward computes weight gradients after the reductions, and so hides none of them.
     backward = [
-        parts * (stage.backward + stage.reduced * (index in made.split_stages))
+        parts * (stage.backward + stage.reduced * (index in schedule.split_stages))
         for index, stage in enumerate(stages)
     ]
     return simulate(
-        made,
+        schedule,
         forward=[parts * stage.forward for stage in stages],
         backward=backward,
-        # What runs again does so in B or I: never in W.
+        # Recomputation belongs to B or I, never to W.
         backward_weight=[parts * (stage.backward - stage.again) / 2 for stage in stages],
-        passages=passages(made, stages, cluster, line),
+        message_costs=message_costs(schedule, stages, cluster, line),
         sync="eager",  # as the runtime begins them: `Schedule.gradient_positions`
         sync_cost=sums,
         after_sync=[stage.after for stage in stages],
@@ -63,18 +64,20 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
 
 
 @dataclass(frozen=True)
-class SumAlong:
-    """Of the gradients of what the same stages read, over all places that hold one of these."""
+class PipelineReduction:
+    """Describe a gradient sum over all places that hold one of the stages that read alike."""
 
     stages: tuple[int, ...]
     places: tuple[int, ...]
     moved: Collective
 
 
-def sums_along(pipelining: Pipelining) -> list[SumAlong]:
-    """What the places of a pipeline move to sum gradients: the copies of a stage, one of each pipe,
-    and the stages that read the same parameters, which sum theirs once."""
-    made = pipelining.schedule
+def pipeline_reductions(pipelining: Pipelining) -> list[PipelineReduction]:
+    """Return the gradient sums between the places of a pipeline.
+
+    The copies of a stage, one of each pipe, sum their gradients; so do, once, the stages that read
+    the same parameters.
+    """
     sizes = dict[tuple[int, ...], int]()
     for index, stage in enumerate(pipelining.stages):
         sizes[index,] = stage.sums
@@ -82,49 +85,50 @@ def sums_along(pipelining: Pipelining) -> list[SumAlong]:
         sizes[shared.stages] = shared.bytes
         for index in shared.stages:
             sizes[index,] -= shared.bytes
-    found = []
+    reductions = []
     for stages, size in sizes.items():
-        places = made.holders(stages)
+        places = pipelining.schedule.holders(stages)
         if size > 0 and len(places) > 1:
             moved = Collective("all_reduce", (pipelining.axis,), float(size), "step", SUMS)
-            found.append(SumAlong(stages, places, moved))
-    return found
+            reductions.append(PipelineReduction(stages, places, moved))
+    return reductions
 
 
-def _links_of(along: Sequence[SumAlong], cluster: Cluster, line: PipelineLine) -> list[AxisLink]:
-    """What the places of each sum have between them: copies of stages at the same time, stages that
-    share parameters alone."""
-    copies = tuple(one.places for one in along if len(one.stages) == 1)
+def _links_of(
+    reductions: Sequence[PipelineReduction], cluster: Cluster, line: PipelineLine
+) -> list[AxisLink]:
+    """Return the link of each sum; copies of stages sum all at once, shared parameters alone."""
+    copies = tuple(r.places for r in reductions if len(r.stages) == 1)
     links = [*replica_links(cluster, line, copies)] if copies else []
-    for one in along[len(copies) :]:
-        links += replica_links(cluster, line, (one.places,))
+    for reduction in reductions[len(copies) :]:
+        links += replica_links(cluster, line, (reduction.places,))
     return links
 
 
 def pipeline_cost(pipelining: Pipelining, run: RunCost, timeline: Timeline) -> Cost:
-    """The parts of a simulated step; `run` is one micro-batch (or part) through all stages."""
+    """Return the parts of a simulated step; `run` is one micro-batch (or part) on all stages."""
     once, cast, stages = Cost.of(run), run.worked.cast, pipelining.stages
-    busy, made = max(timeline.busy), pipelining.schedule
+    busy, schedule = max(timeline.busy), pipelining.schedule
     # Where backward is split, nothing hides what the gradients of weights hide elsewhere.
     reduced = sum(stage.reduced for stage in stages) or 1.0
-    split = run.moved.reduced * sum(stages[at].reduced for at in made.split_stages) / reduced
-    parts, work = made.all_parts, once.compute - cast + once.shown + split
+    split = run.moved.reduced * sum(stages[at].reduced for at in schedule.split_stages) / reduced
+    parts, work = schedule.all_parts, once.compute - cast + once.shown + split
     share = (once.compute - cast) / work if work else 1.0
     moved = busy * (1 - share)
-    hidden = max(0.0, once.hidden - split) * parts / made.ranks
+    hidden = max(0.0, once.hidden - split) * parts / schedule.ranks
     times = busy / work if work else 0.0  # how often the busiest rank runs as much as that
     gathered = sum(stage.gathering for stage in stages)
     every = sum(sync.end - sync.start for sync in timeline.synchronizations)
     sums = every - gathered if every - gathered > ROUNDED * every else 0.0
-    updated, casts = _shown(timeline, stages)
+    updated, casts = _visible_updates(timeline, stages)
     waits = timeline.makespan - busy
     exposed = moved + timeline.uncovered_sync - updated - casts
     return Cost(
         compute=busy * share + casts,
         communication=moved + hidden + sums + gathered,
         exposed=exposed if exposed > ROUNDED * timeline.step_time else 0.0,
-        forward=((once.forward - cast) * parts + cast) / made.ranks,
-        backward=once.backward * parts / made.ranks,
+        forward=((once.forward - cast) * parts + cast) / schedule.ranks,
+        backward=once.backward * parts / schedule.ranks,
         gradient_sync=sums,
         gathered=gathered,
         updated=updated,
@@ -136,20 +140,22 @@ def pipeline_cost(pipelining: Pipelining, run: RunCost, timeline: Timeline) -> C
     )
 
 
-def _shown(timeline: Timeline, stages: Sequence[StageCost]) -> tuple[float, float]:
-    """By how much a step is longer for updates on the host, and for casts: their share of what the
-    rank does that ends it, when it has summed all gradients."""
+def _visible_updates(timeline: Timeline, stages: Sequence[StageCost]) -> tuple[float, float]:
+    """Return the seconds that updates on the host, and that casts, add to a step.
+
+    Both are shares of the work behind the last gradient sum, on the rank that ends the step.
+    """
     if (last := timeline.last_update) is None:
         return 0.0, 0.0
-    own = [stages[index] for index in timeline.schedule.stages_on(last.rank)]
-    longer = (last.end - max(last.start, timeline.makespan)) / sum(stage.after for stage in own)
-    return sum(stage.updated for stage in own) * longer, sum(stage.cast for stage in own) * longer
+    on_rank = [stages[index] for index in timeline.schedule.stages_on(last.rank)]
+    share = (last.end - max(last.start, timeline.makespan)) / sum(s.after for s in on_rank)
+    return sum(s.updated for s in on_rank) * share, sum(s.cast for s in on_rank) * share
 
 
-def held_at(pipelining: Pipelining, cut: StageCut, rank: int) -> list[fx.Node]:
-    """The parameters and buffers that a rank along the pipeline's axis has, each once."""
-    own = {*pipelining.schedule.stages_on(rank)}
-    return [node for node, read in cut.stages.items() if not own.isdisjoint(read)]
+def held_nodes(pipelining: Pipelining, cut: StageCut, rank: int) -> list[fx.Node]:
+    """Return the parameters and buffers that a rank along the pipeline's axis has, each once."""
+    on_rank = {*pipelining.schedule.stages_on(rank)}
+    return [node for node, read in cut.stages.items() if not on_rank.isdisjoint(read)]
 
 
 def memory_by_place(
@@ -160,16 +166,18 @@ def memory_by_place(
     readers: Mapping[fx.Node, ParameterReaders],
     kept_in_python: int = 0,
 ) -> list[Memory]:
-    """The bytes on each rank along the pipeline's axis: each parameter and buffer that it has,
-    `held` with how many of each, what its stages take in a step, and what forward keeps in Python.
+    """Return the memory of each rank along the pipeline's axis.
+
+    `held`: by rank, how many of each parameter and buffer it has. `taken`: the bytes of each stage
+    in a step. `kept_in_python`: bytes that forward keeps outside of the graph.
     """
-    made, mesh = pipelining.schedule, pipelining.mesh.without(pipelining.axis)
-    found = []
-    for rank, own in enumerate(held):
-        kept = kept_in_step(made, rank, taken)
-        used = live_copy_bytes(copy_groups_of_nodes(own, mesh, buffer_bytes, readers), mesh)
-        memory = Memory.of(own, mesh, kept, used=used).keeping(kept_in_python)
-        on_host = memory.host_activations + host_in_step(made, rank, taken)
+    schedule, mesh = pipelining.schedule, pipelining.mesh.without(pipelining.axis)
+    memories = []
+    for rank, counts in enumerate(held):
+        activations = activation_peak_in_step(schedule, rank, taken)
+        used = live_copy_bytes(copy_groups_of_nodes(counts, mesh, buffer_bytes, readers), mesh)
+        memory = Memory.of(counts, mesh, activations, used=used).keeping(kept_in_python)
+        on_host = memory.host_activations + host_peak_in_step(schedule, rank, taken)
         memory = replace(memory, host_activations=on_host)
-        found.append(memory.at_once(most_in_step(made, rank, taken), used))
-    return found
+        memories.append(memory.at_once(peak_in_step(schedule, rank, taken), used))
+    return memories

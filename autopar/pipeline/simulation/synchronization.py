@@ -1,5 +1,5 @@
-"""Gradient synchronisation: when the replicas of a stage all-reduce its gradient, and stages that
-share parameters the gradients of these.
+"""Gradient synchronisation: all-reduces among the replicas of a stage, and among stages that share
+parameters.
 
 - ``after``: when a rank has done all its actions;
 - ``eager``: when a rank has done its last backward on the stage, as the runtime does it;
@@ -7,7 +7,7 @@ share parameters the gradients of these.
   and the rank's last action, as a running all-reduce slows the work beside it; after for the rest.
 
 An all-reduce starts when all its ranks are ready. A rank runs one at a time, beside its actions.
-What follows for its stages, as updates on the host do, begins when it is done with all of these.
+The work that follows for its stages, such as updates on the host, begins after all of these.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODES = ("after", "eager", "eager-where-it-helps")
 
 
 def early_stages(timeline: Timeline) -> tuple[int, ...]:
-    """The stages whose ranks all idle between their last backward on it and their last action."""
+    """Return the stages whose ranks all idle between last backward on it and last action."""
     schedule = timeline.schedule
     tolerance = 1e-9 * timeline.makespan
 
@@ -41,7 +41,7 @@ def early_stages(timeline: Timeline) -> tuple[int, ...]:
 
 
 def _completed_at(schedule: Schedule, rank: int, stage: int) -> int:
-    """The position of the action that completes the gradient of `stage` on `rank`; -1: none."""
+    """Return the position of the action that completes a stage's gradient on `rank`; -1: none."""
     return (-1, *schedule.gradient_positions[rank].get(stage, ()))[-1]
 
 
@@ -52,8 +52,11 @@ def synchronize(
     shared: Mapping[tuple[int, ...], float],
     after: tuple[float, ...],
 ) -> Timeline:
-    """The timeline with the all-reduces of all stages, and of those that share parameters, first
-    ready first."""
+    """Return the timeline with the all-reduces of all stages, in the order in which they are ready.
+
+    `costs`: seconds of each stage's all-reduce. `shared`: of stages that share parameters.
+    `after`: seconds that a rank works for each of its stages when all gradients are summed.
+    """
     require_one_of("sync, when gradients are synchronised", mode, MODES)
     schedule = timeline.schedule
     done = [ends[-1] if ends else 0.0 for ends in timeline.ends]
@@ -69,20 +72,22 @@ def synchronize(
             gradient = timeline.ends[rank][position] if position >= 0 else 0.0
             completed[stage] = max(completed[stage], gradient if stage in eager else done[rank])
     every = {(stage,): cost for stage, cost in enumerate(costs)} | dict(shared)
-    ready = [(max(completed[stage] for stage in some), some) for some in every]
+    ready = [(max(completed[stage] for stage in group), group) for group in every]
     free = [0.0] * schedule.ranks
-    found = []
-    for begins, some in sorted(ready):
-        ranks = schedule.holders(some)
+    all_reduces = []
+    for begins, group in sorted(ready):
+        ranks = schedule.holders(group)
         start = max([begins, *(free[rank] for rank in ranks)])
-        end = start + every[some]
+        end = start + every[group]
         for rank in ranks:
             free[rank] = end
         early = any(start < done[rank] for rank in ranks)
-        found.append(Synchronization(some, ranks, start, end, early))
+        all_reduces.append(Synchronization(group, ranks, start, end, early))
     updates = []
     for rank, begins in enumerate(map(max, free, done)):
         seconds = sum(after[stage] for stage in schedule.stages_on(rank))
         if seconds:
             updates.append(Update(rank, begins, begins + seconds))
-    return dataclasses.replace(timeline, synchronizations=tuple(found), updates=tuple(updates))
+    return dataclasses.replace(
+        timeline, synchronizations=tuple(all_reduces), updates=tuple(updates)
+    )

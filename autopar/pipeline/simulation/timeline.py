@@ -1,4 +1,4 @@
-"""What a simulated step looks like: when each action runs, and what follows from it."""
+"""A simulated step: when each action runs, and the idle time and critical path that follow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UPDATES = "casts and updates of parameters"
 
 @dataclass(frozen=True)
 class Synchronization:
-    """The all-reduce of a stage's gradient among its replicas, or of what stages share."""
+    """Time the all-reduce of a stage's gradient among its replicas, or of shared parameters."""
 
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -32,14 +32,14 @@ class Synchronization:
 
     @property
     def name(self) -> str:
-        """Whose gradients, in words."""
+        """Return the stages whose gradients are summed, in words."""
         word = "stage" if len(self.stages) == 1 else "stages"
         return f"{word} {' and '.join(map(str, self.stages))}"
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a rank does for its stages when it has summed all gradients."""
+    """Time the work of a rank for its stages after it has summed all gradients."""
 
     rank: int
     start: float
@@ -48,10 +48,10 @@ class Update:
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """A chain of actions without a gap, from the start of the step to its last end."""
+    """List a chain of actions without a gap, from the start of the step to its last end."""
 
     actions: tuple[Action, ...]
-    # How many of its links are messages from one rank to another.
+    # The number of its links that are messages from one rank to another.
     messages: int
 
     @property
@@ -60,12 +60,12 @@ class CriticalPath:
 
     @property
     def backwards(self) -> int:
-        """Whole backwards, and the gradients of inputs where the backward is split."""
+        """Return the number of unsplit backwards and of input gradients."""
         return self._count("B") + self._count("I")
 
     @property
     def weights(self) -> int:
-        """Gradients of weights that were split off."""
+        """Return the number of weight gradients that were split off."""
         return self._count("W")
 
     def _count(self, kind: str) -> int:
@@ -74,73 +74,73 @@ class CriticalPath:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A priced step. `starts[rank][i]` and `ends[rank][i]` belong to `schedule.orders[rank][i]`."""
+    """Hold a simulated step: `starts[rank][i]` is the start of `schedule.orders[rank][i]`."""
 
     schedule: Schedule
     starts: list[list[float]] = field(repr=False)
     ends: list[list[float]] = field(repr=False)
     arrivals: list[float] = field(repr=False)  # of messages, by their keys
-    # What each stage keeps of a part of a micro-batch for its backward.
+    # The size that each stage keeps for backward of a part of a micro-batch.
     activations: tuple[float, ...]
     synchronizations: tuple[Synchronization, ...] = ()
     updates: tuple[Update, ...] = ()
 
     @cached_property
     def makespan(self) -> float:
-        """From the start of the first action to the end of the last, without synchronisation."""
+        """Return the time from the first action to the end of the last, synchronisation aside."""
         return max(ends[-1] if ends else 0.0 for ends in self.ends)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank works."""
+        """Return the time for which each rank works."""
         return tuple(sum(ends) - sum(starts) for starts, ends in zip(self.starts, self.ends))
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
-        """How long each rank does not work within the makespan."""
+        """Return the time within the makespan in which each rank waits."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @cached_property
     def bubble_ratio(self) -> float:
-        """The idle part of all ranks' time."""
+        """Return the idle share of all ranks' time."""
         total = self.makespan * self.schedule.ranks
         return sum(self.idle) / total if total else 0.0
 
     @property
     def step_time(self) -> float:
-        """The makespan and what synchronisation adds to it, and what follows on that."""
-        ends = *(one.end for one in self.synchronizations), *(one.end for one in self.updates)
-        return max([self.makespan, *ends])
+        """Return the makespan with synchronisation and the updates that follow on it."""
+        sums, updates = (s.end for s in self.synchronizations), (u.end for u in self.updates)
+        return max([self.makespan, *sums, *updates])
 
     @property
     def uncovered_sync(self) -> float:
-        """How much longer the step is for gradient synchronisation, and what follows on it."""
+        """Return the time that gradient synchronisation and updates add to the makespan."""
         return self.step_time - self.makespan
 
     @property
     def last_update(self) -> Update | None:
-        """That which ends the step, if one does."""
-        return next((one for one in self.updates if one.end == self.step_time), None)
+        """Return the update that ends the step; None if an action or a sum ends it."""
+        return next((update for update in self.updates if update.end == self.step_time), None)
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """For each rank, the most that it keeps for backward at any time, by order alone.
+        """Return the most that each rank keeps for backward at any time, by order alone.
 
         1 is one micro-batch on all the stages that a rank holds of one pipe.
         """
 
-        def kept(live: Live) -> float:
+        def kept_size(live: Live) -> float:
             return sum(
-                self.activations[stage] * (whole + later)
-                for stage, (whole, _, later, *_) in live.items()
+                self.activations[stage] * (full + halves)
+                for stage, (full, _, halves, *_) in live.items()
             )
 
         by_rank = (live_microbatches(self.schedule, rank) for rank in range(self.schedule.ranks))
-        return tuple(max(map(kept, live), default=0.0) for live in by_rank)
+        return tuple(max(map(kept_size, live), default=0.0) for live in by_rank)
 
     @cached_property
     def critical_path(self) -> CriticalPath:
-        """A chain that decides the makespan; among equals, one that follows messages."""
+        """Return a chain that decides the makespan; among equals, one that follows messages."""
         schedule = self.schedule
         tolerance = 1e-9 * max(self.makespan, 1e-300)
         rank = max(range(schedule.ranks), key=lambda r: self.ends[r][-1] if self.ends[r] else 0.0)
@@ -154,14 +154,14 @@ class Timeline:
             if position and schedule.orders[rank][position - 1].overlaps:
                 first = past
             awaited = [key for key, _, _ in schedule.messages[rank][first:past] if key >= 0]
-            here, position = rank, position - 1
+            receiver, position = rank, position - 1
             for key in awaited:
-                there, other = schedule.senders[key]
-                action = schedule.orders[there][other]
+                sender, other = schedule.senders[key]
+                action = schedule.orders[sender][other]
                 if self.arrivals[key] >= start - tolerance:
-                    messages += there != here
+                    messages += sender != receiver
                     # An overlapped forward sends when the backward that follows it is done.
-                    rank, position = there, other + action.overlaps
+                    rank, position = sender, other + action.overlaps
                     break
         return CriticalPath(tuple(reversed(chain)), messages)
 
@@ -169,9 +169,9 @@ class Timeline:
         return draw(self)
 
     def gantt(self, unit: Callable[[float], str] = "{:g}".format) -> Gantt:
-        """The same as a picture, with times as `unit` writes them."""
+        """Return the step as a picture, with times as `unit` writes them."""
         after = [(f"{SUM} of {s.name}", s.ranks, s.start, s.end) for s in self.synchronizations]
-        after += [(UPDATES, (one.rank,), one.start, one.end) for one in self.updates]
+        after += [(UPDATES, (u.rank,), u.start, u.end) for u in self.updates]
         return Gantt(self.schedule, self.starts, self.ends, after, unit)
 
     def save(self, path: str | Path) -> None:
@@ -181,7 +181,7 @@ class Timeline:
 
 
 def draw(timeline: Timeline, width: int = WIDTH) -> str:
-    """A line for each rank, time to the right, in at most `width` columns.
+    """Return a line of text for each rank, time to the right, in at most `width` columns.
 
     Each action is its kind and micro-batch where that fits, else its kind. Pipes other than 0 are
     in small letters. Dots are idle time.

@@ -1,8 +1,9 @@
-"""Kept: what every stage that there could be keeps from forward to backward."""
+"""Bytes that any possible stage keeps from forward to backward, and recomputes in backward."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 from torch import fx
 
@@ -21,70 +22,72 @@ from autopar.strategies.node_info import RecomputeRegion, info
 from autopar.strategies.results import is_result, values_of
 
 
-def kept_by_stages(flow: Flow, known: SavedBytesCache, halves: Halves) -> tuple[Spans, Spans]:
-    """What stages keep of one micro-batch from forward to backward, besides what they received.
+def kept_by_stages(
+    flow: Flow, known: SavedBytesCache, halves: WeightHalfBytes
+) -> tuple[Spans, Spans]:
+    """Return the bytes kept of one micro-batch until backward, received values not among them.
 
-    Then what they keep from the gradients of their inputs to those of their weights.
+    The second value is of the bytes kept from the gradients of inputs to those of weights.
     """
-    keepers: dict[Storage, set[int]] = {}  # where it is read
-    later: dict[Storage, set[int]] = {}
+    keepers: dict[Storage, set[int]] = {}  # the positions of its readers
+    late_keepers: dict[Storage, set[int]] = {}
     sizes: dict[Storage, float] = {}
-    put_off = {flow.position[node] for node in flow.weight_inputs}
+    deferred = {flow.position[node] for node in flow.weight_inputs}
     for node, positions in flow.read_at.items():
-        kept = known.through(node)
-        sizes |= kept
-        for key in kept:
+        saved = known.through(node)
+        sizes |= saved
+        for key in saved:
             keepers.setdefault(key, set()).update(positions)
         for key, size in halves(node).items():
-            later.setdefault(key, set()).update(put_off.intersection(positions))
+            late_keepers.setdefault(key, set()).update(deferred.intersection(positions))
             sizes[key] = max(size, sizes.get(key, 0.0))
-    whole, weight_halves = Spans(), Spans()
+    kept, weight_halves = Spans(), Spans()
     for key, readers in keepers.items():
-        made = flow.position.get(key[0])
-        if made is not None:  # a stage after that received it
-            whole.all_of((made, min(readers)), sizes[key])
+        maker = flow.position.get(key[0])
+        if maker is not None:  # a later stage has received it
+            kept.all_of((maker, min(readers)), sizes[key])
         else:
-            whole.any_of(readers, sizes[key])
-    for key, readers in later.items():
+            kept.any_of(readers, sizes[key])
+    for key, readers in late_keepers.items():
         weight_halves.any_of(readers, sizes[key])
-    return whole, weight_halves
+    return kept, weight_halves
 
 
-class Halves:
-    """Of an operator, what the gradients of weights are made of, where they are put off."""
+class WeightHalfBytes:
+    """Find the tensors from which an operator's deferred weight gradients are computed."""
 
     def __init__(self, flow: Flow, known: SavedBytesCache) -> None:
         self._flow, self._known = flow, known
         self._calls = CallMemories(known.mesh)
-        self._found: dict[fx.Node, SavedBytes] = {}
-        self._handed_on: dict[Hashable, bool] = {}  # by call and input
+        self._cache: dict[fx.Node, SavedBytes] = {}
+        self._hands_on_cache: dict[Hashable, bool] = {}  # by call and input
 
     def __call__(self, node: fx.Node) -> SavedBytes:
-        if node not in self._found:
-            self._found[node] = self._of(node)
-        return self._found[node]
+        if node not in self._cache:
+            self._cache[node] = self._tensors_of(node)
+        return self._cache[node]
 
-    def _of(self, node: fx.Node) -> SavedBytes:
+    def _tensors_of(self, node: fx.Node) -> SavedBytes:
         weights, region = self._flow.weight_inputs.get(node), info(node).region
         if weights is None:
             if not self._flow.is_weight(node):
                 return {}
-            # What is made of weights alone is made again with their gradients.
+            # Values of weights alone are recomputed with the gradients of these.
             is_late = region is not None and not region.is_full
             return self._known.through(node) if is_late else self._known.own(node)
-        found = dict(self._known.own(node)) if weights.product else {}
+        sizes = dict(self._known.own(node)) if weights.product else {}
         waiting = values_of(node) if weights.product else self._flow.weights_of(node)
         for value in [value for value in waiting if info(value).differentiable]:
             # One gradient may be that of several values, which wait together.
-            same = self._with_same_gradient(value) if weights.product else value
-            size = min(local_bytes(one, self._known.mesh) for one in (value, same))
-            key = same, "gradient" if weights.product else f"gradient of {node.name}"
-            found[key] = max(size, found.get(key, 0.0))
-        return found
+            owner = self._gradient_owner(value) if weights.product else value
+            size = min(local_bytes(v, self._known.mesh) for v in (value, owner))
+            key = owner, "gradient" if weights.product else f"gradient of {node.name}"
+            sizes[key] = max(size, sizes.get(key, 0.0))
+        return sizes
 
-    def _with_same_gradient(self, value: fx.Node) -> fx.Node:
-        """The value whose gradient is its own: sums and views hand theirs on as it is."""
-        while len(readers := [one for one in value.users if info(one).differentiable]) == 1:
+    def _gradient_owner(self, value: fx.Node) -> fx.Node:
+        """Return the value that shares its gradient: sums and views hand theirs on unchanged."""
+        while len(readers := [user for user in value.users if info(user).differentiable]) == 1:
             if not self._hands_on(readers[0], value):
                 break
             value = readers[0]
@@ -96,22 +99,30 @@ class Halves:
         if (movement := info(reader).movement) is not None:
             return movement.hands_back
         inputs = reader.all_input_nodes
-        names = {one: f"%{place}" for place, one in enumerate(inputs)}
+        names = {node: f"%{place}" for place, node in enumerate(inputs)}
         call = str(fx.map_arg((reader.args, reader.kwargs), names.__getitem__))
-        types = (*((info(one).type, info(one).differentiable) for one in inputs),)
+        types = (*((info(node).type, info(node).differentiable) for node in inputs),)
         key = reader.target, call, types, names[value]
-        if key not in self._handed_on:
-            seen = self._calls(reader)
-            found = dict(zip(seen.inputs, seen.gradients)).get(value)
-            self._handed_on[key] = found == HANDED_ON
-        return self._handed_on[key]
+        if key not in self._hands_on_cache:
+            memory = self._calls(reader)
+            size = dict(zip(memory.inputs, memory.gradients)).get(value)
+            self._hands_on_cache[key] = size == HANDED_ON
+        return self._hands_on_cache[key]
 
 
-class Remade:
-    """What stages of a program make again in backward."""
+class RegionSpan(NamedTuple):
+    """The first and last position of a region, and the most bytes that it recomputes."""
+
+    first: int
+    last: int
+    size: float
+
+
+class RecomputedBytes:
+    """Estimate the bytes that stages of a program recompute in backward."""
 
     def __init__(
-        self, flow: Flow, known: SavedBytesCache, halves: Halves, stretch: Stretch
+        self, flow: Flow, known: SavedBytesCache, halves: WeightHalfBytes, stretch: Stretch
     ) -> None:
         self.flow, self._known, self._halves, self._stretch = flow, known, halves, stretch
         inside: dict[RecomputeRegion, list[fx.Node]] = {}
@@ -119,28 +130,32 @@ class Remade:
             region = info(node).region
             if region is not None and node in flow.read_at:
                 inside.setdefault(region, []).append(node)
-        # Of each region the first and the last position, and what it makes again at most.
-        spans = [self._span(nodes) for nodes in inside.values()]
-        self.regions = [(*at, size) for *ends, size in spans for at in stretch.span(*ends)]
-        self._found: dict[tuple[int, int, bool], float] = {}
+        self.regions = [
+            RegionSpan(*ends, region.size)
+            for region in map(self._span, inside.values())
+            for ends in stretch.span(region.first, region.last)
+        ]
+        self._cache: dict[tuple[int, int, bool], float] = {}
 
-    def _span(self, nodes: Sequence[fx.Node]) -> tuple[int, int, float]:
-        at = [position for node in nodes for position in self.flow.read_at[node]]
+    def _span(self, nodes: Sequence[fx.Node]) -> RegionSpan:
+        positions = [position for node in nodes for position in self.flow.read_at[node]]
         sizes: dict[Storage, float] = {}
         for node in nodes:
             for held in (self._known.own, self._known.through, self._known.remade):
                 sizes |= held(node)
-        return min(at), max(at), sum(sizes.values())
+        return RegionSpan(min(positions), max(positions), sum(sizes.values()))
 
-    def bytes(self, start: int, end: int, is_split: bool = False) -> float:
-        """The bytes by which a stage comes to keep more in the backward of one micro-batch; where
-        that is split, what gradients of weights are made of stays as regions go."""
+    def bytes(self, start: int, end: int, *, is_split: bool = False) -> float:
+        """Return the bytes that a stage keeps beyond forward's in the backward of one micro-batch.
+
+        If backward is split, regions leave behind what their weight gradients need.
+        """
         if not self.regions:
             return 0.0
         start, end, _ = self._stretch.stage(start, end)
-        about = start, end, is_split
-        if about not in self._found:
+        key = start, end, is_split
+        if key not in self._cache:
             stage, known = self.flow.made_in(start, end), self._known
             stays = [self._halves] if is_split else []
-            self._found[about] = peak_recomputed_bytes(stage, known.mesh, known, *stays)
-        return self._found[about]
+            self._cache[key] = peak_recomputed_bytes(stage, known.mesh, known, *stays)
+        return self._cache[key]

@@ -1,4 +1,4 @@
-"""Pins: where stages start that were fixed by hand, `shard(module, stage=k)`."""
+"""Pins: the starts of stages that a user has fixed, by `shard(module, stage=k)`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from autopar.pipeline.stages.stage_tables import StageCosts
 from autopar.strategies.node_info import info
 
 
-def pinned(costs: StageCosts, pins: Sequence[Pin], count: int) -> dict[int, int]:
-    """The cut point where each pinned stage starts."""
+def pinned_points(costs: StageCosts, pins: Sequence[Pin], count: int) -> dict[int, int]:
+    """Return the cut point at which each pinned stage starts."""
     fixed: dict[int, int] = {}
     by_stage: dict[int, Pin] = {}
     for pin in sorted(pins, key=lambda pin: pin.stage):
-        point = _start_of(costs, pin)
+        point = _first_point_of(costs, pin)
         if not 0 <= pin.stage < count:
             _refuse(pin, f"stage {pin.stage} of {count}", f"a stage from 1 to {count - 1}")
         if pin.stage == 0 and point > 0:
@@ -35,13 +35,13 @@ def pinned(costs: StageCosts, pins: Sequence[Pin], count: int) -> dict[int, int]
     return fixed
 
 
-def _start_of(costs: StageCosts, pin: Pin) -> int:
+def _first_point_of(costs: StageCosts, pin: Pin) -> int:
     inside = pin.module + "."
     paths = [info(node).module for node in costs.flow.activations]
-    found = [i for i, path in enumerate(paths) if path == pin.module or path.startswith(inside)]
-    if not found:
+    places = [i for i, path in enumerate(paths) if path == pin.module or path.startswith(inside)]
+    if not places:
         _refuse(pin, f"{pin.module} does nothing on the way to the loss", "pin another module")
-    point = found[0]
+    point = places[0]
     if point and not costs.is_clean(point, costs.total):
         values = ", ".join(node.name for node in costs.flow.crossing(point))
         _refuse(

@@ -1,11 +1,11 @@
-"""Stages that fill the memory of a rank together: their cut by CP-SAT.
+"""Cut of stages that share the memory of a rank, by CP-SAT.
 
-Where a rank holds several stages (both directions of Chimera, chunks), how large one may be depends
-on the others. Every stage lies between two cut points, starting where the one before ends, and at
-every peak what a rank keeps of its stages stays below the limit.
+Where a rank holds several stages (both directions of Chimera, chunks), the size of one limits the
+others. Every stage lies between two cut points and starts where the one before ends; at every peak
+the bytes that a rank keeps stay below the limit.
 
-Most of what a stage may be is ruled out before that: a mean of peaks, weighted in any way, is at
-most the worst of them, and the least mean of all cuts that have it is a shortest path through it.
+Most candidates are ruled out before that: any weighted mean of the peaks is a lower bound of the
+worst, and the least mean of all cuts with a given stage is a shortest path through it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from autopar.solver.cp_sat import new_model, new_solver, outcome, weighted_sum
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import IntVar
 
-_RANGE = 1 << 24  # of the seconds of a stage in whole numbers
-_TIES = 1 << 14  # of all that is sent, which decides between equals
-_EFFORT = 2.0  # deterministic time, about seconds
-_ROUNDS = 50  # of other weights for the mean of peaks
-_PACE = 4.0  # of the weights
+_RANGE = 1 << 24  # whole numbers for the seconds of a stage
+_TIES = 1 << 14  # whole numbers for all bytes sent, which decide between equal times
+_EFFORT = 2.0  # deterministic time of the solver, roughly seconds
+_ROUNDS = 50  # of changing the weights of peaks
+_PACE = 4.0  # of changing them
 
 
 def cut_together(
@@ -37,9 +37,10 @@ def cut_together(
     peaks: Sequence[Live],
     seconds: Sequence[NDArray] | None = None,
 ) -> list[int] | None:
-    """Where the stages start, with the slowest as fast as can be; None: none fit.
+    """Return the starts of the stages whose slowest is fastest; None if no cut fits.
 
-    `memory`: bytes at each of the peaks. `seconds`: of each stage, if they differ."""
+    `memory`: bytes at each of the peaks. `seconds`: a table for each stage, if they differ.
+    """
     times = seconds or [table.seconds] * len(offered)
     offered = _narrowed(table, _possible(table, offered, memory, peaks), memory, peaks)
     if not all(map(np.any, offered)):
@@ -48,13 +49,13 @@ def cut_together(
     rows = [list(zip(*map(np.ndarray.tolist, np.nonzero(mask)))) for mask in offered]
     takes = [[model.new_bool_var(f"{s}:{i}-{j}") for i, j in row] for s, row in enumerate(rows)]
     every = [(pair, take) for row, bits in zip(rows, takes) for pair, take in zip(row, bits)]
-    longest = max(own[pair] for own, row in zip(times, rows) for pair in row)
-    whole = [(own * (_RANGE / (longest or 1.0))).astype(np.int64) for own in times]
+    longest = max(time[pair] for time, row in zip(times, rows) for pair in row)
+    scaled = [(time * (_RANGE / (longest or 1.0))).astype(np.int64) for time in times]
     sent = _TIES / (sum(max(table.received[i] for i, _ in row) for row in rows) or 1)
     slowest = model.new_int_var(0, _RANGE, "slowest")
-    for row, bits, own in zip(rows, takes, whole):
+    for row, bits, time in zip(rows, takes, scaled):
         model.add_exactly_one(bits)
-        model.add(slowest >= weighted_sum(bits, [own[pair] for pair in row]))
+        model.add(slowest >= weighted_sum(bits, [time[pair] for pair in row]))
     for (row, bits), (after, others) in zip(zip(rows, takes), zip(rows[1:], takes[1:])):
         for point in {j for _, j in row} | {i for i, _ in after}:
             ending = [bit for (_, j), bit in zip(row, bits) if j == point]
@@ -83,7 +84,7 @@ def cut_together(
 def _possible(
     table: StageTable, offered: Sequence[Mask], memory: Sequence[float], peaks: Sequence[Live]
 ) -> list[Mask]:
-    """What fits beside the smallest that the other stages may be."""
+    """Return the candidates that fit beside the smallest candidates of the other stages."""
     left = [mask.copy() for mask in offered]
     for live, room in zip(peaks, memory):
         sizes = {stage: table.bytes(*counts) for stage, counts in live.items()}
@@ -97,26 +98,26 @@ def _possible(
 def _narrowed(
     table: StageTable, offered: Sequence[Mask], memory: Sequence[float], peaks: Sequence[Live]
 ) -> Sequence[Mask]:
-    """What is in cuts of which no mean of the peaks is known to be above the limit.
+    """Return the candidates for which no weighted mean of the peaks exceeds the limit.
 
-    Weights move to the peaks that are worst in the cut whose mean is least.
+    Weights move to the peaks that are worst in the cut with the least mean.
     """
-    kept = np.zeros((len(peaks), len(offered), 6))  # of micro-batches as in LiveCounts, of states
+    counts_at = np.zeros((len(peaks), len(offered), 6))  # LiveCounts, then 1 for the states
     rooms = np.array(memory)
     for number, live in enumerate(peaks):
         for stage, counts in live.items():
-            kept[number, stage] = *counts, 1
+            counts_at[number, stage] = *counts, 1
     weights = np.full(len(peaks), 1 / len(peaks))
     for _ in range(_ROUNDS):
-        costs = [table.bytes(*counts) for counts in np.tensordot(weights, kept, 1)]
+        costs = [table.bytes(*counts) for counts in np.tensordot(weights, counts_at, 1)]
         means = table.through(offered, costs)
         offered = [mean <= weights @ rooms * (1 + 1e-9) for mean in means]
         starts = table.least(offered, costs)
         if starts is None:
             break
         ends = [*starts[1:], table.count - 1]
-        held = [one[starts, ends] for one in table.by_count]
-        used = (kept * np.stack(held, 1)).sum((1, 2)) / rooms
+        held = [sizes[starts, ends] for sizes in table.by_count]
+        used = (counts_at * np.stack(held, 1)).sum((1, 2)) / rooms
         weights *= np.exp(_PACE * (used / used.max() - 1))
         weights /= weights.sum()
     return offered

@@ -1,4 +1,4 @@
-"""Spans: bytes of things that a stage holds if certain activations are its own.
+"""Spans: bytes that a stage holds if certain activations belong to it.
 
 >>> spans = Spans()
 >>> spans.all_of((2, 5), 10.0)     # made at 2, kept from 5 on
@@ -20,49 +20,49 @@ from autopar.pipeline.stages.stretch import Stretch
 
 
 class Spans:
-    """Things with their positions; filled first, then asked."""
+    """Collect tensors with their positions, then sum the bytes that a stage holds."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, int, float]] = []  # first position, last position, bytes
 
     def all_of(self, positions: Iterable[int], size: float) -> None:
-        """Held by a stage that all of `positions` belong to."""
+        """Add bytes held by a stage that all of `positions` belong to."""
         ordered = sorted(positions)
         self._rows.append((ordered[0], ordered[-1], size))
 
     def any_of(self, positions: Iterable[int], size: float) -> None:
-        """Held, once, by every stage that some of `positions` belong to."""
+        """Add bytes held, once, by every stage that some of `positions` belong to."""
         ordered = sorted(set(positions))
         self._rows += [(position, position, size) for position in ordered]
         # A stage with k of them has k - 1 pairs of neighbours.
         self._rows += [(position, after, -size) for position, after in pairwise(ordered)]
 
     def stretched(self, stretch: Stretch) -> Spans:
-        """The same of the long program that a short one stands for."""
+        """Return the spans of the long program for which a short one stands."""
         if not stretch.more:
             return self
-        made = Spans()
+        spans = Spans()
         for first, last, size in self._rows:
-            made._rows += [(*ends, size) for ends in stretch.span(first, last)]
-        return made
+            spans._rows += [(*ends, size) for ends in stretch.span(first, last)]
+        return spans
 
     def bytes(self, start: int, end: int) -> int:
-        """What a stage holds from position `start` to before `end`."""
+        """Return the bytes that a stage holds from position `start` to before `end`."""
         first, last, sizes = self._columns
         return round(float(sizes[(first >= start) & (last < end)].sum()))
 
     def table(self, bounds: Sequence[int]) -> NDArray[np.int64]:
-        """By start and end among `bounds`."""
+        """Return the bytes by start and end of a stage, both from `bounds`."""
         first, last, sizes = self._columns
-        row = np.searchsorted(bounds, first, "right") - 1  # the last bound it does not lie before
-        column = np.searchsorted(bounds, last, "right")  # the first bound it lies before
+        row = np.searchsorted(bounds, first, "right") - 1  # the last bound not behind it
+        column = np.searchsorted(bounds, last, "right")  # the first bound behind it
         inside = (row >= 0) & (column < len(bounds))
-        found = np.zeros((len(bounds), len(bounds)))
-        np.add.at(found, (row[inside], column[inside]), sizes[inside])
-        found = found[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
-        return np.triu(np.rint(found).astype(np.int64), 1)
+        table = np.zeros((len(bounds), len(bounds)))
+        np.add.at(table, (row[inside], column[inside]), sizes[inside])
+        table = table[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
+        return np.triu(np.rint(table).astype(np.int64), 1)
 
     @cached_property
-    def _columns(self) -> tuple[NDArray, NDArray, NDArray]:
+    def _columns(self) -> tuple[NDArray, ...]:
         first, last, sizes = zip(*self._rows) if self._rows else ((), (), ())
         return np.array(first, np.int64), np.array(last, np.int64), np.array(sizes, np.float64)

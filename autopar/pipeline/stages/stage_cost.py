@@ -1,4 +1,4 @@
-"""StageCost: what one stage of a pipeline takes, and the columns of which it is made."""
+"""StageCost: predicted seconds and bytes of one stage, and the columns of tables of them."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ COLUMNS = (*SECONDS, *BYTES)
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one stage takes for one micro-batch (or a part, where they are cut), predicted."""
+    """Hold the predicted cost of a stage for one micro-batch, or for one part of it."""
 
     starts: str  # the first operator
-    module: str  # where in the model that is
+    module: str  # its path in the model
     forward: float  # seconds
     backward: float
-    again: float  # seconds of backward that are forward once more
-    reduced: float  # seconds that backward takes besides where it is split
+    again: float  # seconds of backward that are recomputation
+    reduced: float  # seconds that a split backward takes longer
     summed: float  # seconds once a step, of summing its gradients over the mesh
     gathering: float  # seconds once a step, of gathering its parameters
-    updated: float  # seconds once a step, for the sake of states on the host
+    updated: float  # seconds once a step, for optimizer states on the host
     cast: float  # seconds once a step, of casting its parameters
-    sums: int  # bytes of its gradients, of their sums over the mesh
+    sums: int  # bytes of its gradients' sums over the mesh
     parameters: int  # bytes
-    gradients: int  # bytes of those of parameters that learn
-    optimizer: int  # bytes that an optimizer keeps of these
+    gradients: int  # bytes, of parameters that learn
+    optimizer: int  # bytes of optimizer states
     buffers: int  # bytes
     gathered: int  # bytes of copies of parameters that live a step
-    activations: int  # bytes kept from forward to backward, besides what comes from before
-    receives: int  # bytes that come from the stage before
-    weight_halves: int  # bytes kept from the gradients of inputs to those of weights
-    remade: int  # bytes by which the backward of one micro-batch keeps more, of what it makes again
+    activations: int  # bytes kept from forward to backward, received values aside
+    receives: int  # bytes from the stage before
+    weight_halves: int  # bytes kept from I to W
+    remade: int  # bytes that the backward of one micro-batch recomputes and keeps
 
     @property
     def seconds(self) -> float:
@@ -47,31 +47,34 @@ class StageCost:
 
     @property
     def synced(self) -> float:
-        """Seconds once a step of what it moves: sums behind its last backward; gathers, which go
-        before its first forward, where ranks idle as long."""
+        """Return the seconds of communication once a step.
+
+        Sums follow the last backward; gathers precede the first forward, where ranks idle as long.
+        """
         return self.summed + self.gathering
 
     @property
     def after(self) -> float:
-        """Seconds once a step, when all that it reads is summed."""
+        """Return the seconds of work once a step, after all gradient sums."""
         return self.updated + self.cast
 
 
 @dataclass(frozen=True)
 class SharedSum:
-    """Of the gradients of parameters that several stages read, which are summed over all these."""
+    """Hold the gradient bytes of parameters that several stages read, summed over all of these."""
 
     stages: tuple[int, ...]
-    bytes: int  # of their sums over the mesh inside of a stage
+    bytes: int  # of the sums over the mesh inside a stage
 
 
 def imbalance(stages: Sequence[StageCost]) -> float:
-    """By how much the slowest stage exceeds the mean: 0 for equal stages."""
+    """Return by which fraction the slowest stage exceeds the mean: 0 for equal stages."""
     seconds = [stage.seconds for stage in stages]
     mean = sum(seconds) / len(seconds)
     return max(seconds) / mean - 1 if mean else 0.0
 
 
-def columns_of(price: NodeCost, sums: int, held: HeldBytes) -> list[float]:
-    own = price._asdict() | {"gathering": price.gathered}
-    return [*(own[name] for name in SECONDS), sums, *held]
+def cost_columns(price: NodeCost, sums: int, held: HeldBytes) -> list[float]:
+    """Return the columns of one node: its seconds, the bytes of its sums, and its held bytes."""
+    seconds = price._asdict() | {"gathering": price.gathered}
+    return [*(seconds[name] for name in SECONDS), sums, *held]

@@ -1,7 +1,7 @@
-"""StageCosts: what a stage takes, predicted, wherever it is cut out of a program; the cut points.
+"""StageCosts: predicted cost of a stage, wherever it is cut out of a program, and the cut points.
 
-Stages may be uneven: an embedding and a head weigh what they weigh. `shard(module, stage=k)` fixes
-where a stage starts by hand.
+Sums over the activations of a program make the cost of a stage a difference of two rows. Stages may
+be uneven, as an embedding and a head are. `shard(module, stage=k)` fixes the start of a stage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from autopar.errors import InvalidInput
 from autopar.layout import ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow, ancestors
-from autopar.pipeline.stages.kept_activations import Halves, Remade, kept_by_stages
+from autopar.pipeline.stages.kept_activations import (
+    RecomputedBytes,
+    WeightHalfBytes,
+    kept_by_stages,
+)
 from autopar.pipeline.stages.stage_cost import (
     BYTES,
     COLUMNS,
@@ -32,9 +36,9 @@ from autopar.pipeline.stages.stage_cost import (
     WORK,
     SharedSum,
     StageCost,
-    columns_of,
+    cost_columns,
 )
-from autopar.pipeline.stages.stage_hardware import ANYWHERE, Standing
+from autopar.pipeline.stages.stage_hardware import ANYWHERE, StageHardware
 from autopar.pipeline.stages.stretch import Stretch
 from autopar.pipeline.stages.table import StageTable
 from autopar.strategies.node_info import info
@@ -42,16 +46,18 @@ from autopar.text.units import counted
 
 Array = NDArray[np.float64]
 PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
-Rows = list[list[float]]  # of each kind of machines, the columns
-Mark = tuple[bool, bool]  # whether a node runs again, and whether its value is kept elsewhere
-NOTED = 0.02  # of the work of a stage: messages that take less change no cut
+ColumnRows = list[list[float]]  # the columns, for each kind of machines
+RecomputeMark = tuple[
+    bool, bool
+]  # whether a node runs again, and whether its value is kept elsewhere
+NOTABLE_WAIT = 0.02  # of a stage's work: shorter messages change no cut
 _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
 
 
 def price_stages(
-    costs: StageCosts, starts: Sequence[str], standing: Sequence[Standing] = ()
+    costs: StageCosts, starts: Sequence[str], hardware: Sequence[StageHardware] = ()
 ) -> list[StageCost]:
-    """What stages take that begin at the operators `starts`, for cuts that were made before."""
+    """Return the costs of stages that begin at the operators `starts` of an earlier cut."""
     points = costs.places
     missing = [name for name in starts if name not in points]
     if missing:
@@ -60,14 +66,14 @@ def price_stages(
             got=", ".join(missing),
             remedy="plan again for this model",
         )
-    return costs.stages([points[name] for name in starts], standing)
+    return costs.stages([points[name] for name in starts], hardware)
 
 
 class StageCosts:
-    """Sums of the costs of a program's activations, so that a stage's cost is a difference.
+    """Sum the costs of a program's activations, so that a stage's cost is a difference.
 
-    Cut point i lies before activation i. What is no activation costs its part in every stage that
-    makes it, as a parameter is held by every stage that reads it.
+    Cut point i lies before activation i. Other values, such as parameters, cost their part in every
+    stage that reads them.
     """
 
     def __init__(
@@ -75,11 +81,15 @@ class StageCosts:
         flow: Flow,
         mesh: Mesh,
         costs: Sequence[PriceOf],
-        like: StageCosts | None = None,
-        beside: StageCosts | None = None,
+        *,
+        same_program: StageCosts | None = None,
+        same_layouts: StageCosts | None = None,
     ) -> None:
-        """`costs`: on each kind of machines. `like`: that of the same program with other places of
-        its parameters; `beside`: of the same layouts, though other regions may be recomputed."""
+        """`costs`: prices on each kind of machines.
+
+        `same_program`: costs of this program with other places of its parameters, to be reused.
+        `same_layouts`: costs with the same layouts, though other regions may be recomputed.
+        """
         if not flow.activations:
             raise InvalidInput(
                 "a pipeline has stages of what forward computes from its inputs",
@@ -87,76 +97,76 @@ class StageCosts:
                 remedy="no pipeline axis, or outputs that depend on the inputs",
             )
         self.flow, self.mesh = flow, mesh
-        known = like or beside
+        known = same_program or same_layouts
         self.stretch: Stretch = Stretch.of(flow) if known is None else known.stretch
         stretch = self.stretch
-        if like is None:
+        if same_program is None:
             once = SavedBytesCache(mesh, flow.repeats)
-            halves = Halves(flow, once)
-            kept = kept_by_stages(flow, once, halves)
-            self.kept, self.weight_halves = (spans.stretched(stretch) for spans in kept)
-            self._remade_in = Remade(flow, once, halves, stretch)
+            halves = WeightHalfBytes(flow, once)
+            both = kept_by_stages(flow, once, halves)
+            self.kept, self.weight_halves = (spans.stretched(stretch) for spans in both)
+            self._remade_in = RecomputedBytes(flow, once, halves, stretch)
         else:
-            self.kept, self.weight_halves = like.kept, like.weight_halves
-            self._remade_in = like._remade_in
+            self.kept, self.weight_halves = same_program.kept, same_program.weight_halves
+            self._remade_in = same_program._remade_in
         self.count = len(flow.activations) + stretch.moved  # of activations
         self.crossings = stretch.row(flow.crossings)
         if known is None:
             parameters = [_parameters(flow, node) for node in flow.activations]
-            self._parameters = stretch.row([{held.name for held in row} for row in parameters])
+            self._parameters = stretch.row([{node.name for node in row} for row in parameters])
             self._crossing: dict[int, int] = {}
         else:
             self._parameters, self._crossing = known._parameters, known._crossing
-        self._holding = [0, *itertools.accumulate(bool(held) for held in self._parameters)]
+        self._holding = [0, *itertools.accumulate(map(bool, self._parameters))]
         self._held_by = flow.repeats.along(lambda node: held_bytes(node, mesh))
         self._tables: dict[tuple[int, ...], StageTable] = {}  # by cut points
-        self._times: dict[tuple[tuple[int, ...], Standing], Array] = {}
+        self._times: dict[tuple[tuple[int, ...], StageHardware], Array] = {}
         self._clean: dict[float, tuple[list[int], int]] = {}  # cut points and layers, by reach
-        self._rows: dict[str, tuple[Mark, Rows]] = {}  # of nodes by name
+        self._rows: dict[str, tuple[RecomputeMark, ColumnRows]] = {}  # of nodes by name
         self._alone, self._shared = self._add_up(costs, {} if known is None else known._rows)
 
     @cached_property
     def total(self) -> float:
-        """Seconds of all activations, forward and backward."""
+        """Return the seconds of all activations, forward and backward."""
         return self._at(self.count)
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """Of activations by name, the cut point before each."""
+        """Return the cut point before each activation, by name."""
         return {self._name(index): index for index in range(self.count)}
 
     def node(self, place: int) -> fx.Node:
-        """The activation at a place, or the one that stands for it."""
+        """Return the activation at a place, or the one that stands for it."""
         return self.flow.activations[self.stretch.short(place)]
 
     def _name(self, place: int) -> str:
-        """Of an activation; it is no other's."""
+        """Return a unique name of the activation at a place."""
         copy, name = self.stretch.copy(place), self.node(place).name
         return (
             f"{name} {copy}" if copy > 0 and place < self.stretch.end + self.stretch.moved else name
         )
 
     def shared_sums(self, stages: Sequence[StageCost]) -> tuple[SharedSum, ...]:
-        """What stages that begin as these do sum of gradients with one another."""
+        """Return the gradient sums that stages with these starts share with one another."""
         starts = [self.places[stage.starts] for stage in stages]
-        found: dict[tuple[int, ...], float] = {}
+        sizes: dict[tuple[int, ...], float] = {}
         for readers, rows in self._shared:
             at = np.searchsorted(starts, readers, side="right") - 1
-            own = tuple(dict.fromkeys(at.tolist()))
-            if len(own) > 1:
-                found[own] = found.get(own, 0.0) + float(rows[0, COLUMNS.index("sums")])
-        return tuple(SharedSum(own, round(size)) for own, size in found.items() if round(size))
+            sharing = tuple(dict.fromkeys(at.tolist()))
+            if len(sharing) > 1:
+                sizes[sharing] = sizes.get(sharing, 0.0) + float(rows[0, COLUMNS.index("sums")])
+        return tuple(SharedSum(group, round(size)) for group, size in sizes.items() if round(size))
 
     def _add_up(
-        self, costs: Sequence[PriceOf], known: Mapping[str, tuple[Mark, Rows]]
+        self, costs: Sequence[PriceOf], known: Mapping[str, tuple[RecomputeMark, ColumnRows]]
     ) -> tuple[Array, list[tuple[Array, Array]]]:
-        """Sums of all that one activation reads; by which, and the sum, of what several read."""
+        """Return sums over nodes that one activation reads, and those of several with readers."""
         alone = np.zeros((len(self.flow.activations) + 1, len(costs), len(COLUMNS)))
         shared: dict[tuple[int, ...], Array] = {}
-        places, every = list[int](), list[Rows]()
+        places, every = list[int](), list[ColumnRows]()
         for node, readers in (self.flow.read_at | self.flow.held_at).items():
             mark = info(node).remade, bool(info(node).away)
-            # What is made of parameters alone depends on their places.
+            # The price of a value of parameters alone depends on their places.
             may_be = self.flow.sources[node] != {"parameter"} and not info(node).away
             old = known.get(node.name) if may_be else None
             rows = self._rows_of(node, costs) if old is None or old[0] != mark else old[1]
@@ -175,26 +185,28 @@ class StageCosts:
         ]
 
     def _sum(self, alone: Array) -> Array:
-        """Before each cut point, of what is said of the activation before it in the flow."""
+        """Return the sum before each cut point of rows for the activations of the short flow."""
         return np.concatenate([alone[:1], self.stretch.along(alone[1:])]).cumsum(axis=0)
 
-    def _rows_of(self, node: fx.Node, costs: Sequence[PriceOf]) -> Rows:
-        """The columns of one node, for each kind of machines."""
+    def _rows_of(self, node: fx.Node, costs: Sequence[PriceOf]) -> ColumnRows:
+        """Return the columns of one node, for each kind of machines."""
         held, sums = self._held_by(node), summed_gradient_bytes(node, info(node).places, self.mesh)
-        return [columns_of(cost(node), sums, held) for cost in costs]
+        return [cost_columns(cost(node), sums, held) for cost in costs]
 
     def restated(
         self,
         places: Mapping[str, ParameterPlacement],
         costs: Sequence[Callable[[fx.Node, ParameterPlacement], NodeCost]],
     ) -> StageCosts:
-        """Of a program whose parameters have one place: the same where some have others, by name,
-        and no copies of them are gathered."""
-        made = copy(self)
-        made._tables, made._times = {}, {}
-        made._clean, made._rows = {}, dict(self._rows)
-        for known in ("_seconds", "total", "are_tied"):
-            vars(made).pop(known, None)
+        """Return costs with other `places` of some parameters, by name.
+
+        Before, each parameter has one place; in neither case are copies gathered.
+        """
+        costs_there = copy(self)
+        costs_there._tables, costs_there._times = {}, {}
+        costs_there._clean, costs_there._rows = {}, dict(self._rows)
+        for cached in ("_seconds", "total", "are_tied"):
+            vars(costs_there).pop(cached, None)
         count = len(self.flow.activations) + 1
         change, shared = np.zeros((count, *self._alone.shape[1:])), list(self._shared)
         for node, readers in self.flow.held_at.items():
@@ -204,34 +216,34 @@ class StageCosts:
             mark, before = self._rows[node.name]
             held = parameter_bytes(node, at, self.mesh)
             sums = summed_gradient_bytes(node, at, self.mesh)
-            rows = [columns_of(cost(node, at), sums, held) for cost in costs]
-            made._rows[node.name] = mark, rows
+            rows = [cost_columns(cost(node, at), sums, held) for cost in costs]
+            costs_there._rows[node.name] = mark, rows
             more = np.array(rows) - np.array(before)
             if len(readers) == 1:
                 change[readers[0] + 1] += more
             elif more.any():
                 shared += [(np.array(at), more) for at in self.stretch.readers(readers)]
-        made._alone, made._shared = self._alone + self._sum(change), shared
-        made.are_tied = self.are_tied and not places
-        return made
+        costs_there._alone, costs_there._shared = self._alone + self._sum(change), shared
+        costs_there.are_tied = self.are_tied and not places
+        return costs_there
 
     def of(self, flow: Flow) -> StageCosts:
-        """The same with the calls of another graph, and what it says of parameters' places."""
+        """Return the costs with the calls of another graph and its places of parameters."""
         if flow is self.flow:
             return self
-        made = copy(self)
-        made.flow = flow
-        made._held_by = flow.repeats.along(lambda node: held_bytes(node, self.mesh))
-        return made
+        of_flow = copy(self)
+        of_flow.flow = flow
+        of_flow._held_by = flow.repeats.along(lambda node: held_bytes(node, self.mesh))
+        return of_flow
 
     @cached_property
     def are_tied(self) -> bool:
-        """Whether each parameter has one place."""
+        """Return whether each parameter has one place."""
         places = [info(node).places for node in self.flow.held_at]
         return all(at is None or at.is_tied for at in places)
 
-    def held(self, bounds: Sequence[tuple[int, int]], gradients: bool = True) -> float:
-        """The bytes of states that stages with these first and last points hold together."""
+    def held(self, bounds: Sequence[tuple[int, int]], *, gradients: bool = True) -> float:
+        """Return the bytes of states that the stages between these cut points hold together."""
         kinds = [name in HELD_KINDS and (gradients or name != "gradients") for name in COLUMNS]
         size = sum(self._alone[end, 0] - self._alone[start, 0] for start, end in bounds)
         for readers, rows in self._shared:
@@ -239,24 +251,25 @@ class StageCosts:
                 size = size + rows[0]
         return float(np.sum(np.asarray(size)[kinds]))
 
-    def remade(self, start: int, end: int, is_split: bool) -> float:
-        """The bytes by which the backward of one micro-batch keeps more than forward has kept, by
-        what it makes again; at least."""
-        return self._remade_in.bytes(start, end, is_split)
+    def remade(self, start: int, end: int, *, is_split: bool) -> float:
+        """Return the least bytes that one micro-batch's backward recomputes beyond those kept."""
+        return self._remade_in.bytes(start, end, is_split=is_split)
 
     def sums(self, bounds: Sequence[int], kind: int = 0, of: Sequence[str] = COLUMNS) -> Array:
-        """By start, end and column: what is made between two of `bounds`, each thing once, on one
-        kind of machines."""
+        """Return the columns `of` each stage by start and end in `bounds`, each node once.
+
+        `kind`: the kind of machines.
+        """
         which = [COLUMNS.index(name) for name in of]
         at = self._alone[list(bounds), kind][:, which]
-        found = at[None, :] - at[:, None]
+        table = at[None, :] - at[:, None]
         for readers, rows in self._shared:
             first = np.append(readers, self.count)[np.searchsorted(readers, bounds)]
-            found += (first[:, None] < np.array(bounds)[None, :])[..., None] * rows[kind, which]
-        return found
+            table += (first[:, None] < np.array(bounds)[None, :])[..., None] * rows[kind, which]
+        return table
 
     def received(self, point: int) -> int:
-        """The bytes that cross a cut point."""
+        """Return the bytes that cross a cut point."""
         point = self.stretch.short(point)
         if point not in self._crossing:
             crossing = self.flow.crossing(point) if point else []
@@ -264,25 +277,24 @@ class StageCosts:
         return self._crossing[point]
 
     def table(self, points: tuple[int, ...]) -> StageTable:
-        """All that could be a stage between two of these cut points or the end."""
+        """Return the table of all stages between two of these cut points or the end."""
         if points not in self._tables:
             self._tables[points] = self._table([*points, self.count])
         return self._tables[points]
 
-    def waits(self, standing: Sequence[Standing]) -> bool:
-        """Whether what stages that stand there receive takes long, beside what they do."""
-        slowest = min(at.bandwidth for at in standing)
-        received = self.table(tuple(self.cut_points(len(standing), {}))).received.max()
-        return bool(2 * received / slowest > NOTED * self.total / len(standing))
+    def waits(self, hardware: Sequence[StageHardware]) -> bool:
+        """Return whether stages on this hardware wait long for messages, compared to their work."""
+        slowest = min(at.bandwidth for at in hardware)
+        received = self.table(tuple(self.cut_points(len(hardware), {}))).received.max()
+        return bool(2 * received / slowest > NOTABLE_WAIT * self.total / len(hardware))
 
-    def times(self, points: tuple[int, ...], at: Standing) -> Array:
-        """Of the table, the seconds of a stage that stands there, which also waits for what it
-        receives."""
+    def times(self, points: tuple[int, ...], at: StageHardware) -> Array:
+        """Return a table of a stage's seconds on hardware `at`, waits for messages included."""
         key = points, at
         if key not in self._times:
             table, bounds = self.table(points), [*points, self.count]
             kinds = [self.sums(bounds, kind, WORK) for kind in at.kinds if kind]
-            every = [found[..., 0] + found[..., 1] for found in kinds]
+            every = [columns[..., 0] + columns[..., 1] for columns in kinds]
             every += [table.seconds] * (0 in at.kinds)
             waiting = 2 * table.received[:, None] / at.bandwidth
             self._times[key] = np.maximum.reduce(every) + waiting
@@ -303,24 +315,27 @@ class StageCosts:
         )
 
     def _remade(self, bounds: Sequence[int]) -> NDArray[np.int64]:
-        """The bytes that the largest region of a stage makes again, by start and end."""
-        at, found = np.array(bounds), np.zeros((len(bounds), len(bounds)), np.int64)
+        """Return the bytes that the largest region of a stage recomputes, by start and end."""
+        at, table = np.array(bounds), np.zeros((len(bounds), len(bounds)), np.int64)
         for first, last, size in self._remade_in.regions:
             where = np.ix_(at <= last, at > first)
-            found[where] = np.maximum(found[where], round(size))
-        return found
+            table[where] = np.maximum(table[where], round(size))
+        return table
 
-    def stages(self, starts: Sequence[int], standing: Sequence[Standing] = ()) -> list[StageCost]:
-        """The stages that start at these cut points, and where they stand."""
+    def stages(
+        self, starts: Sequence[int], hardware: Sequence[StageHardware] = ()
+    ) -> list[StageCost]:
+        """Return the costs of the stages that start at these cut points, on their hardware."""
         bounds = itertools.pairwise([*starts, self.count])
-        where = standing or [ANYWHERE] * len(starts)
-        return [self.stage(start, end, at) for (start, end), at in zip(bounds, where)]
+        hardware = hardware or [ANYWHERE] * len(starts)
+        return [self.stage(start, end, at) for (start, end), at in zip(bounds, hardware)]
 
-    def stage(self, start: int, end: int, at: Standing = ANYWHERE) -> StageCost:
+    def stage(self, start: int, end: int, at: StageHardware = ANYWHERE) -> StageCost:
+        """Return the cost of the stage between two cut points, on hardware `at`."""
         first = min(start, self.count - 1)
         # Copies of a stage wait for the slowest of them.
-        found = np.array([self.sums([start, end], kind)[0, 1] for kind in at.kinds])
-        every = np.maximum(found, 0.0)  # differences of sums, which round
+        by_kind = np.array([self.sums([start, end], kind)[0, 1] for kind in at.kinds])
+        every = np.maximum(by_kind, 0.0)  # differences of rounded sums
         most = every.max(axis=0)
         most[ONCE] = every[every[:, ONCE].sum(axis=1).argmax(), ONCE]
         return StageCost(
@@ -335,40 +350,41 @@ class StageCosts:
         )
 
     def is_clean(self, point: int, reach: float) -> bool:
-        """Not inside a residual: not more crosses here than on both sides within `reach`."""
+        """Return whether a cut point is outside of residuals: on one side at least, no point within
+        `reach` seconds is crossed by fewer values."""
         fewer = [row.get(point) for row in self._fewer]
         return any(at is None or abs(self._at(at) - self._at(point)) > reach for at in fewer)
 
     @cached_property
     def _fewer(self) -> list[dict[int, int]]:
-        """Of cut points the nearest before, and the nearest after, where fewer values cross."""
+        """Return for cut points the nearest before, and after, that fewer values cross."""
         points = range(1, self.count)
         return [_nearest_below(self.crossings, row) for row in (points, points[::-1])]
 
     @cached_property
     def _borders(self) -> list[int]:
-        """The cut points between layers."""
+        """Return the cut points between layers."""
         layers = self.stretch.row([_layer(info(n).module) for n in self.flow.activations])
         at = list(zip(layers, map(self.stretch.copy, range(self.count))))
         return [place for place in range(1, self.count) if at[place] != at[place - 1]]
 
     def cut_points(self, count: int, fixed: Mapping[int, int]) -> list[int]:
-        """Where a stage may start: between layers, 0 among them."""
+        """Return the cut points at which a stage may start: between layers, 0 among them."""
         reach = self.total / max(count, 1)
         if reach not in self._clean:
             clean = [point for point in self._borders if self.is_clean(point, reach)]
             self._clean[reach] = clean, self._layers(clean)
-        clean, known = self._clean[reach]
-        if count > max(known, 1):
+        clean, layers = self._clean[reach]
+        if count > max(layers, 1):
             raise InvalidInput(
                 "a pipeline has at most as many stages as the model has layers",
-                got=f"{counted(count, 'stage')} for {counted(known, 'layer')}",
+                got=f"{counted(count, 'stage')} for {counted(layers, 'layer')}",
                 remedy="fewer stages (a smaller pipeline axis, fewer chunks), or more layers",
             )
         return sorted({0, *clean, *fixed.values()})
 
     def _layers(self, clean: Sequence[int]) -> int:
-        """How many layers there are between these cut points."""
+        """Return the number of layers between these cut points."""
         blocks = holding = 0
         for start, end in itertools.pairwise([0, *clean, self.count]):
             held = set().union(*self._parameters[start:end])
@@ -381,30 +397,30 @@ class StageCosts:
 
     @cached_property
     def _seconds(self) -> list[float]:
-        """Of all activations before each cut point, forward and backward."""
+        """Return the seconds of all activations before each cut point, forward and backward."""
         return self._alone[:, 0, :2].sum(axis=1).tolist()
 
 
 def _nearest_below(values: Sequence[int], row: Iterable[int]) -> dict[int, int]:
-    """Of places in a row the last one before it with a smaller value, if there is one."""
-    found, below = dict[int, int](), list[int]()  # each with a smaller value than the next
+    """Return for each place in `row` the last one before it with a smaller value, if any."""
+    nearest, below = dict[int, int](), list[int]()  # `below`: values ascend
     for place in row:
         while below and values[below[-1]] >= values[place]:
             below.pop()
         if below:
-            found[place] = below[-1]
+            nearest[place] = below[-1]
         below.append(place)
-    return found
+    return nearest
 
 
 def _parameters(flow: Flow, node: fx.Node) -> set[fx.Node]:
-    """The parameters that an activation is made of, other activations aside."""
+    """Return the parameters from which an activation is computed, other activations aside."""
     weights = [v for v in node.all_input_nodes if flow.sources[v] == {"parameter"}]
     return {n for n in ancestors(weights) if info(n).places is not None}
 
 
 def _layer(module: str) -> str:
-    """The innermost numbered module that a path goes through, or the whole path."""
+    """Return the innermost numbered module on a path, or the whole path."""
     numbered = _NUMBERED.match(module)
     return numbered.group() if numbered else module
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from autopar._torch.tensors import local_of
 from autopar.layout import Layout, TensorType
 from autopar.passes.stages import Stage
-from autopar.pipeline.running.executor import RankRunner, Recorded, Transport
+from autopar.pipeline.running.executor import RankRecord, RankRunner, Transport
 from autopar.pipeline.running.weight_halves import WeightHalf, WeightHalves
 from autopar.pipeline.running.worker import Value, Worker
 from autopar.plan.runtime_program import Program
@@ -74,7 +74,7 @@ class Backend(ABC):
         return only
 
     @property
-    def recorded(self) -> dict[int, Recorded]:
+    def recorded(self) -> dict[int, RankRecord]:
         """What the ranks of the pipeline that run here did in their last step."""
         return {runner.rank: runner.recorded for runner in self.runners}
 

@@ -116,7 +116,7 @@ class VirtualGraph:
             steps(inside, None)
             return [tensor for node in outputs for tensor in inside[node]]
 
-        beside = [self._halves.aside] if self._halves is not None else []
+        beside = [self._halves.discarding] if self._halves is not None else []
         runner = part.runner(function, beside, self._keeper)
         steps = self._steps(part, runner if isinstance(runner, SelectiveRecompute) else None)
         finished = {value for node in part.nodes for value in self._finished.get(node, ())}
@@ -185,7 +185,7 @@ class VirtualGraph:
             function, args, kwargs = local_call(node, self.mesh, rank, self.device)
             plain = function
             if self._halves is not None and weights is not None:
-                function = self._halves.apart(function, weights)
+                function = self._halves.deferring(function, weights)
             if noting is not None and info(node).remade:
                 function = noting.noted(function, plain)
             calls.append(_Call(function, args, kwargs))

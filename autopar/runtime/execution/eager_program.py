@@ -93,8 +93,8 @@ def compile_graph(
             node.target, node.kwargs = python_call(node.target, node.args, node.kwargs)
         if halves is not None and (weights := info(node).weight_inputs) is not None:
             plain[node] = node.target
-            node.target = halves.apart(node.target, weights)
-    beside = [halves.aside] if halves is not None else []
+            node.target = halves.deferring(node.target, weights)
+    beside = [halves.discarding] if halves is not None else []
     beside = beside if window is None else [*beside, window.rerun_forward]
     call_regions(quick, RegionSettings(beside, plain, keeper, window))
     wholes = tuple(name for kind, name in origins if kind == "whole")
