@@ -267,7 +267,7 @@ class _Call:
             backend: Backend = VirtualBackend(about, device, compiler=compiler)
             if place == "torch":
                 backend = TorchBackend(about, False, device, compiler=compiler)
-            return ParallelModule(self.model, plan.program, plan, backend, None, self.values)
+            return ParallelModule(self.model, plan.program, plan, backend, values=self.values)
 
         here = world() if place == "torch" else None
         speaks = here is None or here.rank == 0
@@ -305,7 +305,9 @@ class _Call:
     def module(self, decided: Plan, backend: Backend) -> ParallelModule:
         on_processes = not isinstance(backend, VirtualBackend)
         checks = Checks(self.model, decided.original, on_processes) if self.running.check else None
-        return ParallelModule(self.model, decided.program, decided, backend, checks, self.values)
+        return ParallelModule(
+            self.model, decided.program, decided, backend, check=checks, values=self.values
+        )
 
     def compiler(self, decided: Plan, device: torch.device) -> RegionCompiler | None:
         """What compiles the programs of a plan, if that is asked for."""

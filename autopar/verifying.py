@@ -189,7 +189,7 @@ def _side_by_side(
         )
     with parallelize(own_copy(original), *example, **asked) as module:
         programs = module.programs
-        plan = programs.of(*call, is_step=module.program.has_loss).plan
+        plan = programs.program_for(*call, is_step=module.program.has_loss).plan
         outputs, difference = _forward(plan, original, _again(call), tolerances)
         trained = replace(_train_parallel(module, _again(call), steps, rate), outputs=outputs)
     if any(row.differs for row in compare_training(trained, exported, tolerances)):

@@ -181,9 +181,9 @@ def program(work: Work, _: bool) -> Case:
         def found(calls: int, *batches: tuple[Tensor, ...]) -> float:
             start = time.process_time()
             for number in range(calls):
-                call = module.programs.call(batches[number % len(batches)], {}, is_step=True)
-                module.programs.meet(call)
-                module.programs.find(call)
+                call = module.programs.accept(batches[number % len(batches)], {}, is_step=True)
+                module.programs.exchange_numbers(call)
+                module.programs.look_up(call)
             return round(1e6 * (time.process_time() - start) / calls, 1)
 
         more["microseconds_to_find"] = {

@@ -120,7 +120,7 @@ def test_micro_batches_of_another_batch_are_those_that_divide_it() -> None:
         assert_close(module.step(x[:batch], y[:batch]), loss.detach())
         assert_close(module(x[:batch], y[:batch]), loss)
         assert_close(module.full_grads(), gradients(model))
-        steps = [one.plan.microbatches for one in module.programs if one.steps]
+        steps = [one.plan.microbatches for one in module.programs if one.for_steps]
         assert steps[-1] == count
 
 

@@ -1,4 +1,4 @@
-"""ParallelModule: the parallel program in the clothes of the model it was made from."""
+"""Parallel module: a parallel program with the interface of the model that it was made from."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ from autopar.runtime.module.submodule_view import (
     attach_model_state,
     class_like,
     refuse_late_hooks,
+    register_tensor,
     require_free_attributes,
-    submodule_at,
     warn_about_state_hooks,
 )
 from autopar.runtime.module.training_modes import TrainingModes
@@ -63,26 +63,24 @@ from autopar.text.units import counted
 
 
 class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel):
-    """Called and differentiated like the original; `step` takes a whole global batch.
+    """A module that is called and differentiated like the original; `step` takes a global batch.
 
-    A call runs the batch in one go, a step in the micro-batches of the plan: what the plan says of
-    memory is for steps. In a pipeline calls go forward alone, under `torch.no_grad()`, in
-    micro-batches where these give the same. Other batches, modes and arguments than those that were
-    planned make other programs on the same parameters, which `programs` has. A call gives whole,
-    plain tensors in the model's own output type, of which a loss may be made outside, the same on
-    all ranks; with `outputs="dtensor"` or `"local"` what is cut stays so, as DTensors or in pieces.
+    A call runs the whole batch at once, a step runs the plan's micro-batches; the planned memory is
+    that of steps. In a pipeline calls run forward alone, under `torch.no_grad()`, in micro-batches
+    if these give the same. Other batches, modes and arguments make other programs on the same
+    parameters, which `programs` lists. A call returns whole, plain tensors in the model's output
+    type, equal on all ranks. With `outputs="dtensor"` or `"local"` cut tensors stay in pieces.
 
-    It and its submodules are of the model's classes, and have its attributes and methods but for
-    names that a ParallelModule has itself. What a method of the model calls, as `generate()` does,
-    is this module; submodules do not run themselves. Parameters and buffers stand under their
-    original names, tied ones under all their names. Freeze and replace them on all ranks alike:
-    `check=True` compares what is frozen. On processes set DTensors by `copy_()`, not by `.data`.
+    The module and its submodules have the classes, attributes and methods of the model's, except
+    names that a ParallelModule reserves. Methods such as `generate()` call this module; submodules
+    do not run themselves. Parameters and buffers keep all their names. Freeze and replace them on
+    all ranks alike: `check=True` compares frozen ones. Set DTensors by `copy_()`, not by `.data`.
     """
 
     program: Program
     plan: Plan
     backend: Backend
-    loss_scale: LossScale | None  # what the loss of a step is scaled by; None: it is not
+    loss_scale: LossScale | None  # scales the loss of a step; None: no scaling
     _check: Checks | None
     _batch_check: BatchCheck | None = None
     _layouts: dict[str, Layout]
@@ -91,8 +89,8 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
     _tensors: ModuleTensors
 
     def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> ParallelModule:
-        kinds: tuple[Any, Any] = cls, type(model)
-        return object.__new__(class_like(*kinds))
+        kind: Any = class_like(cls, type(model))
+        return object.__new__(kind)
 
     def __init__(
         self,
@@ -100,10 +98,11 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
         program: Program,
         plan: Plan,
         backend: Backend,
+        *,
         check: Checks | None = None,
         values: InitialValues | None = None,
     ) -> None:
-        """`values`: where those of its tensors come from; if not given, from the model."""
+        """Place the tensors and bind the planned program; `values` None: those of the model."""
         super().__init__()
         self.program, self.plan, self.backend, self._check = program, plan, backend, check
         if isinstance(backend, TorchBackend):
@@ -123,21 +122,16 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
         for alias, name in captured.tied.items():
             names[name].append(alias)
         add_submodule_views(self, model)
-        found = values.place(backend, types)
+        placed_tensors = values.place(backend, types)
         for name, value in values.tensors.items():
-            placed = found.pop(name)
+            placed = placed_tensors.pop(name)
             if placed is None:
                 continue
             if isinstance(value, nn.Parameter):
                 placed = nn.Parameter(placed, requires_grad=value.requires_grad)
-            for own in names[name]:
-                path, _, key = own.rpartition(".")
-                owner = submodule_at(self, path)
-                if isinstance(placed, nn.Parameter):
-                    owner.register_parameter(key, placed)
-                else:
-                    owner.register_buffer(key, placed, persistent=own in self._names)
-                vars(owner).setdefault("_tensor_types", {})[key] = types[name]
+            for full_name in names[name]:
+                is_saved = full_name in self._names
+                register_tensor(self, full_name, placed, types[name], is_persistent=is_saved)
         scaled = plan.precision is not None and plan.precision.loss_scale is not None
         self.loss_scale = LossScale() if scaled else None
         self._peak = None
@@ -147,7 +141,7 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
         self._tensors = ModuleTensors(self, captured.tied, program.learns)
         backend.bind(self._tensors.values)
         self._programs = Programs(plan, backend, modes, self._tensors)
-        self.describe(model, {*RESERVED_NAMES, *vars(self)})
+        self.copy_attributes(model, {*RESERVED_NAMES, *vars(self)})
         if captured.effects:
             require_free_attributes(captured.effects, RESERVED_NAMES)
             attach_model_state(self, model, captured.effects)
@@ -157,10 +151,9 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
             register_module(self, has_stages=bool(program.stages))
 
     def close(self) -> None:
-        """Let go of what only this module holds: parameters, buffers, programs, gradients.
+        """Release the parameters, buffers, programs and gradients of this module.
 
-        Process groups stay with the world, for the next module on the same ranks.
-        """
+        Process groups stay with the world, for the next module on the same ranks."""
         for module in self.modules():
             module._parameters.clear()
             module._buffers.clear()
@@ -181,24 +174,23 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
 
     @property
     def graph(self) -> Listing:
-        """This rank's program: prints one line a node."""
+        """Return this rank's program; prints one line a node."""
         return Listing(self.backend.graph())
 
     @property
     def graphs(self) -> list[Listing]:
-        """The programs of all stages."""
+        """Return the programs of all stages."""
         count = len(self.program.stages)
         return [Listing(self.backend.graph(i)) for i in range(count)] or [self.graph]
 
     @property
     def programs(self) -> Programs:
-        """All that run on these parameters, the one that was planned first; prints as a table.
+        """Return all programs on these parameters, the planned one first; prints as a table.
 
-        A call of another structure, shape, dtype or mode, or with other values that are no tensors,
-        makes one when it first comes; all sizes of a range that `dynamic_shapes` declares are one.
-        Each has a `plan`; `plan`, `program`, `graph` and `memory` of the module are those of the
-        first."""
-        _ = self.backend.program  # of one that is closed
+        The first call with another structure, shape, dtype, mode or plain value makes a program.
+        All sizes of a range of `dynamic_shapes` count as one. Each program has a `plan`; `plan`,
+        `program`, `graph` and `memory` of the module are those of the first."""
+        _ = self.backend.program  # refuse a closed module
         return self._programs
 
     @left_uncompiled
@@ -213,34 +205,34 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
                     remedy="call step() to train, or this under torch.no_grad(); or parallelize "
                     "with pipeline=None",
                 )
-            call = self._accept(args, kwargs, step=False)
-        self._programs.meet(call)
+            call = self._accept(args, kwargs, is_step=False)
+        self._programs.exchange_numbers(call)
         with self.backend.local_checks():
-            self._find(call)
-        running = self._make(call)
+            self._look_up(call)
+        running = self._build(call)
         self._check_together(call)
         with self.backend.guard(), switched(()):
-            program, backend = running.called
-            inputs = call.taken(running, self._tensors.values) | self.backend.draw(program)
+            program, backend = running.call_form
+            inputs = call.apply_writes(running, self._tensors.values) | self.backend.draw(program)
             outputs = backend.call(self._tensors.values, inputs)
             carry_out_all(program.captured.effects, self, outputs)
             return program.structure(outputs)
 
-    def _accept(self, args: tuple, kwargs: Mapping[str, Any], step: bool) -> ModuleCall:
-        """A call as it comes to this rank; or refuse it."""
+    def _accept(self, args: tuple, kwargs: Mapping[str, Any], *, is_step: bool) -> ModuleCall:
+        """Return the record of a call on this rank, or refuse the call."""
         require_same(self.plan.original.example.autocasts)
-        refuse_late_hooks(self, self._kept(), step)
-        return self._programs.call(args, kwargs, step)
+        refuse_late_hooks(self, self._current_tensors(), is_step=is_step)
+        return self._programs.accept(args, kwargs, is_step=is_step)
 
-    def _find(self, call: ModuleCall) -> None:
-        """What is known of its program; or refuse it."""
-        self._programs.find(call)
+    def _look_up(self, call: ModuleCall) -> None:
+        """Find the program of a call among the known ones, or refuse the call."""
+        self._programs.look_up(call)
         if self._check is not None:
             self._check.alone(call, self._programs[0])
 
-    def _make(self, call: ModuleCall) -> RunningProgram:
-        """Its program, made if it is a new one."""
-        running = self._programs.make(call)
+    def _build(self, call: ModuleCall) -> RunningProgram:
+        """Return the program of a call, made if it is new."""
+        running = self._programs.build(call)
         require_free_attributes(running.plan.original.effects, RESERVED_NAMES)
         return running
 
@@ -269,70 +261,69 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
     def step(
         self, *args: Any, scale: float | None = None, outputs: bool | None = None, **kwargs: Any
     ) -> Any:
-        """Forward and backward of one global batch, all micro-batches of it: the batch's loss.
+        """Run forward and backward of one global batch in micro-batches; return the batch's loss.
 
-        Gradients add up over steps until `zero_grad()`: a step that finds some holds its own beside
-        them till it has ended. `scale`: what they are multiplied by, as 1/n in each of n steps that
-        make one update; the loss that is returned is not. One step of `microbatches=n` does the
-        same, and sums over ranks once. `outputs=True`: the loss, and what the model gives for the
-        whole batch, in its own type, detached and whole. Those of micro-batches are joined along
-        the batch, shares of numbers summed; where neither gives the batch's it is refused. Where
-        the model's forward takes arguments of these names, they are its own if the example call has
-        them, and refused if not. A step that breaks off leaves gradients as they were."""
+        Gradients add up over steps until `zero_grad()`; until a step ends, it holds its own next to
+        earlier ones. `scale` multiplies the gradients but not the returned loss: 1/n in each of n
+        steps that make one update. A step of `microbatches=n` does the same with one sum over
+        ranks. With `outputs=True` the step also returns the model's outputs for the whole batch, in
+        its own type, detached and whole. Outputs of micro-batches are joined along the batch or
+        summed, and refused if neither gives the batch's. If forward takes arguments of these names,
+        they belong to the model if the example call has them, and are refused otherwise. A step
+        that breaks off leaves gradients as they were."""
         with torch.inference_mode(False), torch.enable_grad():
             begun = self._listeners.begin()
             with self.backend.local_checks():
-                example, said = self.program.captured.example, {"scale": scale, "outputs": outputs}
-                kwargs, said = split_step_arguments(example, args, kwargs, said)
-                tells = wants_outputs(said["outputs"])
-                call = self._accept(args, kwargs, step=True)
+                example = self.program.captured.example
+                options: dict[str, Any] = {"scale": scale, "outputs": outputs}
+                kwargs, options = split_step_arguments(example, args, kwargs, options)
+                with_outputs = wants_outputs(options["outputs"])
+                call = self._accept(args, kwargs, is_step=True)
                 self._require_learning(tree_leaves((args, kwargs)))
-            self._programs.meet(call)
+            self._programs.exchange_numbers(call)
             with self.backend.local_checks():
-                self._find(call)
-                by = require_scale(said["scale"], call.require_step(tells))
-            running = self._make(call)
+                self._look_up(call)
+                dtype = call.require_step(with_outputs=with_outputs)
+                factor = require_scale(options["scale"], dtype)
+            running = self._build(call)
             self._check_together(call)
             with self.backend.guard(), switched(()):
-                program, backend = running.stepped(tells)
-                kept = self._tensors.values
-                inputs = call.taken(running, kept) | backend.draw(program)
-                loss, found = self._scaled(backend, kept, backend.split(inputs), tells, by)
-                carry_out_all(program.captured.effects, self, found)
+                program, backend = running.step_form(with_outputs=with_outputs)
+                tensors = self._tensors.values
+                inputs = call.apply_writes(running, tensors) | backend.draw(program)
+                batches = backend.split(inputs)
+                loss, results = self._run_step(
+                    backend, tensors, batches, with_outputs=with_outputs, factor=factor
+                )
+                carry_out_all(program.captured.effects, self, results)
         self._listeners.notify(begun, loss, running.plan)
-        told = StepLoss.of(loss)
-        return (told, program.structure(found)) if tells else told
+        result = StepLoss.of(loss)
+        return (result, program.structure(results)) if with_outputs else result
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Around backward passes and steps whose gradients the first one outside sums over ranks.
+        """Defer sums of gradients over ranks to the first backward pass or step outside.
 
-        Inside, gradients are partial sums (`parameter.grad` is a DTensor that says so). Those that
-        are kept in pieces (zero2, zero3), add up in another dtype or are scaled are summed each
-        time all the same, and so are a pipeline's, those of other programs than the one that was
-        planned, and all those of parameters that have a gradient from outside already. `step()` of
-        a plan with several micro-batches sums once by itself.
-        """
+        Inside, gradients are partial sums (`parameter.grad` is a DTensor with `Partial()`). Some
+        are summed each time nevertheless: gradients in pieces (zero2, zero3), in another dtype or
+        scaled, a pipeline's, those of other programs than the planned one, and all if a parameter
+        has a gradient from outside. A `step()` in micro-batches sums once by itself."""
         return self.backend.no_sync() if self.loss_scale is None else nullcontext()
 
-    def _scaled(
+    def _run_step(
         self,
         backend: Backend,
-        kept: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
         batches: Sequence[Mapping[str, Tensor]],
-        tells: bool,
-        by: float,
+        *,
+        with_outputs: bool,
+        factor: float,
     ) -> tuple[Tensor, list[Tensor]]:
-        """A step whose gradients are multiplied `by`, and whose loss is scaled beside that, if it
-        was asked for. One that breaks off leaves gradients as they were."""
-        scaled = self.loss_scale
-        before, scale, is_good = (
-            take_gradients(kept.values()),
-            1.0 if scaled is None else scaled.value,
-            True,
-        )
+        """Run a step with scaled gradients; if it breaks off, restore the earlier ones."""
+        scaled, is_good = self.loss_scale, True
+        before, scale = take_gradients(tensors.values()), 1.0 if scaled is None else scaled.value
         is_first = all(earlier is None for _, earlier in before)
         try:
-            found = backend.step(kept, batches, tells, by * scale, is_first)
+            results = backend.step(tensors, batches, with_outputs, factor * scale, is_first)
             if scaled is not None:
                 is_good = bool(self.backend.norm(self._gradients(), 1.0).isfinite())
         except BaseException:
@@ -341,10 +332,10 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
         restore_gradients(before, scale, is_good=is_good)
         if scaled is not None:
             scaled.update(is_good=is_good)
-        return found
+        return results
 
     def _require_learning(self, inputs: Iterable[Any]) -> None:
-        """Before anything runs. A rank that holds some of the stages does not know."""
+        """Refuse a step without gradients; a rank with some of the stages cannot tell."""
         if not self._tensors.are_frozen:
             return
         if not any(isinstance(v, Tensor) and v.requires_grad for v in inputs):
@@ -356,35 +347,32 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
 
     @property
     def saved_names(self) -> list[str]:
-        """Of all that a state dict holds, on all ranks; what is tied has its first name alone."""
+        """Return the names of a state dict of all ranks; tied tensors have their first name."""
         tied = self.program.captured.tied
         return list(dict.fromkeys(tied.get(name, name) for name in self._names))
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Whole tensors under the names of the original model's state dict; the caller's own. All
-        ranks ask for it together."""
+        """Return copies of the whole tensors by original name; all ranks call this together."""
         return gather_state(self, self.state_dict(), "full_state_dict()")
 
     def full_grads(self) -> dict[str, Tensor]:
-        """Whole gradients under the original names, where there are some, in the same manner."""
+        """Return copies of the whole gradients that exist, under the original names, likewise."""
         return gather_state(self, self._gradients(), "full_grads()")
 
     _written_whole, expert_balance = save_with_full_state, expert_balance
 
     def _gradients(self) -> dict[str, Tensor]:
         self.backend.sum_waiting()
-        every = ((name, parameter.grad) for name, parameter in self.named_parameters())
-        return {name: gradient for name, gradient in every if gradient is not None}
+        gradients = ((name, parameter.grad) for name, parameter in self.named_parameters())
+        return {name: gradient for name, gradient in gradients if gradient is not None}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; the norm before.
+        """Scale all gradients to a norm of at most `max_norm`; return the norm before.
 
-        It is that of the whole model, every parameter counted once, and the same on every rank.
-        `torch.nn.utils.clip_grad_norm_(module.parameters(), ...)` does the same without a pipeline
-        (of what is cut over two axes torch logs that it makes two sums, where this makes one).
-        On a rank of a pipeline it would see the gradients of this rank's stages alone, and scale
-        them by another number than other ranks do: use this method there.
-        """
+        The norm is that of the whole model, every parameter counted once, on every rank. Without a
+        pipeline `torch.nn.utils.clip_grad_norm_(module.parameters(), ...)` does the same (with two
+        sums and a log line for tensors cut over two axes). On a rank of a pipeline it would see
+        this rank's stages alone and scale differently on each rank: use this method there."""
         with self.backend.local_checks():
             if not norm_type > 0:
                 raise InvalidInput(
@@ -397,8 +385,8 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
 
-    def _kept(self) -> Mapping[str, Tensor]:
-        """The parameters and buffers by name, as they are in the tree now."""
+    def _current_tensors(self) -> Mapping[str, Tensor]:
+        """Return the parameters and buffers by name, as they are in the module tree now."""
         if self._tensors.changed:
             self._tensors.take()
             self._programs.bind(self._tensors.values)
@@ -407,24 +395,22 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load pieces, as `state_dict` gives them, or whole tensors, as `full_state_dict` does.
-
-        On a rank of a pipeline, what belongs to other ranks is left out.
-        """
+        """Load pieces, as from `state_dict`, or whole tensors, as from `full_state_dict`; skip the
+        tensors of other ranks of a pipeline."""
         aliases = self.program.captured.tied
-        own, given = self.state_dict(keep_vars=True), dict(state_dict)
+        local_, to_load = self.state_dict(keep_vars=True), dict(state_dict)
         for name, value in state_dict.items():
-            if name not in own and name in self._names:
-                del given[name]
-            elif _is_whole_of(value, own.get(name)):
+            if name not in local_ and name in self._names:
+                del to_load[name]
+            elif _is_whole_of(value, local_.get(name)):
                 first = aliases.get(name, name)
                 layout = self._layouts[first]
-                given[name] = self.backend.cut(first, value.detach(), layout)
-        return super().load_state_dict(given, strict, assign)
+                to_load[name] = self.backend.cut(first, value.detach(), layout)
+        return super().load_state_dict(to_load, strict, assign)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
-        for name, kept in self._tensors.values.items():
-            before = torch.empty(0, dtype=kept.dtype, device=kept.device)
+        for name, tensor in self._tensors.values.items():
+            before = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             after = fn(before)
             if (after.dtype, after.device) != (before.dtype, before.device):
                 raise InvalidInput(
@@ -456,7 +442,7 @@ RESERVED_NAMES = frozenset(dir(ParallelModule)).union(
 )
 
 
-def _is_whole_of(value: Any, own: Any) -> bool:
-    """Whether `value` is a whole tensor of which a rank has `own`."""
+def _is_whole_of(value: Any, piece: Any) -> bool:
+    """Return whether `value` is the whole of a DTensor of which this rank has a piece."""
     is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-    return is_plain and isinstance(own, DTensor) and value.shape == own.shape
+    return is_plain and isinstance(piece, DTensor) and value.shape == piece.shape

@@ -1,15 +1,13 @@
-"""Programs: one set of parameters, and a program for each way in which a module is called.
+"""Programs: one set of parameters, and a program for each kind of call of a module.
 
     pm.step(x, labels=y)       the program that was planned
-    pm.eval()(x[:3])           another one, of that mode, batch and signature: made once, then known
+    pm.eval()(x[:3])           another program, for that mode, batch and signature, made once
 
-A call of another structure, shape, dtype, mode, or with other values that are no tensors, or with
-parameters that were frozen when the module was planned, may be another program. It is captured from
-the copy of the model that the first capture left, and planned with mesh, states, and the places of
-all parameters and buffers as they are. On processes all ranks make it together.
+A call with another structure, shape, dtype, mode or plain value, or with newly unfrozen parameters,
+may need another program. It is captured from the copy of the model that the first capture left, and
+planned with the same mesh, states and places of parameters, on processes by all ranks together.
 
-With `dynamic_shapes` calls that differ in sizes of the declared range alone have one plan, whose
-decisions a size that is new takes over; they count as one program.
+With `dynamic_shapes` all sizes of the declared range share one plan and count as one program.
 """
 
 from __future__ import annotations
@@ -51,11 +49,11 @@ from autopar.text.progress import reporter
 from autopar.text.source_lines import frames_to_caller
 from autopar.text.tables import table
 
-WARN_ABOVE = 8  # programs, of which nothing is said
+WARN_ABOVE = 8  # programs without a warning
 
 
 class Programs(Sequence[RunningProgram]):
-    """Those of a parallel module, the first one first. Prints as a table."""
+    """The programs of a parallel module, the planned one first. Prints as a table."""
 
     def __init__(
         self, plan: Plan, backend: Backend, modes: TrainingModes, tensors: ModuleTensors
@@ -67,13 +65,15 @@ class Programs(Sequence[RunningProgram]):
         )
         self._last = RunningProgram(plan, backend, signature, both=True)
         self._all = [self._last]
-        self._every = [self._last]  # of all sizes
+        self._every = [self._last]  # with a program for each size
         self._known: dict[CallSignature, RunningProgram] = {}
-        self._numbers: dict[CallSignature, int] = {}  # of this rank's calls, as they came
-        self._met: dict[tuple[int, ...], RunningProgram] = {}  # by the numbers of all ranks
+        self._numbers: dict[CallSignature, int] = {}  # of this rank's calls, in order
+        self._agreed: dict[
+            tuple[int, ...], RunningProgram
+        ] = {}  # programs by the numbers of all ranks
         if plan.dynamic is not None:
-            inputs = example.model, example.args, example.kwargs
-            self._start_sizes(self._last, plan.dynamic.across(*inputs))
+            across = plan.dynamic.across(example.model, example.args, example.kwargs)
+            self._start_sizes(self._last, across)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -89,44 +89,47 @@ class Programs(Sequence[RunningProgram]):
 
     def __str__(self) -> str:
         rows = [("", "call", "mode", "micro-batches", "mesh")]
-        for number, one in enumerate(self._all):
-            plan, text = one.plan, one.signature.text
-            if one.sizes is not None:
-                text += f", sizes of {plan.dynamic} ({one.sizes.count} so far)"
-            about = text, one.mode, str(plan.microbatches), str(plan.whole_mesh)
-            rows.append((str(number), *about))
+        for number, running in enumerate(self._all):
+            plan, text = running.plan, running.signature.text
+            if running.sizes is not None:
+                text += f", sizes of {plan.dynamic} ({running.sizes.count} so far)"
+            batches, mesh = str(plan.microbatches), str(plan.whole_mesh)
+            rows.append((str(number), text, running.mode, batches, mesh))
         return "\n".join(table(rows))
 
     def bind(self, values: Mapping[str, Tensor]) -> None:
-        """Let all read what the module holds now."""
-        for one in self._every:
-            one.backend.bind(values)
+        """Have all programs read the tensors that the module holds now."""
+        for running in self._every:
+            running.backend.bind(values)
 
     def close(self) -> None:
-        """Let go of all programs."""
+        """Release all programs."""
         for running in self._every:
             running.close()
 
-    def of(self, args: tuple, kwargs: Mapping[str, Any], is_step: bool) -> RunningProgram:
-        """The program of a call, made if it is not known."""
-        call = self.call(args, kwargs, is_step)
-        self.meet(call)
-        self.find(call)
-        return self.make(call)
+    def program_for(
+        self, args: tuple, kwargs: Mapping[str, Any], *, is_step: bool
+    ) -> RunningProgram:
+        """Return the program of a call, made if it is new."""
+        call = self.accept(args, kwargs, is_step=is_step)
+        self.exchange_numbers(call)
+        self.look_up(call)
+        return self.build(call)
 
-    def call(self, args: tuple, kwargs: Mapping[str, Any], is_step: bool) -> ModuleCall:
-        """A call as it comes to this rank."""
+    def accept(self, args: tuple, kwargs: Mapping[str, Any], *, is_step: bool) -> ModuleCall:
+        """Return the record of a call on this rank; refuse transforms and odd tensors."""
         refuse_transforms()
-        for one in self._every:
-            one.backend.require_callable()
+        for running in self._every:
+            running.backend.require_callable()
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         if not all(is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
             check_call(self._all[0].plan.original.example.model, args, kwargs, THIS)
         return ModuleCall(args, kwargs, self._modes.now, self._tensors.unfrozen, is_step)
 
-    def meet(self, call: ModuleCall) -> None:
-        """Where a rank cannot know the program by itself, each says in a number which call of its
-        own has come: with local inputs and in pipelines, of which a rank sees a part, and where
+    def exchange_numbers(self, call: ModuleCall) -> None:
+        """Exchange the number of each rank's call, where a rank cannot know the program by itself.
+
+        That is so with local inputs and in pipelines, of which a rank sees a part, and once
         several programs are known."""
         first = self._all[0]
         backend, sees_part = first.backend, first.plan.pipelining or first.backend.local_inputs
@@ -135,27 +138,29 @@ class Programs(Sequence[RunningProgram]):
             with backend.guard(agreed=True):
                 call.numbers = backend.world.numbers(number)
 
-    def find(self, call: ModuleCall) -> None:
-        """What is known of a call; its program is captured if it is none of these."""
+    def look_up(self, call: ModuleCall) -> None:
+        """Find the program of a call among the known ones; capture a new one otherwise."""
         numbers = call.numbers
-        if not (self._look(call) if numbers is None else self._look_together(call, numbers)):
+        if not (self._look_up(call) if numbers is None else self._look_together(call, numbers)):
             self._capture(call)
 
     def _look_together(self, call: ModuleCall, numbers: tuple[int, ...]) -> bool:
-        """What all ranks have found for these calls of theirs; or find it."""
-        known = self._met.get(numbers)
-        if known is not None and self._take(call, known):
+        """Return whether a known program serves the calls that the ranks made."""
+        known = self._agreed.get(numbers)
+        if known is not None and self._assign(call, known):
             return True
-        self._hear(call)
-        return any(self._take(call, one) for one in self._every if one.has(call))
+        self._exchange_signatures(call)
+        return any(self._assign(call, known) for known in self._every if known.matches(call))
 
-    def _hear(self, call: ModuleCall) -> None:
-        """Take together what ranks say of a call: slices make the whole inputs, and a parameter
-        learns that does on the ranks which hold it."""
+    def _exchange_signatures(self, call: ModuleCall) -> None:
+        """Exchange signatures of a call: slices join to whole inputs, and a parameter learns if it
+        learns on a rank that holds it."""
         first, backend = self._all[0], self._all[0].backend
         is_staged = first.plan.pipelining is not None
-        said = backend.everyones(call.signature.message, str(call.signature))
-        shapes, call.unfrozen = _require_alike(said, backend.local_inputs, is_staged)
+        messages = backend.everyones(call.signature.message, str(call.signature))
+        shapes, call.unfrozen = _require_alike(
+            messages, of_pieces=backend.local_inputs, of_stages=is_staged
+        )
         if backend.local_inputs:
             call.whole = join_call(first.plan, call.args, call.kwargs, shapes)
         args, kwargs = call.whole or (call.args, call.kwargs)
@@ -163,25 +168,25 @@ class Programs(Sequence[RunningProgram]):
             args, kwargs, call.training, call.unfrozen, is_step=call.is_step
         )
 
-    def _look(self, call: ModuleCall) -> bool:
-        """That of the last call costs no more than to look at the inputs."""
+    def _look_up(self, call: ModuleCall) -> bool:
+        """Return whether a known program serves a call, and try the last call's program first."""
         call.inputs, call.running = self._last.bind(call), self._last
         if call.inputs is not None:
             return True
         known = self._known.get(call.signature)
-        among = self._every if known is None else [known]
-        return any(self._take(call, one) for one in among)
+        candidates = self._every if known is None else [known]
+        return any(self._assign(call, candidate) for candidate in candidates)
 
-    def _take(self, call: ModuleCall, one: RunningProgram) -> bool:
-        """Let a call be of a program, if it is."""
-        call.inputs, call.running = one.bind(call), one
+    def _assign(self, call: ModuleCall, running: RunningProgram) -> bool:
+        """Assign a program to a call if the inputs fit; return whether they do."""
+        call.inputs, call.running = running.bind(call), running
         if call.inputs is None:
             call.running = None
             return False
         if call.numbers is None:
-            self._last = self._known[call.signature] = one
+            self._last = self._known[call.signature] = running
         else:
-            self._met[call.numbers] = one
+            self._agreed[call.numbers] = running
         return True
 
     def _capture(self, call: ModuleCall) -> None:
@@ -190,7 +195,7 @@ class Programs(Sequence[RunningProgram]):
         check_call(original.example.model, call.args, call.kwargs, THIS)
         _require_data(call)
         if backend.local_inputs and call.whole is None:
-            self._hear(call)
+            self._exchange_signatures(call)
         args, kwargs = call.whole or (call.args, call.kwargs)
         if (dynamic := first.plan.dynamic) is not None:
             dynamic.require(original.example.model, args, kwargs)
@@ -202,28 +207,30 @@ class Programs(Sequence[RunningProgram]):
         require_constants(captured)
         require_one_dtype(captured, "hand over inputs in the dtype that the model computes in")
         if call.is_step:
-            _ = captured.loss_index  # a program without one is refused
+            _ = captured.loss_index  # refuse a program without a loss
         if not self._is_other(call, captured):
             return
         call.captured = captured
         if call.numbers is None and call.whole is None:
-            self._hear(call)
+            self._exchange_signatures(call)
 
     def _is_other(self, call: ModuleCall, captured: Captured) -> bool:
-        """Whether it is another program. Modes that change no operator make none."""
-        found = fingerprint_of(captured)
-        for one in self._every:
-            if one.takes(call) and not found.differences(one.plan.fingerprint):
-                one.modes.add(call.training)
-                one.unfrozen |= call.unfrozen
-                return not self._take(call, one)
-        ranges = (one.sizes for one in self._all if one.sizes is not None)
-        theirs = (sizes for sizes in ranges if sizes.have(call, call.across, found.form))
-        call.sizes = next(theirs, None)
+        """Return whether a captured program is new. Modes that change no operator make none."""
+        fingerprint = fingerprint_of(captured)
+        for running in self._every:
+            if running.takes(call) and not fingerprint.differences(running.plan.fingerprint):
+                running.modes.add(call.training)
+                running.unfrozen |= call.unfrozen
+                return not self._assign(call, running)
+        ranges = (running.sizes for running in self._all if running.sizes is not None)
+        families = (
+            sizes for sizes in ranges if sizes.includes(call, call.across, fingerprint.form)
+        )
+        call.sizes = next(families, None)
         return True
 
-    def make(self, call: ModuleCall) -> RunningProgram:
-        """The program of a call; on processes all ranks make it together."""
+    def build(self, call: ModuleCall) -> RunningProgram:
+        """Return the program of a call, planned by all ranks together if it is new."""
         if call.running is not None:
             return call.running
         first, captured = self._all[0], call.captured
@@ -231,7 +238,7 @@ class Programs(Sequence[RunningProgram]):
         plan, backend, is_step = first.plan, first.backend, call.is_step
         sizes = call.sizes
         if sizes is not None:
-            is_step = sizes.first.steps
+            is_step = sizes.first.for_steps
         inputs = input_layouts(plan, captured) if backend.local_inputs else None
         with backend.guard(agreed=True):
             if plan.strict:
@@ -244,43 +251,49 @@ class Programs(Sequence[RunningProgram]):
                 return plan_companion(plan, captured, is_step=is_step, inputs=inputs)
 
             follow = partial(follow_companion, plan, captured, is_step=is_step)
-            made = agree_on_plan(decide, follow) if _is_among_others(backend) else decide()
-            made = stage_companion(plan, made, is_step=is_step)
-            tell(captured, made, sizes.first.plan if sizes is not None else plan)
+            new_plan = agree_on_plan(decide, follow) if _is_among_others(backend) else decide()
+            new_plan = stage_companion(plan, new_plan, is_step=is_step)
+            tell(captured, new_plan, sizes.first.plan if sizes is not None else plan)
         with backend.guard():
             both = plan.batches is None and plan.pipelining is None
             if sizes is not None:
-                both = sizes.first.steps and sizes.first.calls
-            running = RunningProgram(made, backend.beside(made.program), call.signature, both)
+                both = sizes.first.for_steps and sizes.first.for_calls
+            running = RunningProgram(
+                new_plan, backend.beside(new_plan.program), call.signature, both=both
+            )
         self._every.append(running)
         if sizes is not None:
             running.sizes = sizes
-            sizes.add(running, made.fingerprint.form)
+            sizes.add(running, new_plan.fingerprint.form)
         else:
             self._all.append(running)
             self._start_sizes(running, call.across)
-            self._tell_of_many()
-        found = self._take(call, running)
-        assert found
+            self._warn_of_many()
+        is_assigned = self._assign(call, running)
+        assert is_assigned
         return running
 
-    def inside(
-        self, running: RunningProgram, asked: Callable[[Captured], Captured]
+    def inner_program(
+        self, running: RunningProgram, capture_inside: Callable[[Captured], Captured]
     ) -> tuple[Plan, Backend]:
-        """A program that is `asked` for of one: values inside of it, in the layouts that they have
-        there. Its results are whole; on processes all ranks make it together."""
+        """Return a program for values inside of another one, in their layouts there.
+
+        `capture_inside` derives it from the captured program. Its results are whole; on processes
+        all ranks make it together."""
         if running.inside is None:
             first = self._all[0]
             with first.backend.local_checks():
-                captured = asked(running.plan.original)
+                captured = capture_inside(running.plan.original)
             is_local = first.backend.local_inputs
             inputs = input_layouts(first.plan, captured) if is_local else None
             with first.backend.guard(agreed=True):
                 like = running.plan
-                made = resize_companion(first.plan, like, captured, is_step=False, inputs=inputs)
-                made = stage_companion(first.plan, made, is_step=False)
+                inner_plan = resize_companion(
+                    first.plan, like, captured, is_step=False, inputs=inputs
+                )
+                inner_plan = stage_companion(first.plan, inner_plan, is_step=False)
             with first.backend.guard():
-                running.inside = made, first.backend.beside(made.program, plainly=True)
+                running.inside = inner_plan, first.backend.beside(inner_plan.program, plainly=True)
         return running.inside
 
     def _start_sizes(self, running: RunningProgram, across: Hashable) -> None:
@@ -288,12 +301,14 @@ class Programs(Sequence[RunningProgram]):
             forms = {running.plan.fingerprint.form}
             running.sizes = SizeFamily(running, across, forms, {*running.modes})
 
-    def _tell_of_many(self) -> None:
+    def _warn_of_many(self) -> None:
         if len(self._all) == WARN_ABOVE + 1:
-            sizes = sum(one.sizes.count - 1 for one in self._all if one.sizes is not None)
+            sizes = sum(
+                running.sizes.count - 1 for running in self._all if running.sizes is not None
+            )
             also = f", and {sizes} more of other sizes" if sizes else ""
             forward = self._all[0].plan.original.example.model.forward
-            changing = changing_values([one.signature for one in self._all], forward)
+            changing = changing_values([running.signature for running in self._all], forward)
             remedy = "Inputs of few sizes, as by padding, need few"
             if changing:
                 remedy = f"{' and '.join(changing)} had several values, and each value makes a "
@@ -320,18 +335,20 @@ def _is_among_others(backend: Backend) -> TypeGuard[TorchBackend]:
 
 
 def _require_alike(
-    said: Sequence[str], of_pieces: bool, of_stages: bool
+    messages: Sequence[str], *, of_pieces: bool, of_stages: bool
 ) -> tuple[list[list[tuple[int, ...]]], frozenset[str]]:
-    """The shapes of the inputs of each rank, and what learns now and did not. The calls of all are
-    alike, but for shapes `of pieces`, and for the parameters `of stages`."""
-    words, rests, shapes, unfrozen = zip(*map(json.loads, said))
-    is_alike = len(set(rests)) == 1
-    is_alike &= of_pieces or all(one == shapes[0] for one in shapes)
-    is_alike &= of_stages or all(one == unfrozen[0] for one in unfrozen)
+    """Return the input shapes of each rank, and the unfrozen parameters of all ranks.
+
+    Refuse calls that differ, except in shapes if these are `of_pieces`, and in parameters if these
+    are `of_stages`."""
+    texts, digests, shapes, unfrozen = zip(*map(json.loads, messages))
+    is_alike = len(set(digests)) == 1
+    is_alike &= of_pieces or all(other == shapes[0] for other in shapes)
+    is_alike &= of_stages or all(other == unfrozen[0] for other in unfrozen)
     if not is_alike:
         raise InvalidInput(
             "all ranks make the same call: a new program is made by all of them together",
-            got="\n".join(f"rank {rank}: {one}" for rank, one in enumerate(words)),
+            got="\n".join(f"rank {rank}: {other}" for rank, other in enumerate(texts)),
             remedy="call with inputs of the same shapes, in the same modes, on all ranks",
         )
     return list(shapes), frozenset().union(*unfrozen)

@@ -1,4 +1,4 @@
-"""Running: a program where it runs, and the calls that it may be the program of."""
+"""Running program: a program on its backend, and the calls that it serves."""
 
 from __future__ import annotations
 
@@ -24,77 +24,84 @@ Inputs = dict[str, Tensor]
 
 
 class RunningProgram:
-    """One program, in the forms in which it is called, and where they run."""
+    """One program in its forms for calls and steps, with their backends."""
 
-    def __init__(self, plan: Plan, backend: Backend, signature: CallSignature, both: bool) -> None:
-        """`both`: it serves calls and steps, not only what its signature says."""
+    def __init__(
+        self, plan: Plan, backend: Backend, signature: CallSignature, *, both: bool
+    ) -> None:
+        """`both`: the program serves calls and steps, not only the kind of its signature."""
         self.plan, self.backend, self.signature = plan, backend, signature
-        self.calls, self.steps = both or not signature.is_step, both or signature.is_step
-        self.modes = {signature.training}  # in which this is the model's program
+        self.for_calls, self.for_steps = both or not signature.is_step, both or signature.is_step
+        self.modes = {signature.training}  # training modes that it serves
         self.unfrozen = signature.unfrozen
         self.shapes = backend.input_shapes()
-        self.sizes: SizeFamily | None = None  # all those of its plan, if its inputs vary
-        self.inside: tuple[Plan, Backend] | None = None  # that of values inside of it
-        self._bounded: dict[str, tuple[Tensor, int]] = {}  # parameters, and their ages then
+        self.sizes: SizeFamily | None = None  # the programs of its plan, if sizes vary
+        self.inside: tuple[Plan, Backend] | None = None  # for values inside of it
+        self._bounded: dict[str, tuple[Tensor, int]] = {}  # clamped parameters and their ages
 
     @property
     def mode(self) -> str:
-        """Training or evaluation, of the modules that it was captured in."""
+        """Return the training modes that it was captured in as a text."""
         return self.signature.mode
 
     @cached_property
-    def called(self) -> tuple[Program, Backend]:
-        """The program of a whole batch in one go."""
-        if not self.steps or (self.plan.batches is None and self.plan.pipelining is None):
+    def call_form(self) -> tuple[Program, Backend]:
+        """Return the program and backend of a call, which takes the whole batch at once."""
+        if not self.for_steps or (self.plan.batches is None and self.plan.pipelining is None):
             return self.plan.program, self.backend
         return self.plan.whole_program, self.backend.of(self.plan.whole_program)
 
     @cached_property
-    def telling(self) -> tuple[Program, Backend]:
-        """That of a step which gives outputs too."""
+    def outputs_form(self) -> tuple[Program, Backend]:
+        """Return the program and backend of a step that returns outputs too."""
         if self.plan.batches is None and self.plan.pipelining is None:
             return self.plan.program, self.backend
         return self.plan.telling_program, self.backend.of(self.plan.telling_program)
 
-    def stepped(self, tells: bool) -> tuple[Program, Backend]:
-        return self.telling if tells else (self.plan.program, self.backend)
+    def step_form(self, *, with_outputs: bool) -> tuple[Program, Backend]:
+        """Return the program and backend of a step."""
+        return self.outputs_form if with_outputs else (self.plan.program, self.backend)
 
-    def bound(self, parameters: Mapping[str, Tensor]) -> None:
-        """Put those that its forward bounds between their bounds, if they have changed since."""
+    def clamp_parameters(self, parameters: Mapping[str, Tensor]) -> None:
+        """Clamp the parameters that forward bounds, if they have changed since."""
         for name, bounds in self.plan.original.bounds.items():
-            if (one := parameters.get(name)) is None:  # another rank's
+            if (parameter := parameters.get(name)) is None:  # on another rank
                 continue
             known, age = self._bounded.get(name, (None, 0))
-            if known is not one or age != version_of(one):
-                put_between(bounds, one)
-                self._bounded[name] = one, version_of(one)
+            if known is not parameter or age != version_of(parameter):
+                put_between(bounds, parameter)
+                self._bounded[name] = parameter, version_of(parameter)
 
     def close(self) -> None:
-        """Let go of where it runs, in all its forms."""
-        forms = (vars(self).get(form) for form in ("called", "telling", "inside"))
+        """Release the backends of all forms."""
+        forms = (vars(self).get(form) for form in ("call_form", "outputs_form", "inside"))
         for backend in (self.backend, *(form[1] for form in forms if form is not None)):
             backend.close()
         self._bounded.clear()
 
     def takes(self, call: ModuleCall) -> bool:
-        """Whether it is made for steps, or for calls, as this one is."""
-        return self.steps if call.is_step else self.calls
+        """Return whether it serves the kind of a call: step or plain call."""
+        return self.for_steps if call.is_step else self.for_calls
 
     def serves(self, call: ModuleCall) -> bool:
-        """Whether it may be the program of a call, but for its inputs."""
+        """Return whether it serves a call by kind, mode and parameters, whatever the inputs are."""
         is_in_mode = call.training in self.modes
         return self.takes(call) and is_in_mode and call.unfrozen <= self.unfrozen
 
-    def has(self, call: ModuleCall) -> bool:
-        """Whether it is the program of a call of which each rank has said its part."""
+    def matches(self, call: ModuleCall) -> bool:
+        """Return whether it serves a call whose signatures all ranks have exchanged."""
         if not self.serves(call) or call.whole is None:
             return self.serves(call)
-        own, other = self.signature, call.signature
-        own = replace(own, training=other.training, unfrozen=other.unfrozen, is_step=call.is_step)
-        return own == other
+        other = call.signature
+        return other == replace(
+            self.signature,
+            training=other.training,
+            unfrozen=other.unfrozen,
+            is_step=call.is_step,
+        )
 
     def bind(self, call: ModuleCall) -> Inputs | None:
-        """The inputs of a call by placeholder, if this is its program."""
+        """Return the inputs of a call by placeholder; None if it does not serve the call."""
         if not self.serves(call):
             return None
         return self.plan.program.bind(call.args, call.kwargs, self.shapes)
@@ -102,22 +109,23 @@ class RunningProgram:
 
 @dataclass
 class SizeFamily:
-    """The programs of one plan, whose inputs have sizes of a range."""
+    """The programs of one plan whose inputs have sizes of a declared range."""
 
     first: RunningProgram
-    across: Hashable  # what their calls have in common
-    forms: set[Hashable]  # their operators without sizes
+    across: Hashable  # key that all their calls share
+    forms: set[Hashable]  # fingerprints of operators without sizes
     modes: set[tuple[bool, ...]]
     count: int = 1
 
-    def have(self, call: ModuleCall, across: Hashable, form: Hashable) -> bool:
-        """Whether a call is one of theirs. Modes that change no operator are theirs too."""
+    def includes(self, call: ModuleCall, across: Hashable, form: Hashable) -> bool:
+        """Return whether a call belongs to the family, also in modes that change no operator."""
         is_theirs = self.first.takes(call) and across == self.across
         if not is_theirs or not call.unfrozen <= self.first.unfrozen:
             return False
         return call.training in self.modes or form in self.forms
 
     def add(self, running: RunningProgram, form: Hashable) -> None:
+        """Add a program of another size."""
         self.forms.add(form)
         self.modes |= running.modes
         self.count += 1
@@ -125,47 +133,47 @@ class SizeFamily:
 
 @dataclass
 class ModuleCall:
-    """One call of a module, and what is known of it."""
+    """One call of a module, with the facts that are known about it so far."""
 
     args: tuple
     kwargs: Mapping[str, Any]
     training: tuple[bool, ...]
     unfrozen: frozenset[str]
     is_step: bool
-    # The program, or what it is to be made of.
+    # The program, or the parts for making it.
     running: RunningProgram | None = None
     inputs: Inputs | None = None
     captured: Captured | None = None
-    across: Hashable = None  # what it has in common with calls of other sizes
-    sizes: SizeFamily | None = None  # those of a plan that it is one of
-    numbers: tuple[int, ...] | None = None  # what ranks call theirs, where they say so
-    whole: tuple[tuple, Mapping[str, Any]] | None = None  # the inputs of which this rank has slices
+    across: Hashable = None  # key shared with calls of other sizes
+    sizes: SizeFamily | None = None  # the family that it belongs to
+    numbers: tuple[int, ...] | None = None  # of the ranks' calls, if exchanged
+    whole: tuple[tuple, Mapping[str, Any]] | None = None  # whole inputs without values
 
     @property
     def bound(self) -> Inputs:
-        """Its inputs by placeholder, once its program is known."""
+        """Return the inputs by placeholder, once the program is known."""
         assert self.inputs is not None
         return self.inputs
 
-    def taken(self, by: RunningProgram, parameters: Mapping[str, Tensor]) -> Inputs:
-        """These, for a program that runs now: what its forward writes to them, to parameters, and
-        to containers, is written."""
-        original = by.plan.original
-        by.bound(parameters)
+    def apply_writes(self, running: RunningProgram, parameters: Mapping[str, Tensor]) -> Inputs:
+        """Return the inputs for a program that runs now, and do the writes of forward to inputs,
+        parameters and containers."""
+        original = running.plan.original
+        running.clamp_parameters(parameters)
         left = filled(original.contents, (self.args, self.kwargs), self.bound)
-        taken = self.bound | carry_out(original.writes, self.bound)
+        inputs = self.bound | carry_out(original.writes, self.bound)
         fill(left)
-        return taken
+        return inputs
 
-    def require_step(self, tells: bool) -> torch.dtype:
-        """Refuse a step without a loss, or one that cannot give its outputs; the loss's dtype."""
+    def require_step(self, *, with_outputs: bool) -> torch.dtype:
+        """Return the dtype of the loss; refuse a step without a loss or its outputs."""
         if self.running is None:
             assert self.captured is not None
             results: Any = self.captured.graph.output_node().args[0]
             return info(results[self.captured.loss_index]).val.dtype
         plan = self.running.plan
         _ = plan.captured.loss_index
-        _ = tells and plan.telling_program
+        _ = with_outputs and plan.telling_program
         return plan.program.loss_dtype
 
     @cached_property

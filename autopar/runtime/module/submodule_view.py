@@ -1,10 +1,10 @@
-"""What a parallel module and its parts have of the model: classes, methods and attributes.
+"""Submodule views: a parallel module has the model's submodules, classes and attributes.
 
-Code that looks through a model (`isinstance(module, nn.LayerNorm)`, `model.config`,
-`model.num_parameters()`) finds there what it looks for. What they do as modules is theirs alone.
+So code that inspects a model (`isinstance(module, nn.LayerNorm)`, `model.config`,
+`model.num_parameters()`) works on a parallel module too.
 
-A part is a submodule of a parallel module. It holds tensors and a mode, and does not run itself:
-hooks, calls and attributes that would change what it computes are refused, since the program is
+A `SubmoduleView` stands for a submodule. It holds tensors and a mode, and does not run itself:
+hooks, calls and attributes that would change its computation are refused, since the program is
 captured.
 """
 
@@ -37,10 +37,10 @@ _REMEDY = "change the model itself and parallelize it again"
 
 
 class PlainModule(nn.Module):
-    """Does as a module what any does, whatever the class of a model does otherwise there."""
+    """Behaves as a plain `nn.Module`, even if the class of the model overrides methods of it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Without what the class of a model does to those that are made of it."""
+        """Skip the hook of the model's class for its subclasses."""
 
     __eq__, __hash__ = object.__eq__, object.__hash__
 
@@ -53,7 +53,7 @@ class PlainModule(nn.Module):
         )
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Refuse another module."""
+        """Refuse a new submodule."""
         validate_replacement(self, name, module)
 
     register_module = add_module
@@ -74,7 +74,7 @@ for _name, _method in vars(nn.Module).items():
 
 
 class ClosedModule:
-    """Where a closed module runs: nowhere."""
+    """Stands for the backend and programs of a closed module, and refuses every use."""
 
     def __getattr__(self, name: str) -> Any:
         raise InvalidInput(
@@ -84,10 +84,10 @@ class ClosedModule:
         )
 
 
-def require_free_names(model: nn.Module, own: Container[str]) -> None:
-    """Refuse a model whose tensors or submodules are named as what a ParallelModule has itself."""
+def require_free_names(model: nn.Module, reserved: Container[str]) -> None:
+    """Refuse a model whose tensors or submodules have names that a ParallelModule reserves."""
     held = [vars(model)[kind] for kind in HOLDERS] if isinstance(model, nn.Module) else []
-    names = [name for one in held for name in one if name in own]
+    names = [name for by_name in held for name in by_name if name in reserved]
     if names:
         raise InvalidInput(
             "parameters, buffers and submodules of the model keep their names, beside those that a "
@@ -97,10 +97,10 @@ def require_free_names(model: nn.Module, own: Container[str]) -> None:
         )
 
 
-def require_free_attributes(effects: Iterable[Effect], own: Container[str]) -> None:
-    """Refuse effects that set an attribute of the model that a ParallelModule has itself."""
+def require_free_attributes(effects: Iterable[Effect], reserved: Container[str]) -> None:
+    """Refuse effects that set an attribute whose name a ParallelModule reserves."""
     for effect in effects:
-        if effect.attribute is not None and effect.attribute in own:
+        if effect.attribute is not None and effect.attribute in reserved:
             raise InvalidInput(
                 "what forward keeps in an attribute of the model has another name than what a "
                 "ParallelModule has itself",
@@ -111,12 +111,14 @@ def require_free_attributes(effects: Iterable[Effect], own: Container[str]) -> N
 
 
 class SubmoduleView(PlainModule, Parallel):
-    """Takes no attributes or hooks, which the captured program would not see."""
+    """Stands for a submodule; refuses attributes and hooks that the program would not see."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        kept = (self._parameters, self._buffers, self._modules)
-        is_kept = isinstance(value, nn.Parameter | nn.Module) or any(name in held for held in kept)
-        if not (is_kept or name == "training" or name.startswith("_")):
+        holders = (self._parameters, self._buffers, self._modules)
+        is_stored = isinstance(value, nn.Parameter | nn.Module) or any(
+            name in held for held in holders
+        )
+        if not (is_stored or name == "training" or name.startswith("_")):
             raise attribute_refusal(name, "a submodule")
         validate_replacement(self, name, value)
         nn.Module.__setattr__(self, name, value)
@@ -140,18 +142,18 @@ class SubmoduleView(PlainModule, Parallel):
         )
 
     def extra_repr(self) -> str:
-        """That of the model's submodule, and the types of tensors that are cut."""
+        """Return the text of the model's submodule, and the types of tensors that are cut."""
         try:
-            said = super().extra_repr()
-        except Exception:  # of one that looks at tensors of another rank
-            said = ""
+            text = super().extra_repr()
+        except Exception:  # it may read tensors of another rank
+            text = ""
         types: Mapping[str, TensorType] = vars(self).get("_tensor_types", {})
         cut = [f"{name}: {t}" for name, t in types.items() if not t.layout.is_replicated]
-        return ", ".join(filter(None, [said, *cut]))
+        return ", ".join(filter(None, [text, *cut]))
 
 
 def attribute_refusal(name: str, where: str) -> InvalidInput:
-    """What comes of another value for something that forward may have read."""
+    """Return the refusal of a new value for an attribute that forward may have read."""
     return InvalidInput(
         "what modules do is part of the program that was captured",
         got=f"another {name} for {where} of a parallel module",
@@ -160,20 +162,20 @@ def attribute_refusal(name: str, where: str) -> InvalidInput:
 
 
 class ModelAttributes(PlainModule):
-    """Has the attributes of a model that are no tensors, such as its configuration, to look at.
+    """Has the attributes of a model that are no tensors, such as its configuration, for reading.
 
-    They are the model's own objects: what is changed inside of one (`module.config.x = 1`) changes
-    the model, and no program, whose forward runs with what they were when it was captured.
+    They are the model's own objects. A change inside of one (`module.config.x = 1`) changes the
+    model but no program, since programs keep the values of the capture.
     """
 
     _attributes: Set[str]
 
-    def describe(self, model: nn.Module, own: Container[str]) -> None:
-        """Take those of `model`, but for `own` names."""
-        found = {name: value for name, value in attributes_of(model).items() if name not in own}
-        vars(self).update(found)
-        of_class = {name for name in dir(type(model)) if name[0] != "_" and name not in own}
-        self._attributes = found.keys() | of_class - {*dir(nn.Module)}
+    def copy_attributes(self, model: nn.Module, reserved: Container[str]) -> None:
+        """Take the attributes of `model`, except `reserved` names."""
+        copied = {k: value for k, value in attributes_of(model).items() if k not in reserved}
+        self.__dict__.update(copied)
+        of_class = {name for name in dir(type(model)) if name[0] != "_" and name not in reserved}
+        self._attributes = copied.keys() | of_class - {*dir(nn.Module)}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self).get("_attributes", ()):
@@ -183,7 +185,7 @@ class ModelAttributes(PlainModule):
 
 
 class ListChildren:
-    """In the place of a Sequential or a ModuleList: its children by place."""
+    """Gives the children of a Sequential or ModuleList by position."""
 
     _modules: dict[str, nn.Module | None]
 
@@ -198,7 +200,7 @@ class ListChildren:
 
 
 class DictChildren:
-    """In the place of a ModuleDict: its children by name."""
+    """Gives the children of a ModuleDict by name."""
 
     _modules: dict[str, nn.Module | None]
 
@@ -213,25 +215,27 @@ class DictChildren:
 
 
 def add_submodule_views(root: nn.Module, model: nn.Module) -> None:
-    """A part for every submodule of a model, in its order, and one for one that has several names;
-    containers are indexed as there."""
-    made = {id(model): root}
+    """Add a view for every submodule of a model, in order; one that has several names gets one.
+    Containers keep their indexing."""
+    views = {id(model): root}
     for path, module in model.named_modules(remove_duplicate=False):
         owner, _, name = path.rpartition(".")
-        if id(module) in made:
+        if id(module) in views:
             if path:
-                submodule_at(root, owner)._modules[name] = made[id(module)]
+                submodule_at(root, owner)._modules[name] = views[id(module)]
             continue
-        part = made[id(module)] = submodule_at(root, owner)._modules[name] = _new_view(type(module))
-        vars(part).update(attributes_of(module))
+        view = views[id(module)] = submodule_at(root, owner)._modules[name] = _new_view(
+            type(module)
+        )
+        view.__dict__.update(attributes_of(module))
         for name, tensor in module._parameters.items():
             if tensor is None:
-                part.register_parameter(name, None)
+                view.register_parameter(name, None)
 
 
 def attach_model_state(root: nn.Module, model: nn.Module, effects: Sequence[Effect]) -> None:
-    """Let a parallel module and its parts know what else of the model forward changes: what its
-    hooks are bound to, and the attributes in which effects put something, or find it."""
+    """Store the model's hooks, and the attributes that effects read or write, on a parallel module
+    and its views."""
     holders = [holder for effect in effects for holder in effect.holders()]
     attributes = {attribute_at(holder.path) for holder in holders if holder.path}
     for path, module in model.named_modules():
@@ -244,8 +248,21 @@ def attach_model_state(root: nn.Module, model: nn.Module, effects: Sequence[Effe
         vars(submodule_at(root, path))[MODEL_STATE] = held
 
 
+def register_tensor(
+    root: nn.Module, full_name: str, tensor: Tensor, type_: TensorType, *, is_persistent: bool
+) -> None:
+    """Register a parameter or buffer of the model on the view that owns it."""
+    path, _, key = full_name.rpartition(".")
+    owner = submodule_at(root, path)
+    if isinstance(tensor, nn.Parameter):
+        owner.register_parameter(key, tensor)
+    else:
+        owner.register_buffer(key, tensor, persistent=is_persistent)
+    vars(owner).setdefault("_tensor_types", {})[key] = type_
+
+
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """What a module has beside tensors and modules, by name: those would be other ones here."""
+    """Return the attributes of a module by name, except those with tensors and modules."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -260,19 +277,19 @@ def _is_of_model(value: object) -> bool:
 
 
 def submodule_at(root: nn.Module, path: str) -> nn.Module:
-    """The submodule at `path`."""
+    """Return the submodule at `path`; the root for an empty path."""
     for name in path.split(".") if path else ():
-        found = root._modules[name]
-        assert found is not None
-        root = found
+        child = root._modules[name]
+        assert child is not None
+        root = child
     return root
 
 
-_classes = WeakValueDictionary[tuple[Any, Any], Any]()  # each lives as long as it has objects
+_classes = WeakValueDictionary[tuple[Any, Any], Any]()  # a class lives as long as its objects
 
 
 def class_like(base: Any, model: Any) -> Any:
-    """The class of what is a `base`, in the place of modules of a class, which it belongs to."""
+    """Return the subclass of `base` and of the class `model`, which stands for modules of it."""
     kind = _classes.get((base, model))
     if kind is None:
         kind = _classes[base, model] = _make_class(base, model)
@@ -290,13 +307,13 @@ def _make_class(base: Any, model: Any) -> Any:
         names["forward"] = _forward_of(base, model)
         names |= _transformers_methods(base, model)
     if not (model is nn.Module or issubclass(model, torch.jit.ScriptModule)):
-        with suppress(TypeError):  # a class that does not let others be made of it
+        with suppress(TypeError):  # a class that refuses subclasses
             return type(model)(model.__name__, (*bases, model), names)
     return type(base)(base.__name__, bases, names)
 
 
 def _forward_of(base: Any, model: Any) -> Any:
-    """That of `base`, with the signature of the model's, which others look up."""
+    """Return the forward of `base` with the signature of the model's forward."""
 
     @wraps(model.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -306,7 +323,7 @@ def _forward_of(base: Any, model: Any) -> Any:
 
 
 def _transformers_methods(base: Any, model: Any) -> dict[str, Any]:
-    """Methods of transformers' models, and of others in their manner, that see whole tensors."""
+    """Return methods of transformers' models, and similar ones, that need whole tensors."""
     names: dict[str, Any] = {}
     if (save := getattr(model, "save_pretrained", None)) is not None:
 
@@ -320,7 +337,7 @@ def _transformers_methods(base: Any, model: Any) -> dict[str, Any]:
         @wraps(resize)
         def resize_token_embeddings(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not [value for value in (*args, *kwargs.values()) if value is not None]:
-                return resize(self)  # which says how large they are
+                return resize(self)  # which returns the embeddings
             raise InvalidInput(
                 "a parallel module has the parameters that the model had when it was parallelized",
                 got="resize_token_embeddings() of a ParallelModule",
@@ -332,24 +349,24 @@ def _transformers_methods(base: Any, model: Any) -> dict[str, Any]:
 
 
 def _new_view(model: Any) -> SubmoduleView:
-    part = object.__new__(class_like(SubmoduleView, model))
-    nn.Module.__init__(part)
-    return part
+    view = object.__new__(class_like(SubmoduleView, model))
+    nn.Module.__init__(view)
+    return view
 
 
-def refuse_late_hooks(root: nn.Module, kept: Mapping[str, Tensor], step: bool) -> None:
-    """Refuse hooks on the gradients of what a parallel module has, and on itself in a step."""
-    refuse_gradient_hooks(kept)
-    if step and has_hooks(root):
+def refuse_late_hooks(root: nn.Module, tensors: Mapping[str, Tensor], *, is_step: bool) -> None:
+    """Refuse hooks on gradients of a parallel module's tensors, and on the module in a step."""
+    refuse_gradient_hooks(tensors)
+    if is_step and has_hooks(root):
         raise _late_hook("a hook on the parallel module, in step()")
-    if step and "forward" in vars(root):
+    if is_step and "forward" in vars(root):
         raise attribute_refusal("forward", "the model, in step(),")
 
 
-def refuse_gradient_hooks(kept: Mapping[str, Tensor]) -> None:
+def refuse_gradient_hooks(tensors: Mapping[str, Tensor]) -> None:
     """Refuse hooks that run when parameters get their gradients."""
-    if has_gradient_hooks(kept.values()):
-        named = (name for name, value in kept.items() if gradient_hooks(value))
+    if has_gradient_hooks(tensors.values()):
+        named = (name for name, value in tensors.items() if gradient_hooks(value))
         raise _late_hook(f"a hook on the gradient of {next(named)}")
 
 
@@ -362,10 +379,10 @@ def _late_hook(got: str) -> InvalidInput:
 
 
 def warn_about_state_hooks(model: nn.Module) -> None:
-    """And of states that are no tensors."""
+    """Warn of hooks on state dicts, and of extra states, which do not run."""
     named = list(model.named_modules())
     of_tensors = "the names of parameters and buffers"
-    for has_some, what, so in (
+    for has_some, what, consequence in (
         (has_state_hooks, "hooks of {} on state_dict", f"full_state_dict() has {of_tensors}"),
         (has_load_hooks, "hooks of {} on load_state_dict", f"it takes {of_tensors}"),
         (_has_extra_state, "get_extra_state() of {}", "give ap.save what it gives as extra="),
@@ -375,7 +392,7 @@ def warn_about_state_hooks(model: nn.Module) -> None:
             more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
             does = "does" if has_some is _has_extra_state else "do"
             warnings.warn(
-                f"{what.format(paths[0] + more)} {does} not run: {so}",
+                f"{what.format(paths[0] + more)} {does} not run: {consequence}",
                 stacklevel=frames_to_caller(),
             )
 

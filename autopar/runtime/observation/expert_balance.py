@@ -148,12 +148,12 @@ def expert_balance(module: Any, *args: Any, **kwargs: Any) -> ExpertBalance:
     the choices that a capacity drops. Takes the arguments of the model, on all ranks together;
     nothing is learned or changed."""
     with module.backend.local_checks():
-        call = module._accept(args, kwargs, step=False)
-    module._programs.meet(call)
+        call = module._accept(args, kwargs, is_step=False)
+    module._programs.exchange_numbers(call)
     with module.backend.local_checks():
-        module._find(call)
-    running = module._programs.make(call)
-    routing_plan, backend = module._programs.inside(running, routing_of)
+        module._look_up(call)
+    running = module._programs.build(call)
+    routing_plan, backend = module._programs.inner_program(running, routing_of)
     with module.backend.guard(), torch.no_grad(), switched(()):
         tensors = module._tensors.values
         backend.bind(tensors)
