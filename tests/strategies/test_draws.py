@@ -21,8 +21,8 @@ SIGMAS = 5.0
 
 
 def bits(key: Tensor = KEY, number: int = 0, shape: tuple[int, ...] = SHAPE) -> Tensor:
-    return keyed_draws._drawn(
-        key, DrawPlace(number, shape), shape, lambda found: found, torch.int32
+    return keyed_draws._draw(
+        key, DrawPlace(number, shape), shape, lambda raw: raw, dtype=torch.int32
     )
 
 
@@ -71,13 +71,13 @@ def test_bits_are_those_that_are_written_down(
     key, number, stream, row, column = place
     assert reference(*place) == expected
     shape = (row + 1, column + 1)
-    found = keyed_draws._drawn(
+    found = keyed_draws._draw(
         torch.tensor([key, 0]),
         DrawPlace(number, shape),
         shape,
-        lambda one: one,
-        torch.int32,
-        stream,
+        lambda raw: raw,
+        dtype=torch.int32,
+        stream=stream,
     )
     assert int(found[row, column]) & 0xFFFFFFFF == expected
 

@@ -1,7 +1,7 @@
-"""Windows over space that is cut: convolutions and poolings of pieces.
+"""Halos: convolutions, poolings and resizes along a dim of space that is cut.
 
-The rows that an output piece reads reach beyond the rank's own rows of the input: each rank gets
-those that it lacks from the ranks that have them (its halo), and its gradients for them go back.
+An output piece reads beyond the rank's rows of the input: each rank gets the rows that it lacks
+from the ranks that have them (its halo), and their gradients go back.
 Input and output may be cut unevenly, and a halo may be wider than a piece.
 """
 
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,27 +31,27 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class WindowOperator:
-    """One operator along one dim of its space, counted from the last."""
+    """An operator as a window along one dim of its space, counted from the last."""
 
     dim: int
     read: Callable[[Piece], Piece]  # of a piece of the output; may reach beyond the input
     run: Callable[[Tensor, Piece], Tensor]  # the rows that were read, and the piece that is wanted
-    fill: float | None = 0.0  # of what is read beyond the input; None: it ends there
-    # The same, the gradient, and what needs one -> those of the rows and of the weights; None: the
-    # operator runs again for it.
+    fill: float | None = 0.0  # the value beyond the input; None: windows end there
+    # Rows, piece, gradient, and which inputs need one -> gradients of rows and weights; None: by
+    # autograd of another `run`.
     back: Callable[[Tensor, Piece, Tensor, Sequence[bool]], Gradients] | None = None
 
 
 @dataclass(frozen=True)
 class _WindowCall:
-    """A call on one rank: which dim is cut, and where."""
+    """A windowed call on one rank, which has pieces of its input and output."""
 
     group: KernelGroup
     window: WindowOperator
 
     @property
-    def own(self) -> Piece:
-        """The rank's piece of the output."""
+    def output_piece(self) -> Piece:
+        """Return the rank's piece of the output."""
         return self.after[self.group.index]
 
     @property
@@ -63,7 +63,7 @@ class _WindowCall:
         return self.group.output().pieces
 
     def reads(self, member: int) -> Piece:
-        """What a member reads, within the input."""
+        """Return the rows that a member reads, within the input."""
         size = sum(length for _, length in self.before)
         start, length = self.after[member]
         if not length or not size:
@@ -73,50 +73,50 @@ class _WindowCall:
         return low, high - low
 
     def shared(self, owner: int, reader: int) -> Piece:
-        """What a member reads of another's rows, counted from the first of these."""
+        """Return the rows of `owner` that `reader` reads, counted from the owner's first row."""
         (start, length), (first, count) = self.before[owner], self.reads(reader)
         low, high = max(start, first), min(start + length, first + count)
         return (low - start, high - low) if high > low else (0, 0)
 
     def rows(self, x: Tensor) -> Steps:
-        """The rows that this rank reads."""
+        """Return the rows that this rank reads, after an exchange."""
         members, index = range(self.group.count), self.group.index
         sent = tuple(x.narrow(self.window.dim, *self.shared(index, other)) for other in members)
         shapes = [self._sized(x, self.shared(other, index)[1]) for other in members]
-        found = yield (yield AllToAll(sent, shapes))
-        return self._padded(torch.cat(found, self.window.dim))
+        received = yield (yield AllToAll(sent, shapes))
+        return self._padded(torch.cat(received, self.window.dim))
 
     def blank(self, x: Tensor) -> Tensor:
-        """As many rows as this rank reads, of zeros."""
+        """Return as many rows of zeros as this rank reads."""
         return self._padded(x.new_zeros(self._sized(x, self.reads(self.group.index)[1])))
 
     def run(self, x: Tensor, rows: Tensor) -> Tensor:
-        """The rank's piece of the output; none has the shape of another one, without elements."""
-        if self.own[1]:
-            return self.window.run(rows, self.own)
+        """Return the rank's piece of the output, which may have no elements."""
+        if self.output_piece[1]:
+            return self.window.run(rows, self.output_piece)
         _, count = self.window.read((0, 1))
         blank = self.window.run(x.new_zeros(self._sized(x, count)), (0, 1))
         return blank.narrow(self.window.dim, 0, 0)
 
     def back(self, slope: Tensor, x: Tensor) -> Steps:
-        """The gradients of rows go to those who own them."""
+        """Return the gradient of this rank's rows; those of halos go to their owners."""
         members, index = range(self.group.count), self.group.index
         before, after = self._beyond()
         slope = slope.narrow(self.window.dim, before, slope.shape[self.window.dim] - before - after)
         lengths = [self.shared(other, index)[1] for other in members]
         sent = tuple(slope.split(lengths, self.window.dim))
-        mine = [self.shared(index, other) for other in members]
-        found = yield (yield AllToAll(sent, [self._sized(x, length) for _, length in mine]))
+        local = [self.shared(index, other) for other in members]
+        received = yield (yield AllToAll(sent, [self._sized(x, length) for _, length in local]))
         total = torch.zeros_like(x)
-        for (start, length), part in zip(mine, found):
+        for (start, length), part in zip(local, received):
             total.narrow(self.window.dim, start, length).add_(part)
         return total
 
     def _beyond(self) -> Piece:
-        """How many rows are read before and after the input."""
-        if self.window.fill is None or not self.own[1]:
+        """Return how many rows are read before and after the input."""
+        if self.window.fill is None or not self.output_piece[1]:
             return 0, 0
-        first, count = self.window.read(self.own)
+        first, count = self.window.read(self.output_piece)
         low, length = self.reads(self.group.index)
         if not length:
             return count, 0
@@ -138,9 +138,11 @@ class _WindowCall:
 Along = Callable[[int, Mapping[str, Any]], WindowOperator]
 
 
-def _joint(name: str, along: Along, keeps: bool = True) -> JointKernel:
-    """The kernel of an operator whose first argument is in pieces: `along` gives its window along
-    one dim, counted from the last, by its arguments. `keeps`: backward reads what forward did."""
+def _joint(name: str, along: Along, *, keeps: bool = True) -> JointKernel:
+    """Return the kernel of an operator whose first argument is in pieces.
+
+    `along` gives its window by a dim and its arguments. `keeps`: backward reads the input, too.
+    """
 
     def call_of(group: KernelGroup, ndim: int, arguments: Mapping[str, Any]) -> _WindowCall:
         cut = group.input(0)
@@ -161,9 +163,9 @@ def _joint(name: str, along: Along, keeps: bool = True) -> JointKernel:
         call = call_of(group, len(shape), arguments | dict(zip(names, saved)))
         x = saved[0] if keeps else grad.new_zeros(()).expand(shape)
         rows = (yield from call.rows(x)) if keeps else call.blank(x)
-        if call.own[1]:
+        if call.output_piece[1]:
             back = call.window.back or partial(_run_again, call.window)
-            of_rows, *others = back(rows, call.own, grad, group.needs)
+            of_rows, *others = back(rows, call.output_piece, grad, group.needs)
         else:
             of_rows, others = rows, [torch.zeros_like(weight) for weight in saved[1:]]
         of_x = None
@@ -173,7 +175,7 @@ def _joint(name: str, along: Along, keeps: bool = True) -> JointKernel:
         return of_x, *others
 
     forward.__name__, backward.__name__ = name, f"{name}_backward"
-    return JointKernel(forward, backward, partial(_traffic, keeps))
+    return JointKernel(forward, backward, partial(_traffic, keeps=keeps))
 
 
 def _run_again(
@@ -186,18 +188,19 @@ def _run_again(
 
 
 def _traffic(
-    keeps: bool,
     count: int,
     inputs: Sequence[float],
     outputs: Sequence[float],
     needs: Sequence[bool],
+    *,
+    keeps: bool,
 ) -> CommVolume:
-    """Of the halo alone; mostly to and from two neighbours."""
+    """Return the traffic of the halo alone; mostly to and from two neighbours."""
     halo = (("shift", inputs[0]),)
     return CommVolume(halo, halo * (keeps + needs[0]), (1, 2))
 
 
-# What is read along one dim, and how it is computed there.
+# The windows of operators along one dim.
 
 
 def _convolution(dim: int, arguments: Mapping[str, Any]) -> WindowOperator:
@@ -205,13 +208,13 @@ def _convolution(dim: int, arguments: Mapping[str, Any]) -> WindowOperator:
     space = weight.ndim - 2
     at = dim + space
     stride, padding, dilation = _geometry(arguments, space)
-    beside = _without(padding, at)
+    other_padding = _without(padding, at)
 
     def read(piece: Piece) -> Piece:
         reach = dilation[at] * (weight.shape[at + 2] - 1) + 1
         return piece[0] * stride[at] - padding[at], (piece[1] - 1) * stride[at] + reach
 
-    settings = stride, beside, dilation, False, [0] * space, arguments["groups"]
+    settings = stride, other_padding, dilation, False, [0] * space, arguments["groups"]
 
     def run(rows: Tensor, piece: Piece) -> Tensor:
         return _convolved(rows, weight, bias, settings)
@@ -224,15 +227,15 @@ def _convolution(dim: int, arguments: Mapping[str, Any]) -> WindowOperator:
 
 
 def _transposed(dim: int, arguments: Mapping[str, Any]) -> WindowOperator:
-    """An output row reads the rows whose kernels reach it."""
+    """Return the window of a transposed convolution: an output row reads rows that reach it."""
     weight, bias = arguments["weight"], arguments["bias"]
     space = weight.ndim - 2
     at = dim + space
     stride, padding, dilation = _geometry(arguments, space)
-    beside = _without(padding, at)
-    more = _without(_each(arguments["output_padding"], space, 0), at)
+    other_padding = _without(padding, at)
+    more = _without(_per_dim(arguments["output_padding"], space, 0), at)
     reach = dilation[at] * (weight.shape[at + 2] - 1)
-    settings = stride, beside, dilation, True, more, arguments["groups"]
+    settings = stride, other_padding, dilation, True, more, arguments["groups"]
 
     def read(piece: Piece) -> Piece:
         first = -((reach - piece[0] - padding[at]) // stride[at])
@@ -240,11 +243,10 @@ def _transposed(dim: int, arguments: Mapping[str, Any]) -> WindowOperator:
         return first, max(last + 1 - first, 1)
 
     def around(rows: Tensor, piece: Piece) -> list[int]:
-        """From what the rows give to the piece: dims from the last, before and after. Where strides
-        are larger than the kernel, it may be nothing."""
+        """Return the padding that makes the rows' output the piece, as `F.pad` takes it."""
         start = min(read(piece)[0] * stride[at] - padding[at] - piece[0], piece[1])
-        given = (rows.shape[dim] - 1) * stride[at] + reach + 1
-        return [0, 0] * (-dim - 1) + [start, max(piece[1] - start - given, -given)]
+        length = (rows.shape[dim] - 1) * stride[at] + reach + 1
+        return [0, 0] * (-dim - 1) + [start, max(piece[1] - start - length, -length)]
 
     def run(rows: Tensor, piece: Piece) -> Tensor:
         out = _convolved(rows, weight, None, settings)
@@ -253,11 +255,11 @@ def _transposed(dim: int, arguments: Mapping[str, Any]) -> WindowOperator:
 
     def back(rows: Tensor, piece: Piece, grad: Tensor, needs: Sequence[bool]) -> Gradients:
         inner = F.pad(grad, [-size for size in around(rows, piece)])
-        found = _convolution_back(inner, rows, weight, None, settings, needs)
+        gradients = _convolution_back(inner, rows, weight, None, settings, needs)
         if bias is None:
-            return found
+            return gradients
         dims = [d for d in range(grad.ndim) if d != grad.ndim - space - 1]
-        return *found, grad.sum(dims) if needs[2] else None
+        return *gradients, grad.sum(dims) if needs[2] else None
 
     return WindowOperator(dim, read, run, back=back)
 
@@ -282,20 +284,20 @@ def _convolution_back(
     mask = [needs[0], needs[1], bias is not None and needs[2]]
     batched = rows if rows.ndim == weight.ndim else rows.unsqueeze(0)
     slope = grad if rows.ndim == weight.ndim else grad.unsqueeze(0)
-    found = torch.ops.aten.convolution_backward.default(
+    gradients = torch.ops.aten.convolution_backward.default(
         slope, batched, weight, bias, *settings, mask
     )
-    of_rows = found[0] if found[0] is None else found[0].view(rows.shape)
-    return of_rows, *found[1 : 2 if bias is None else 3]
+    of_rows = gradients[0] if gradients[0] is None else gradients[0].view(rows.shape)
+    return of_rows, *gradients[1 : 2 if bias is None else 3]
 
 
 def _pooling(name: str, space: int, fill: float) -> Along:
     def along(dim: int, arguments: Mapping[str, Any]) -> WindowOperator:
         at = dim + space
-        size = _each(arguments["kernel_size"], space, 1)
-        stride = _each(arguments["stride"] or size, space, 1)
-        padding = _each(arguments["padding"], space, 0)
-        dilation = _each(arguments.get("dilation"), space, 1)
+        size = _per_dim(arguments["kernel_size"], space, 1)
+        stride = _per_dim(arguments["stride"] or size, space, 1)
+        padding = _per_dim(arguments["padding"], space, 0)
+        dilation = _per_dim(arguments.get("dilation"), space, 1)
         function = getattr(F, f"{name}{space}d")
         more = {
             word: arguments[word]
@@ -316,18 +318,18 @@ def _pooling(name: str, space: int, fill: float) -> Along:
     return along
 
 
-def _resizing(mode: str, space: int, beside: int) -> Along:
-    """By a whole number of times; a point reads so many rows beside its own."""
+def _resizing(mode: str, space: int, reach: int) -> Along:
+    """Return the windows of a resize by a whole number; points read `reach` rows on each side."""
 
     def along(dim: int, arguments: Mapping[str, Any]) -> WindowOperator:
         times, factors = arguments["times"], arguments["scale_factors"]
 
         def first(piece: Piece) -> int:
-            return max(piece[0] // times - beside, 0)
+            return max(piece[0] // times - reach, 0)
 
         def read(piece: Piece) -> Piece:
             start = first(piece)
-            return start, (piece[0] + piece[1] - 1) // times + 1 + beside - start
+            return start, (piece[0] + piece[1] - 1) // times + 1 + reach - start
 
         def run(rows: Tensor, piece: Piece) -> Tensor:
             smooth = {} if mode.startswith("nearest") else {"align_corners": False}
@@ -344,33 +346,39 @@ def _resizing(mode: str, space: int, beside: int) -> Along:
     return along
 
 
-def _geometry(arguments: Mapping[str, Any], space: int) -> tuple[list[int], list[int], list[int]]:
-    return (
-        _each(arguments["stride"], space, 1),
-        _each(arguments["padding"], space, 0),
-        _each(arguments["dilation"], space, 1),
+class _Geometry(NamedTuple):
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+
+
+def _geometry(arguments: Mapping[str, Any], space: int) -> _Geometry:
+    return _Geometry(
+        _per_dim(arguments["stride"], space, 1),
+        _per_dim(arguments["padding"], space, 0),
+        _per_dim(arguments["dilation"], space, 1),
     )
 
 
-def _each(value: Any, space: int, default: int) -> list[int]:
-    """An argument of all dims of space, which may be given once for all."""
-    found = [default] if value is None or value == [] else value
-    found = [found] if isinstance(found, int) else list(found)
-    return found * space if len(found) == 1 else found
+def _per_dim(value: Any, space: int, default: int) -> list[int]:
+    """Return an argument for each dim of space; a single number is for all of them."""
+    numbers = [default] if value is None or value == [] else value
+    numbers = [numbers] if isinstance(numbers, int) else list(numbers)
+    return numbers * space if len(numbers) == 1 else numbers
 
 
 def _without(padding: Sequence[int], at: int) -> list[int]:
-    """Along the other dims: along this one it is among the rows."""
+    """Return the padding of other dims: along this one it is among the rows."""
     return [0 if dim == at else size for dim, size in enumerate(padding)]
 
 
-# By kernel what windows of a pooling find beyond the input, and the dims of space.
+# By kernel of a pooling: its name, the value beyond the input, and the dims of space.
 POOLINGS = {
     f"cut_{name}{space}d": (name, fill, space)
     for name, fill in (("max_pool", -math.inf), ("avg_pool", 0.0))
     for space in (1, 2, 3)
 }
-# Of what is resized: the mode, the dims of space, and the rows that a point reads beside its own.
+# Resizes: the name, the mode, the dims of space, and the rows that a point reads on each side.
 RESIZINGS = (
     *((f"upsample_nearest{space}d", "nearest", space, 0) for space in (1, 2, 3)),
     *((f"_upsample_nearest_exact{space}d", "nearest-exact", space, 0) for space in (1, 2, 3)),
@@ -386,7 +394,7 @@ HALOS = (
         for kernel, (name, fill, space) in POOLINGS.items()
     ),
     *(
-        _joint(f"cut_{name}", _resizing(mode, space, beside), keeps=False)
-        for name, mode, space, beside in RESIZINGS
+        _joint(f"cut_{name}", _resizing(mode, space, reach), keeps=False)
+        for name, mode, space, reach in RESIZINGS
     ),
 )

@@ -1,15 +1,13 @@
-"""Draws: random numbers that depend on an element's place in the whole tensor, and on no layout.
+"""Keyed draws: random numbers that depend on an element's place in the whole, not on layouts.
 
     y = dropout(x, key, place, p)
 
-`key` holds two whole numbers: the key of a step, which seed and step give, and the number of the
-micro-batch. `place` says what is drawn: the number of the operator among those that draw, the shape
-of all that is drawn for a whole batch, and where the piece at hand starts. So a piece is equal, bit
-for bit, to that part of the whole, on every mesh, in micro-batches, and where it is made again.
+`key` holds two integers: the key of a step, which seed and step give, and the micro-batch's number.
+A piece is equal, bit for bit, to that part of the whole on every mesh, also if it is recomputed.
 
-The generator is a hash of that place. All dims but the last give the number of a row, which goes
-through 64 bits with the key and the operator's number inside, once a row; the columns of a row go
-through three rounds of 32 bits, between which the other half of the row's bits comes in.
+The generator is a hash of the place. All dims but the last give the number of a row, which goes
+through 64 bits with the key and the operator's number, once a row; the columns of a row go through
+three rounds of 32 bits, between which the other half of the row's bits comes in.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _SHIFTS = (15, 13, 16)
 
 
 class DrawPlace(NamedTuple):
-    """What an operator draws."""
+    """The place of a draw: which operator draws, the whole of a batch, and the piece of it."""
 
     number: int | Tensor  # a tensor where programs of several operators are one
     shape: tuple[int, ...]
@@ -55,12 +53,12 @@ class DrawPlace(NamedTuple):
         return f"draw {self.number} of {list(self.shape)}{start}"
 
     def in_batches(self, dim: int, count: int, parts: int = 1) -> DrawPlace:
-        """The place of one of several micro-batches, which cut a dim, or each of its `parts`."""
+        """Return the place of a micro-batch, `count` of which cut a dim, or each of its `parts`."""
         size = self.shape[dim] if dim < len(self.shape) else 1
         return self._replace(batch=(dim, size // count), slices=parts) if size > 1 else self
 
     def unflattened(self, dim: int, inner: int) -> DrawPlace:
-        """The same of a dim taken apart, of which pieces are cut in the outer part."""
+        """Return the place with a dim taken apart, whose pieces are cut in the outer part."""
         starts, batch = self.starts + (0,) * (len(self.shape) - len(self.starts)), self.batch
         if batch is not None and batch[0] >= dim:
             batch = (dim, batch[1] // inner) if batch[0] == dim else (batch[0] + 1, batch[1])
@@ -73,26 +71,27 @@ class DrawPlace(NamedTuple):
 
 
 def element_numbers(key: Tensor, place: DrawPlace, dim: int, length: int) -> Tensor:
-    """The numbers that the elements of a piece have in a dim of the whole."""
+    """Return the indices that the elements of a piece have in a dim of the whole."""
     start = place.starts[dim] if len(place.starts) > dim else 0
     parts = place.parts[dim] if len(place.parts) > dim else 1
     size, is_batch = place.shape[dim], place.batch is not None and place.batch[0] == dim
     if place.batch is not None and is_batch:
         size = place.batch[1]
-    found = start + _spread(torch.arange(length, device=key.device), length // parts, size // parts)
+    numbers = torch.arange(length, device=key.device)
+    numbers = start + _spread(numbers, length // parts, size // parts)
     if is_batch:
         part = size // place.slices
-        found = _spread(found, part, place.shape[dim] // place.slices) + key[1] * part
-    return found
+        numbers = _spread(numbers, part, place.shape[dim] // place.slices) + key[1] * part
+    return numbers
 
 
 def _spread(numbers: Tensor, run: int, distance: int) -> Tensor:
-    """The numbers of what are runs one after another, which begin at a distance."""
+    """Return indices whose runs of length `run` begin at multiples of `distance`."""
     return numbers if run == distance else numbers + numbers // max(run, 1) * (distance - run)
 
 
 def _mixed(x: Any) -> Any:
-    """64 bits, of a number or of tensors of them, each of which depends on all that it is given."""
+    """Return 64 mixed bits of an integer, or of a tensor: each depends on all bits of x."""
     for shift, factor in _MIX:
         x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor
         x = x if isinstance(x, Tensor) else _signed(x, 64)
@@ -100,15 +99,15 @@ def _mixed(x: Any) -> Any:
 
 
 def rows_of(key: Tensor, place: DrawPlace, shape: Sequence[int], stream: int) -> Tensor:
-    """The hashes of the rows of a piece."""
-    own = (2 * place.number + 1) * _GOLDEN + stream
-    own = _mixed(own if isinstance(own, Tensor) else _signed(own, 64))
+    """Return the hashes of the rows of a piece."""
+    seed = (2 * place.number + 1) * _GOLDEN + stream
+    seed = _mixed(seed if isinstance(seed, Tensor) else _signed(seed, 64))
     index = _numbers(key, place, shape)
-    return _mixed(torch.add(key[0], index, alpha=_GOLDEN).bitwise_xor_(own))
+    return _mixed(torch.add(key[0], index, alpha=_GOLDEN).bitwise_xor_(seed))
 
 
 def _numbers(key: Tensor, place: DrawPlace, shape: Sequence[int]) -> Tensor:
-    """Those of the rows of a piece in the whole."""
+    """Return the numbers that the rows of a piece have in the whole."""
     last, batch = len(shape) - 1, place.batch
     is_one_by_one = last == 0 or shape[0] == 1 or place.shape[0] > 1
     is_one_by_one = is_one_by_one and tuple(shape[1:last]) == place.shape[1:last]
@@ -121,7 +120,7 @@ def _numbers(key: Tensor, place: DrawPlace, shape: Sequence[int]) -> Tensor:
         return numbers
     numbers, stride = torch.zeros(1, dtype=torch.int64, device=key.device), 1
     for dim in reversed(range(last)):
-        # What is drawn once for a dim is the same all along it.
+        # A dim of size 1 in the whole has one draw for all of its elements.
         index = element_numbers(key, place, dim, shape[dim]) * (
             stride if place.shape[dim] > 1 else 0
         )
@@ -131,12 +130,12 @@ def _numbers(key: Tensor, place: DrawPlace, shape: Sequence[int]) -> Tensor:
 
 
 def columns_of(key: Tensor, place: DrawPlace, shape: Sequence[int]) -> Tensor:
-    """The numbers of the columns of a piece, far from one another."""
+    """Return the numbers of the columns of a piece, far from one another."""
     return (element_numbers(key, place, len(shape) - 1, shape[-1]) * _COLUMN).int()
 
 
 def _hashed(rows: Tensor, columns: Tensor) -> Tensor:
-    """32 random bits for every column of every row."""
+    """Return 32 random bits for every column of every row."""
     low, high = rows.int().unsqueeze(-1), (rows >> 32).int().unsqueeze(-1)
     x = columns ^ low
     for number, (factor, shift) in enumerate(zip(_ROUNDS, _SHIFTS)):
@@ -147,68 +146,69 @@ def _hashed(rows: Tensor, columns: Tensor) -> Tensor:
     return x
 
 
-def _drawn(
+def _draw(
     key: Tensor,
     place: DrawPlace,
     shape: Sequence[int],
-    made: Callable[[Tensor], Tensor],
+    transform: Callable[[Tensor], Tensor],
+    *,
     dtype: torch.dtype,
     stream: int = 0,
 ) -> Tensor:
-    """What `made` makes of the bits of a piece of a shape."""
+    """Return `transform` of the random bits of a piece of a shape."""
     with torch.no_grad():
         sizes = [*shape] or [1]
         rows, columns = rows_of(key, place, sizes, stream), columns_of(key, place, sizes)
-        return draw_elements(rows, columns, made, dtype).view(shape)
+        return draw_elements(rows, columns, transform, dtype).view(shape)
 
 
 def draw_elements(
-    rows: Tensor, columns: Tensor, made: Callable[[Tensor], Tensor], dtype: torch.dtype
+    rows: Tensor, columns: Tensor, transform: Callable[[Tensor], Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """The same of the bits of all columns of rows: on a host of a few at a time."""
+    """Return `transform` of the random bits of rows and columns; on a host few rows at a time."""
     if rows.device.type != "cpu" or torch.compiler.is_compiling():
-        return made(_hashed(rows, columns)).to(dtype)
-    found = torch.empty(len(rows), len(columns), dtype=dtype)
+        return transform(_hashed(rows, columns)).to(dtype)
+    out = torch.empty(len(rows), len(columns), dtype=dtype)
     count = max(1, _CHUNK // max(len(columns), 1))
-    for part, into in zip(rows.split(count), found.split(count)):
-        into.copy_(made(_hashed(part, columns)))
-    return found
+    for part, into in zip(rows.split(count), out.split(count)):
+        into.copy_(transform(_hashed(part, columns)))
+    return out
 
 
 def keep_mask(key: Tensor, place: DrawPlace, shape: Sequence[int], p: float) -> Tensor:
-    """True with a probability of 1 - p."""
+    """Return a mask that is True with a probability of 1 - p."""
     least = round(p * 2**32) - 2**31
     if least > 2**31 - 1:
         return torch.zeros(*shape, dtype=torch.bool, device=key.device)
-    return _drawn(key, place, shape, lambda bits: bits >= least, torch.bool)
+    return _draw(key, place, shape, lambda bits: bits >= least, dtype=torch.bool)
 
 
 def uniform(
     key: Tensor, place: DrawPlace, shape: Sequence[int], dtype: torch.dtype, stream: int = 0
 ) -> Tensor:
-    """Numbers from 0 to below 1, as fine as the dtype has them there."""
+    """Return numbers from 0 to below 1, as fine as the dtype has them there."""
     digits = min(round(-math.log2(torch.finfo(dtype).eps)) + 1, 53)
 
     def high(bits: Tensor) -> Tensor:
         return ((bits >> (32 - digits)) & (2**digits - 1)) * 2.0**-digits
 
     if digits <= 32:
-        return _drawn(key, place, shape, high, dtype, stream)
+        return _draw(key, place, shape, high, dtype=dtype, stream=stream)
     whole = (_long(key, place, shape, stream) >> (64 - digits)) & (2**digits - 1)
     return whole.to(dtype) * 2.0**-digits
 
 
 def _long(key: Tensor, place: DrawPlace, shape: Sequence[int], stream: int) -> Tensor:
-    """64 random bits for every element, of two streams."""
+    """Return 64 random bits for every element, of two streams."""
     first, second = (
-        _drawn(key, place, shape, lambda bits: bits, torch.int32, stream + number)
-        for number in (0, 1)
+        _draw(key, place, shape, lambda bits: bits, dtype=torch.int32, stream=stream + half)
+        for half in (0, 1)
     )
     return (first.long() << 32) | (second.long() & (2**32 - 1))
 
 
 def normal(key: Tensor, place: DrawPlace, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Numbers of mean 0 and variance 1, of complex ones half of it in each part."""
+    """Return numbers of mean 0 and variance 1, shared by the parts of complex ones."""
     wide = torch.promote_types(dtype, torch.float32)
     radius = uniform(key, place, shape, wide.to_real(), 2)
     angle = 2 * math.pi * uniform(key, place, shape, wide.to_real(), 4)
@@ -219,63 +219,63 @@ def normal(key: Tensor, place: DrawPlace, shape: Sequence[int], dtype: torch.dty
 
 
 def keep_scale(p: float) -> float:
-    """What is left is larger by as much as is taken away."""
+    """Return the factor of elements that dropout keeps, which preserves the mean."""
     return 1 / (1 - p) if p < 1 else 0.0
 
 
 def dropout(input: Tensor, key: Tensor, place: DrawPlace, p: float) -> Tensor:
-    """`input` with a part p of its elements 0, the others larger by as much as that takes away."""
+    """Return `input` with a share p of its elements 0, and the others scaled to the same mean."""
     return torch.where(keep_mask(key, place, input.shape, p), input * keep_scale(p), 0.0)
 
 
-def _of_features(input: Tensor) -> list[int]:
+def _feature_shape(input: Tensor) -> list[int]:
     return [*input.shape[:2], *[1] * (input.ndim - 2)]
 
 
 def feature_dropout(input: Tensor, key: Tensor, place: DrawPlace, p: float) -> Tensor:
-    """The same of whole channels."""
-    return torch.where(keep_mask(key, place, _of_features(input), p), input * keep_scale(p), 0.0)
+    """Return `dropout` of whole channels."""
+    return torch.where(keep_mask(key, place, _feature_shape(input), p), input * keep_scale(p), 0.0)
 
 
-def _like_selu(input: Tensor, mask: Tensor, p: float) -> Tensor:
+def _alpha_masked(input: Tensor, mask: Tensor, p: float) -> Tensor:
     scale = 1 / math.sqrt((1 - p) * (1 + p * _ALPHA**2)) if p < 1 else 0.0
     shift = -scale * p * _ALPHA
     return torch.where(mask, input * scale + shift, _ALPHA * scale + shift)
 
 
 def alpha_dropout(input: Tensor, key: Tensor, place: DrawPlace, p: float) -> Tensor:
-    """Dropout that leaves mean and variance of what SELU gives as they are."""
-    return _like_selu(input, keep_mask(key, place, input.shape, p), p)
+    """Return a dropout that preserves mean and variance of SELU's outputs."""
+    return _alpha_masked(input, keep_mask(key, place, input.shape, p), p)
 
 
 def feature_alpha_dropout(input: Tensor, key: Tensor, place: DrawPlace, p: float) -> Tensor:
-    """The same of whole channels."""
-    return _like_selu(input, keep_mask(key, place, _of_features(input), p), p)
+    """Return `alpha_dropout` of whole channels."""
+    return _alpha_masked(input, keep_mask(key, place, _feature_shape(input), p), p)
 
 
 def rrelu(input: Tensor, key: Tensor, place: DrawPlace, lower: float, upper: float) -> Tensor:
-    """Where `input` is negative it is taken times a slope between two."""
+    """Return `input`, its negative elements times random slopes between two numbers."""
     slope = uniform(key, place, input.shape, input.dtype) * (upper - lower) + lower
     return torch.where(input > 0, input, input * slope)
 
 
-def _require(given: Tensor, is_good: Tensor, rule: str, what: str) -> None:
-    """Refuse what torch refuses, where that costs no wait for a device."""
-    if given.device.type == "cpu" and not torch.compiler.is_compiling() and not is_good.all():
-        bad = given.detach()[~is_good.expand(given.shape)][0]
+def _require(values: Tensor, is_good: Tensor, rule: str, what: str) -> None:
+    """Refuse values that torch refuses, if they are on a host: no device is waited for."""
+    if values.device.type == "cpu" and not torch.compiler.is_compiling() and not is_good.all():
+        bad = values.detach()[~is_good.expand(values.shape)][0]
         raise InvalidInput(rule, got=f"{bad:.6g} for {what}", remedy="mend what it is drawn by")
 
 
-def _apart(found: Tensor, *inputs: object) -> Tensor:
-    """What is drawn, whose inputs get gradients of zeros, as torch has it."""
+def _with_zero_gradients(draws: Tensor, *inputs: object) -> Tensor:
+    """Return `draws`, whose inputs get gradients of zeros, as in torch."""
     for input in inputs:
-        if isinstance(input, Tensor) and input.requires_grad and found.is_floating_point():
-            found = found + input.reshape(-1)[:0].sum()  # of nothing
-    return found
+        if isinstance(input, Tensor) and input.requires_grad and draws.is_floating_point():
+            draws = draws + input.reshape(-1)[:0].sum()  # of no element
+    return draws
 
 
 def native_dropout(input: Tensor, key: Tensor, place: DrawPlace, p: float) -> tuple[Tensor, Tensor]:
-    """Dropout, and which elements are kept."""
+    """Return dropout, and the mask of the elements that are kept."""
     mask = keep_mask(key, place, input.shape, p)
     return torch.where(mask, input * keep_scale(p), 0.0), mask
 
@@ -283,87 +283,91 @@ def native_dropout(input: Tensor, key: Tensor, place: DrawPlace, p: float) -> tu
 def bernoulli(
     input: Tensor, p: Tensor | None, key: Tensor, place: DrawPlace, dtype: torch.dtype
 ) -> Tensor:
-    """1 for elements of `input` with probabilities, `p` or `input` itself, else 0."""
-    given = input if p is None else p
-    _require(given, (given >= 0) & (given <= 1), "probabilities are from 0 to 1", "bernoulli")
-    numbers = uniform(key, place, input.shape, torch.promote_types(given.dtype, torch.float32))
-    return _apart((numbers < given.detach()).to(dtype), input, p)
+    """Return 1 for elements of `input` with probability `p` (None: `input` itself), else 0."""
+    chances = input if p is None else p
+    _require(chances, (chances >= 0) & (chances <= 1), "probabilities are from 0 to 1", "bernoulli")
+    numbers = uniform(key, place, input.shape, torch.promote_types(chances.dtype, torch.float32))
+    return _with_zero_gradients((numbers < chances.detach()).to(dtype), input, p)
 
 
 def chosen(input: Tensor, key: Tensor, place: DrawPlace, p: float, dtype: torch.dtype) -> Tensor:
-    """1 with a probability for every element of `input`, else 0."""
-    return _apart(keep_mask(key, place, input.shape, 1 - p).to(dtype), input)
+    """Return 1 with probability p for every element of `input`, else 0."""
+    return _with_zero_gradients(keep_mask(key, place, input.shape, 1 - p).to(dtype), input)
 
 
 def uniform_like(
     input: Tensor, key: Tensor, place: DrawPlace, low: float, high: float, dtype: torch.dtype
 ) -> Tensor:
-    """A number between two for every element of `input`; of complex ones for each part."""
+    """Return a number between two for every element of `input`, or part of a complex one."""
     if dtype.is_complex:
         parts = (uniform(key, place, input.shape, dtype.to_real(), stream) for stream in (0, 2))
-        return _apart(torch.complex(*parts), input)
-    return _apart(uniform(key, place, input.shape, dtype) * (high - low) + low, input)
+        return _with_zero_gradients(torch.complex(*parts), input)
+    return _with_zero_gradients(uniform(key, place, input.shape, dtype) * (high - low) + low, input)
 
 
 def normal_like(
     input: Tensor, key: Tensor, place: DrawPlace, mean: float, std: float, dtype: torch.dtype
 ) -> Tensor:
-    """The same of a normal distribution."""
-    return _apart(normal(key, place, input.shape, dtype) * std + mean, input)
+    """Return a number of a normal distribution for every element of `input`."""
+    return _with_zero_gradients(normal(key, place, input.shape, dtype) * std + mean, input)
 
 
 def normal_around(
     mean: Tensor | float, std: Tensor | float, key: Tensor, place: DrawPlace, dtype: torch.dtype
 ) -> Tensor:
-    """Of normal distributions, each with a mean and a deviation of its own."""
-    given = [value for value in (mean, std) if isinstance(value, Tensor)]
+    """Return numbers of normal distributions with the elements of `mean` and `std`."""
+    tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
     if isinstance(std, Tensor):
         _require(std, std >= 0, "deviations are numbers from 0", "normal")
     middle, width = (v.detach() if isinstance(v, Tensor) else v for v in (mean, std))
-    shape = torch.broadcast_shapes(*(value.shape for value in given))
-    return _apart((normal(key, place, shape, dtype) * width + middle).to(dtype), *given)
+    shape = torch.broadcast_shapes(*(value.shape for value in tensors))
+    return _with_zero_gradients(
+        (normal(key, place, shape, dtype) * width + middle).to(dtype), *tensors
+    )
 
 
 def log_normal_like(
     input: Tensor, key: Tensor, place: DrawPlace, mean: float, std: float, dtype: torch.dtype
 ) -> Tensor:
-    """Numbers whose logarithm is of a normal distribution."""
+    """Return numbers whose logarithm is of a normal distribution."""
     wide = torch.promote_types(dtype, torch.float32)
-    return _apart((normal(key, place, input.shape, wide) * std + mean).exp().to(dtype), input)
+    return _with_zero_gradients(
+        (normal(key, place, input.shape, wide) * std + mean).exp().to(dtype), input
+    )
 
 
 def exponential_like(
     input: Tensor, key: Tensor, place: DrawPlace, rate: float, dtype: torch.dtype
 ) -> Tensor:
-    """Numbers of an exponential distribution: above 0, so that they have a logarithm."""
+    """Return numbers of an exponential distribution: above 0, so that they have a logarithm."""
     wide, ends = torch.promote_types(dtype, torch.float32), torch.finfo(dtype)
     least = max(torch.finfo(wide).eps / 4, ends.smallest_normal * ends.eps)
-    found = -torch.log1p(-uniform(key, place, input.shape, wide))
-    return _apart((found.clamp_min_(least) / rate).to(dtype), input)
+    waits = -torch.log1p(-uniform(key, place, input.shape, wide))
+    return _with_zero_gradients((waits.clamp_min_(least) / rate).to(dtype), input)
 
 
 def cauchy_like(
     input: Tensor, key: Tensor, place: DrawPlace, median: float, width: float, dtype: torch.dtype
 ) -> Tensor:
-    """Numbers of a Cauchy distribution."""
+    """Return numbers of a Cauchy distribution."""
     wide = torch.promote_types(dtype, torch.float32)
     angle = math.pi * (uniform(key, place, input.shape, wide) - 0.5)
-    return _apart((angle.tan() * width + median).to(dtype), input)
+    return _with_zero_gradients((angle.tan() * width + median).to(dtype), input)
 
 
 def geometric_like(
     input: Tensor, key: Tensor, place: DrawPlace, p: float, dtype: torch.dtype
 ) -> Tensor:
-    """How many trials it takes to the first that succeeds, each with a probability."""
+    """Return how many trials of probability p it takes to the first success."""
     misses = torch.log1p(-uniform(key, place, input.shape, torch.float64)) / math.log1p(-p)
-    return _apart(misses.ceil().clamp_min_(1).to(dtype), input)
+    return _with_zero_gradients(misses.ceil().clamp_min_(1).to(dtype), input)
 
 
 def poisson(input: Tensor, key: Tensor, place: DrawPlace) -> Tensor:
-    """Whole numbers of Poisson distributions with the rates of `input`.
+    """Return whole numbers of Poisson distributions with the rates of `input`.
 
-    Each is the least that lies at or below with a probability above a number from 0 to 1: as exact
-    as torch's incomplete gamma function, by which that probability is known.
+    Each is the least whose cumulative probability, by torch's incomplete gamma function, lies above
+    a number drawn from 0 to 1.
     """
     rate = input.detach().double()
     _require(input, rate >= 0, "rates are numbers from 0", "poisson")
@@ -379,13 +383,13 @@ def poisson(input: Tensor, key: Tensor, place: DrawPlace) -> Tensor:
         is_below = torch.special.gammaincc(middle + 1, rate) <= level
         low = torch.where(is_open & is_below, middle, low)
         high = torch.where(is_open & ~is_below, middle, high)
-    return _apart(high.to(input.dtype), input)
+    return _with_zero_gradients(high.to(input.dtype), input)
 
 
 def whole_like(
     input: Tensor, high: Tensor | int, key: Tensor, place: DrawPlace, low: int, dtype: torch.dtype
 ) -> Tensor:
-    """A whole number from `low` to below `high` for every element of `input`."""
+    """Return an integer from `low` to below `high` for every element of `input`."""
     if isinstance(high, Tensor):
         _require(high, high > low, "an interval begins before it ends", "randint")
     span = high - low
@@ -394,25 +398,25 @@ def whole_like(
         numbers = numbers % span + low if span < 2**63 else numbers + low
     else:
         numbers = (uniform(key, place, input.shape, torch.float64) * span).floor().add_(low)
-    return _apart(numbers.to(dtype), input)
+    return _with_zero_gradients(numbers.to(dtype), input)
 
 
 def permutation(input: Tensor, key: Tensor, place: DrawPlace) -> Tensor:
-    """The places of the elements of a row in a random order."""
+    """Return the indices of the elements of a row in a random order."""
     return uniform(key, place, input.shape, torch.float64).argsort().to(input.dtype)
 
 
 def multinomial(
     input: Tensor, key: Tensor, place: DrawPlace, count: int, replacement: bool
 ) -> Tensor:
-    """Of each row of weights, which are drawn; each once, or put back each time."""
+    """Return `count` indices drawn by each row of weights, each once or with `replacement`."""
     weights = input.detach().double()
     is_weight = (weights >= 0) & weights.isfinite() & (weights.sum(-1, keepdim=True) > 0)
     _require(input, is_weight, "weights are numbers from 0, of each row some above", "multinomial")
     if replacement:
         shape = (*input.shape[:-1], count)
-        own = place._replace(shape=(*place.shape[:-1], count))
-        points = uniform(key, own, shape, torch.float64) * weights.sum(-1, keepdim=True)
+        columns = place._replace(shape=(*place.shape[:-1], count))
+        points = uniform(key, columns, shape, torch.float64) * weights.sum(-1, keepdim=True)
         return torch.searchsorted(weights.cumsum(-1), points, right=True)
     ages = -(1 - uniform(key, place, input.shape, torch.float64)).log() / weights
     return ages.topk(count, -1, largest=False).indices

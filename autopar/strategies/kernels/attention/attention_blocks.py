@@ -1,9 +1,9 @@
-"""Attention of some queries to some keys: what it adds to whole rows, and its gradients.
+"""Attention of some queries to some keys: its share of whole rows, and of gradients.
 
-A block gives its output and, for each row, the logarithm of the sum that its weights are divided
-by: from these, several blocks of the same rows are put together (`merged`). Given those of whole
-rows, a block makes its weights again, and every gradient is a sum over blocks. torch's fused
-kernels do both where they can; else it is some rows and columns at a time.
+A block gives its output and, for each row, the logarithm of the sum that divides its weights: from
+these, `merge` adds blocks of the same rows up. With the sums of whole rows a block computes its
+weights again, and every gradient is a sum over blocks. torch's fused kernels do both where they
+can; else it is some rows and columns at a time.
 
 Queries are [..., groups, rows, d] for keys [..., columns, d], which all groups read.
 """
@@ -33,11 +33,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """How scores become weights."""
+    """The options by which scores become weights."""
 
     scale: float
     is_causal: bool = False  # by the numbers of rows and columns in the whole
-    place: DrawPlace | None = None  # of all weights, [..., groups, rows, columns], some are dropped
+    place: DrawPlace | None = None  # of all weights, [..., groups, rows, columns]; None: no dropout
     p: float = 0.0
 
 
@@ -51,7 +51,7 @@ class AttentionBlock:
     row: int
     column: int
     mask: Tensor | None = None  # [..., groups, rows, columns], any of them 1
-    drawn: Tensor | None = None  # the key by which weights are dropped
+    drawn: Tensor | None = None  # the key of the dropout of weights
 
     @property
     def rows(self) -> int:
@@ -63,13 +63,13 @@ class AttentionBlock:
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """The leading dims of the output."""
+        """Return the leading dims of the output."""
         *queries, groups = self.query.shape[:-2]
         keys, values = self.key.shape[:-2], self.value.shape[:-2]
         return (*torch.broadcast_shapes(queries, keys, values), groups)
 
     def sees(self, weights: AttentionOptions) -> bool:
-        """Whether some row sees some column."""
+        """Return whether some row sees some column."""
         is_later = weights.is_causal and self.column >= self.row + self.rows
         return self.rows > 0 and self.columns > 0 and not is_later
 
@@ -77,6 +77,7 @@ class AttentionBlock:
         return not weights.is_causal or self.column + self.columns - 1 <= self.row
 
     def part(self, rows: slice, columns: slice) -> AttentionBlock:
+        """Return the block of some of its rows and columns."""
         return replace(
             self,
             query=self.query[..., rows, :],
@@ -88,7 +89,7 @@ class AttentionBlock:
         )
 
     def parts(self, weights: AttentionOptions) -> Iterator[tuple[slice, slice, AttentionBlock]]:
-        """Some rows and columns at a time, those that are seen."""
+        """Yield the block some rows and columns at a time, without parts that are not seen."""
         most = _SCORES.get(self.query.device.type, _MANY) // max(math.prod(self.heads), 1)
         side = max(math.isqrt(most), 1)
         for row in range(0, self.rows, side):
@@ -98,12 +99,12 @@ class AttentionBlock:
                 part = self.part(rows, columns)
                 if part.sees(weights):
                     yield rows, columns, part
-                    if self.query.is_meta:  # whoever counts memory has seen the largest
+                    if self.query.is_meta:  # the largest part, which is enough to count memory
                         return
 
 
 class RowResults(NamedTuple):
-    """What all blocks together gave for some rows, and the gradient of it."""
+    """The output and sums of all blocks for some rows, and the gradient of the output."""
 
     output: Tensor
     sums: Tensor
@@ -120,39 +121,39 @@ class AttentionGradients(NamedTuple):
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """In what sums are taken."""
+    """Return the dtype of sums."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def cut_mask(mask: Tensor, rows: slice, columns: slice) -> Tensor:
-    """Some rows and columns of a mask, or of its gradient."""
+    """Return some rows and columns of a mask, or of its gradient."""
     mask = mask[..., rows, :] if mask.shape[-2] > 1 else mask
     return mask[..., columns] if mask.shape[-1] > 1 else mask
 
 
 def attend(block: AttentionBlock, weights: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """The output of a block, and the logarithms of its sums."""
+    """Return the output of a block, and the logarithms of its sums."""
     if _is_fused(block, weights):
         return _fused(block, weights)
     wide = wide_of(block.query.dtype)
     output, sums = empty_results(block, wide)
     for rows, _, part in block.parts(weights):
         scores = _scores(part, weights)
-        own = scores.logsumexp(-1, keepdim=True)
-        used = _dropped(_weighted(scores, own), part, weights)
-        merge(output[..., rows, :], sums[..., rows, :], _times(used, part.value), own)
+        part_sums = scores.logsumexp(-1, keepdim=True)
+        used = _dropped(_weighted(scores, part_sums), part, weights)
+        merge(output[..., rows, :], sums[..., rows, :], _times(used, part.value), part_sums)
     return output, sums
 
 
 def empty_results(block: AttentionBlock, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What rows have before the first block is merged."""
-    shape = *block.heads, block.rows
-    output = block.query.new_zeros(*shape, block.value.shape[-1], dtype=dtype)
-    return output, block.query.new_full((*shape, 1), -math.inf, dtype=dtype)
+    """Return the output and sums of rows before the first block is merged."""
+    rows = [*block.heads, block.rows]
+    output = block.query.new_zeros(*rows, block.value.shape[-1], dtype=dtype)
+    return output, block.query.new_full((*rows, 1), -math.inf, dtype=dtype)
 
 
 def merge(output: Tensor, sums: Tensor, other: Tensor, other_sums: Tensor) -> None:
-    """Put another block of the same rows to what they have."""
+    """Merge another block of the same rows into `output` and `sums`."""
     total = torch.logaddexp(sums, other_sums)
     output.mul_(_weighted(sums, total)).add_(other * _weighted(other_sums, total))
     sums.copy_(total)
@@ -164,11 +165,11 @@ def block_gradients(
     whole: RowResults,
     of_mask: Tensor | None = None,
 ) -> AttentionGradients:
-    """What a block adds to gradients. That of the mask is added to `of_mask`."""
+    """Return the share of a block in gradients; the mask's gradient is added to `of_mask`."""
     if of_mask is None and _is_fused(block, weights):
         return _fused_slopes(block, weights, whole)
     inputs, wide = (block.query, block.key, block.value), wide_of(block.query.dtype)
-    found = AttentionGradients(*(torch.zeros_like(x, dtype=wide) for x in inputs))
+    gradients = AttentionGradients(*(torch.zeros_like(x, dtype=wide) for x in inputs))
     for rows, columns, part in block.parts(weights):
         output, sums, slope = whole.part(rows)
         slope = slope.to(wide)
@@ -178,10 +179,10 @@ def block_gradients(
         if of_mask is not None:
             _add(cut_mask(of_mask, rows, columns), of_scores)
         of_scores = of_scores * weights.scale
-        _add(found.query[..., rows, :], _times(of_scores, part.key))
-        _add(found.key[..., columns, :], _over_rows(of_scores, part.query))
-        _add(found.value[..., columns, :], _over_rows(_dropped(used, part, weights), slope))
-    return found
+        _add(gradients.query[..., rows, :], _times(of_scores, part.key))
+        _add(gradients.key[..., columns, :], _over_rows(of_scores, part.query))
+        _add(gradients.value[..., columns, :], _over_rows(_dropped(used, part, weights), slope))
+    return gradients
 
 
 def _scores(block: AttentionBlock, weights: AttentionOptions) -> Tensor:
@@ -201,42 +202,42 @@ def _scores(block: AttentionBlock, weights: AttentionOptions) -> Tensor:
 
 
 def _weighted(scores: Tensor, sums: Tensor) -> Tensor:
-    """The weights; those of rows that see nothing are 0."""
+    """Return the weights; those of rows that see nothing are 0."""
     return torch.exp(scores - sums.masked_fill(sums == -math.inf, 0.0))
 
 
-def _dropped(weights: Tensor, block: AttentionBlock, how: AttentionOptions) -> Tensor:
-    """Weights, or their gradient, some of them dropped by their places."""
-    if how.place is None or block.drawn is None:
+def _dropped(weights: Tensor, block: AttentionBlock, options: AttentionOptions) -> Tensor:
+    """Return weights, or their gradient, with dropout by their places."""
+    if options.place is None or block.drawn is None:
         return weights
-    place = how.place._replace(starts=(*how.place.starts[:-2], block.row, block.column))
-    most = max(round(how.p * 2**32) - 1, 0) - 2**31
-    kept = draw_elements(
+    place = options.place._replace(starts=(*options.place.starts[:-2], block.row, block.column))
+    most = max(round(options.p * 2**32) - 1, 0) - 2**31
+    dropout_mask = draw_elements(
         rows_of(block.drawn, place, weights.shape, 0),
         columns_of(block.drawn, place, weights.shape),
         lambda bits: bits.gt_(most),
         weights.dtype,
     )
-    return weights * kept.view(weights.shape) * keep_scale(how.p)
+    return weights * dropout_mask.view(weights.shape) * keep_scale(options.p)
 
 
 def _times(rows: Tensor, other: Tensor) -> Tensor:
-    """Rows of all groups times what is one for all of them."""
+    """Return the product of rows of all groups and a matrix that groups share."""
     product = rows.flatten(-3, -2) @ other.to(rows.dtype)
     return product.unflatten(-2, rows.shape[-3:-1])
 
 
 def _over_rows(weights: Tensor, rows: Tensor) -> Tensor:
-    """The sum over rows of all groups."""
+    """Return the sum over the rows of all groups of products with weights."""
     return weights.flatten(-3, -2).mT @ rows.flatten(-3, -2).to(weights.dtype)
 
 
-def _add(into: Tensor, found: Tensor) -> None:
-    into += found.sum_to_size(into.shape)
+def _add(into: Tensor, term: Tensor) -> None:
+    into += term.sum_to_size(into.shape)
 
 
 def _is_fused(block: AttentionBlock, weights: AttentionOptions) -> bool:
-    """Whether torch has a kernel for a block, which gives its sums."""
+    """Return whether torch has a fused kernel for a block, which gives its sums."""
     query, key, value = block.query, block.key, block.value
     if block.mask is not None or weights.place is not None or query.ndim != 5:
         return False
@@ -253,14 +254,14 @@ def _is_fused(block: AttentionBlock, weights: AttentionOptions) -> bool:
 
 def _fused(block: AttentionBlock, weights: AttentionOptions) -> tuple[Tensor, Tensor]:
     is_causal = not block.sees_all(weights)
-    given = (_rows_apart(x) for x in (block.query.flatten(1, 2), block.key, block.value))
+    inputs = (_with_dense_rows(x) for x in (block.query.flatten(1, 2), block.key, block.value))
     if block.query.is_cuda:
         output, sums, *_ = aten._scaled_dot_product_flash_attention(
-            *given, 0.0, is_causal, scale=weights.scale
+            *inputs, 0.0, is_causal, scale=weights.scale
         )
     else:
         output, sums = aten._scaled_dot_product_flash_attention_for_cpu(
-            *given, 0.0, is_causal, scale=weights.scale
+            *inputs, 0.0, is_causal, scale=weights.scale
         )
     heads = block.query.shape[1:3]
     return output.unflatten(1, heads), sums.unflatten(1, heads).unsqueeze(-1)
@@ -271,22 +272,22 @@ def _fused_slopes(
 ) -> AttentionGradients:
     query, is_causal = block.query.flatten(1, 2), not block.sees_all(weights)
     output, sums, slope = (x.flatten(1, 2) for x in whole)
-    rows = (_rows_apart(x) for x in (slope, query, block.key, block.value, output))
-    given = *rows, sums.squeeze(-1)
+    inputs = [_with_dense_rows(x) for x in (slope, query, block.key, block.value, output)]
+    inputs.append(sums.squeeze(-1))
     if query.is_cuda:
         seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # nothing is dropped
-        found = aten._scaled_dot_product_flash_attention_backward(
-            *(x.contiguous() for x in given),
+        gradients = aten._scaled_dot_product_flash_attention_backward(
+            *(x.contiguous() for x in inputs),
             *(None, None, block.rows, block.columns, 0.0, is_causal, seed, seed[:0]),
             scale=weights.scale,
         )
     else:
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *given, 0.0, is_causal, scale=weights.scale
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *inputs, 0.0, is_causal, scale=weights.scale
         )
-    return AttentionGradients(found[0].unflatten(1, block.query.shape[1:3]), *found[1:])
+    return AttentionGradients(gradients[0].unflatten(1, block.query.shape[1:3]), *gradients[1:])
 
 
-def _rows_apart(x: Tensor) -> Tensor:
-    """With the numbers of a row one after another, as the kernels read them: none of them looks."""
+def _with_dense_rows(x: Tensor) -> Tensor:
+    """Return x with rows of adjacent numbers, which the kernels take for granted."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""Causal attention with the queries cut: each rank has queries `start` and on, and all keys."""
+"""Causal attention with the queries cut: each rank has queries from `start` on, and all keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cut_causal_attention(
     start: int,
     **options: Any,
 ) -> Tensor:
-    """Query row i sees the keys up to start + i; keys that no row sees are not touched.
+    """Return attention whose query row i sees keys up to start + i; no later keys are read.
 
     `options`: scale and enable_gqa.
     """

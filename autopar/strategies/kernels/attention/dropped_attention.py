@@ -1,6 +1,6 @@
-"""Attention whose weights are dropped: some rows of them at a time, which backward makes again.
+"""Attention with dropout of its weights: some rows at a time, which backward computes again.
 
-No weights are kept, nor what is drawn: its bits follow from their places (`keyed_draws.py`).
+Neither weights nor draws are kept: random bits follow from their places (`keyed_draws.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Scaled dot product attention, whose weights are dropped by the key `drawn`."""
+    """Return scaled dot product attention, with dropout of its weights by the key `drawn`."""
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if attn_mask is not None and attn_mask.ndim == 1:
         attn_mask = attn_mask.unsqueeze(0)
@@ -53,12 +53,12 @@ def attention(
             attn_mask = attn_mask.unflatten(-3, groups) if is_each else attn_mask.unsqueeze(-3)
         place = place.unflattened(len(place.shape) - 3, groups[1])
     weights = _DroppedWeights(place, dropout_p, is_causal, scale)
-    found = _Attention.apply(query, key, value, attn_mask, drawn, weights)
-    return found.flatten(-4, -3) if is_grouped else found
+    output = _Attention.apply(query, key, value, attn_mask, drawn, weights)
+    return output.flatten(-4, -3) if is_grouped else output
 
 
 class _Attention(torch.autograd.Function):
-    """Some rows of the weights at a time, which backward makes again."""
+    """Attention by some rows of the weights at a time, which backward computes again."""
 
     @staticmethod
     def forward(
@@ -74,8 +74,10 @@ class _Attention(torch.autograd.Function):
         out = query.new_empty(*heads, query.shape[-2], value.shape[-1])
         flat = out.view(math.prod(heads), *out.shape[-2:])
         for part in weights.parts(query, key, value, mask, drawn, heads):
-            kept = part.weights.mul_(part.kept).to(value.dtype)
-            flat[part.heads, part.rows] = torch.bmm(kept, part.value).mul_(keep_scale(weights.p))
+            weighted = part.weights.mul_(part.dropout_mask).to(value.dtype)
+            flat[part.heads, part.rows] = torch.bmm(weighted, part.value).mul_(
+                keep_scale(weights.p)
+            )
         ctx.save_for_backward(query, key, value, mask, drawn, out)
         ctx.weights = weights
         return out
@@ -83,17 +85,17 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
-            found = _Attention._slopes(ctx, grad)
+            gradients = _Attention._gradients(ctx, grad)
         read = tuple(x for x in ctx.saved_tensors[:4] if x is not None)
         remedy = "a dropout of 0 in it, or attention that is written as its parts"
         return (
-            *forbid_double_grad(found, read, [grad], "attention with dropout", remedy),
+            *forbid_double_grad(gradients, read, [grad], "attention with dropout", remedy),
             None,
             None,
         )
 
     @staticmethod
-    def _slopes(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, drawn, out = ctx.saved_tensors
         weights, heads = ctx.weights, out.shape[:-2]
         of_query, of_key, of_value = (
@@ -105,10 +107,10 @@ class _Attention(torch.autograd.Function):
         for part in weights.parts(query, key, value, mask, drawn, heads):
             slope, keys = slopes[part.heads, part.rows], part.key.shape[-2]
             wide = part.weights.dtype
-            kept = (part.weights * part.kept).to(value.dtype)
-            of_value[part.heads, :keys].baddbmm_(kept.transpose(1, 2), slope)
+            weighted = (part.weights * part.dropout_mask).to(value.dtype)
+            of_value[part.heads, :keys].baddbmm_(weighted.transpose(1, 2), slope)
             of_scores = torch.bmm(slope, part.value.transpose(1, 2)).to(wide)
-            of_scores.mul_(part.kept).sub_(shared[part.heads, part.rows])
+            of_scores.mul_(part.dropout_mask).sub_(shared[part.heads, part.rows])
             of_scores.mul_(part.weights)
             if of_mask is not None:
                 _add_to(of_mask, heads, part, of_scores)
@@ -116,27 +118,27 @@ class _Attention(torch.autograd.Function):
             of_query[part.heads, part.rows] = torch.bmm(of_scores, part.key)
             of_key[part.heads, :keys].baddbmm_(of_scores.transpose(1, 2), part.query)
         of_query.mul_(weights.scale)
-        given = zip((of_query, of_key, of_value), (query, key, value))
-        sums = (found.view(*heads, *found.shape[1:]).sum_to_size(x.shape) for found, x in given)
+        pairs = zip((of_query, of_key, of_value), (query, key, value))
+        sums = (of_x.view(*heads, *of_x.shape[1:]).sum_to_size(x.shape) for of_x, x in pairs)
         return *sums, of_mask
 
 
 @dataclass(frozen=True)
 class _WeightBlock:
-    """Some rows of some heads."""
+    """Some rows of the weights of some heads, with the tensors that they are computed from."""
 
     heads: slice
     rows: slice
     query: Tensor  # scaled
-    key: Tensor  # those that are seen
+    key: Tensor  # the visible ones
     value: Tensor
     weights: Tensor  # as softmax gives them
-    kept: Tensor  # 1 or 0: a host multiplies many times faster than it selects
+    dropout_mask: Tensor  # 1: kept, or 0: a host multiplies many times faster than it selects
 
 
 @dataclass(frozen=True)
 class _DroppedWeights:
-    """The weights of attention, some rows at a time."""
+    """The weights of attention with dropout, computed some rows at a time."""
 
     place: DrawPlace
     p: float
@@ -152,7 +154,7 @@ class _DroppedWeights:
         drawn: Tensor,
         heads: Sequence[int],
     ) -> Iterator[_WeightBlock]:
-        """All of them."""
+        """Yield all weights, some rows at a time."""
         queries, keys = query.shape[-2], key.shape[-2]
         query, key, value = (
             x.expand(*heads, *x.shape[-2:]).reshape(math.prod(heads), *x.shape[-2:])
@@ -181,46 +183,50 @@ class _DroppedWeights:
                 part = query[at, of] * self.scale
                 scores = torch.bmm(part, key[at, :seen].transpose(1, 2)).to(wide)
                 if mask is not None:
-                    own = _own(mask, heads, at, of)
-                    scores.add_(_hidden(~own, wide) if own.dtype == torch.bool else own)
+                    local = _mask_rows(mask, heads, at, of)
+                    scores.add_(_hidden(~local, wide) if local.dtype == torch.bool else local)
                 if self.is_causal:
                     is_later = numbers[:seen] > order[of].unsqueeze(-1)
                     scores.add_(_hidden(is_later, wide))
                 weights = scores.softmax(-1)
                 if mask is not None:  # rows that see nothing
                     weights.masked_fill_(scores.amax(-1, keepdim=True) == -math.inf, 0.0)
-                kept = draw_elements(hashes[at, of].reshape(-1), columns[:seen], is_more, wide)
-                kept = kept.view(weights.shape)
-                yield _WeightBlock(at, of, part, key[at, :seen], value[at, :seen], weights, kept)
+                dropout_mask = draw_elements(
+                    hashes[at, of].reshape(-1), columns[:seen], is_more, wide
+                )
+                dropout_mask = dropout_mask.view(weights.shape)
+                yield _WeightBlock(
+                    at, of, part, key[at, :seen], value[at, :seen], weights, dropout_mask
+                )
 
 
 def _hidden(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores that are not seen."""
+    """Return minus infinity for hidden scores, to be added, else 0."""
     return torch.zeros_like(is_hidden, dtype=dtype).masked_fill_(is_hidden, -math.inf)
 
 
-def _own(mask: Tensor, heads: Sequence[int], at: slice, rows: slice) -> Tensor:
-    """What a mask has for rows of some heads."""
-    own = mask[_places(mask, heads, at)] if mask.ndim > 2 else mask
-    return own[..., rows, :] if own.shape[-2] > 1 else own
+def _mask_rows(mask: Tensor, heads: Sequence[int], at: slice, rows: slice) -> Tensor:
+    """Return the rows of a mask for some heads."""
+    local = mask[_head_indices(mask, heads, at)] if mask.ndim > 2 else mask
+    return local[..., rows, :] if local.shape[-2] > 1 else local
 
 
 def _add_to(of_mask: Tensor, heads: Sequence[int], part: _WeightBlock, of_scores: Tensor) -> None:
     """Add the gradients of scores where a mask was added to them."""
     into = of_mask[..., part.rows, :] if of_mask.shape[-2] > 1 else of_mask
-    given = of_scores.to(into.dtype)
+    terms = of_scores.to(into.dtype)
     if into.ndim > 2:
-        places = _places(into, heads, part.heads)
-        into.index_put_(places, given.sum_to_size(len(given), *into.shape[-2:]), accumulate=True)
+        indices = _head_indices(into, heads, part.heads)
+        into.index_put_(indices, terms.sum_to_size(len(terms), *into.shape[-2:]), accumulate=True)
     else:
-        into += given.sum_to_size(into.shape)
+        into += terms.sum_to_size(into.shape)
 
 
-def _places(mask: Tensor, heads: Sequence[int], at: slice) -> tuple[Tensor, ...]:
-    """Where some of all heads are in the first dims of a mask."""
+def _head_indices(mask: Tensor, heads: Sequence[int], at: slice) -> tuple[Tensor, ...]:
+    """Return the indices of some of all heads in the first dims of a mask."""
     number = torch.arange(*at.indices(math.prod(heads)), device=mask.device)
-    found: list[Tensor] = []
-    for own, size in zip(reversed(mask.shape[:-2]), reversed(heads)):
-        found.insert(0, number % size if own > 1 else torch.zeros_like(number))
+    indices: list[Tensor] = []
+    for length, size in zip(reversed(mask.shape[:-2]), reversed(heads)):
+        indices.insert(0, number % size if length > 1 else torch.zeros_like(number))
         number = number // size
-    return tuple(found)
+    return tuple(indices)

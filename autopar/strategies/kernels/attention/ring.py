@@ -1,16 +1,13 @@
-"""Ring attention: each member of a group has some queries, and some keys with their values.
+"""Ring attention (context parallel): each member has some queries, and some keys with values.
 
-In step t a member computes with the keys and values of the one t places before it, while those of
-the next step are on their way, and puts what they give for its queries together. Backward does the
-same, and returns what it finds for keys and values to where they are from. So a member holds its
-own pieces and those of two others, and keeps for backward its own pieces, its output and a number
-for each row.
+In step t a member computes with the keys and values of the member t places before it, while those
+of the next step travel. Backward does the same, and returns gradients of keys and values to their
+owners. A member holds pieces of three members, and keeps its pieces, its output and row sums.
 
-Causal queries see the keys before them, so that the last member would work longest. Where queries
-and keys are cut alike, half of the steps are enough: in step t all that came to the first t members
-would be later. They get queries instead, of the one t places before them around the ring, and
-return what their own keys give for these. So each computes one block a step; in the last step of an
-even number, where two members have one block in common, half of it.
+With a causal mask the last member would work longest. Where queries and keys are cut alike, half of
+the steps are enough: in step t the first t members would see nothing. They help: they get queries
+of the member t places before them around the ring, and return the results by their own keys. In the
+last step of an even ring, where two members share one block, each computes half of it.
 """
 
 from __future__ import annotations
@@ -50,18 +47,18 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class RingTask:
-    """What a member computes in a step: for some rows of a member's queries, by a member's keys."""
+    """The block that a member computes in a step: some rows of queries by some member's keys."""
 
     queries: int
     keys: int
     rows: slice
     is_help: bool  # the queries are another member's
-    part: slice  # of what came: these rows, or all keys
+    part: slice  # of the received tensors: these rows, or all keys
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Who computes what in which step."""
+    """The tasks of all members in all steps."""
 
     rows: tuple[Piece, ...]
     columns: tuple[Piece, ...]
@@ -74,7 +71,7 @@ class Ring:
 
     @property
     def is_shared(self) -> bool:
-        """Whether members help others."""
+        """Return whether members help others."""
         return self.weights.is_causal and self.rows == self.columns
 
     @property
@@ -82,7 +79,7 @@ class Ring:
         return range(1, self.count // 2 + 1 if self.is_shared else self.count)
 
     def task(self, member: int, step: int) -> RingTask | None:
-        """That of a member in a step; None where it would see nothing."""
+        """Return the task of a member in a step; None where it would see nothing."""
         other = (member - step) % self.count
         is_help = self.is_shared and member < step
         queries, keys = (other, member) if is_help else (member, other)
@@ -98,19 +95,21 @@ class Ring:
 
 
 class RingInputs(NamedTuple):
+    """The tensors of one member."""
+
     query: Tensor
     key: Tensor
     value: Tensor
     mask: Tensor | None
-    drawn: Tensor | None  # the key by which weights are dropped
+    drawn: Tensor | None  # the key of the dropout of weights
 
 
 class _Member:
-    """One member: what it has, what of this others compute with, and what they give back."""
+    """A member of the ring: its tensors, those that others compute with, and their results."""
 
-    queries: Tensors  # go to a member that helps, [..., groups, rows, width]
-    keys: Tensors  # go to a member that has queries, [..., columns, width]
-    for_queries: Tensors  # what comes back is like these
+    queries: Tensors  # sent to a member that helps, [..., groups, rows, width]
+    keys: Tensors  # sent to a member that has queries, [..., columns, width]
+    for_queries: Tensors  # results that come back are like these
     for_keys: Tensors
 
     def __init__(self, ring: Ring, at: int, inputs: RingInputs) -> None:
@@ -124,45 +123,44 @@ class _Member:
         self.mask = mask
 
     def compute(self, task: RingTask, came: Tensors) -> Tensors:
-        """Compute with what came, and give what goes back."""
+        """Compute a task with received tensors, and return the results for their owner."""
         raise NotImplementedError
 
     def take(self, task: RingTask, came: Tensors) -> None:
-        """Add what came back of a task of another member."""
+        """Add the results of a task of another member."""
         raise NotImplementedError
 
     def around(self) -> Steps:
-        """All steps."""
+        """Run all steps of the ring."""
         ring, returning = self.ring, None
-        coming = (yield self._given(1)) if ring.steps else None
+        coming = (yield self._send(1)) if ring.steps else None
         if (task := ring.task(self.at, 0)) is not None:
             self.take(task, self.compute(task, self.keys))
         for step in ring.steps:
             came = yield coming
             if step + 1 in ring.steps:
-                coming = yield self._given(step + 1)
+                coming = yield self._send(step + 1)
             task = ring.task(self.at, step)
-            found = () if task is None else self.compute(task, came)
+            results = () if task is None else self.compute(task, came)
             if returning is not None:
                 self._take(step - 1, (yield returning))
             if self.for_keys or ring.is_shared:
-                returning = yield self._returned(step, found)
+                returning = yield self._send_back(step, results)
         if returning is not None:
             self._take(ring.steps[-1], (yield returning))
 
-    def _given(self, step: int) -> RingShift:
-        """To the member `step` places on, what it computes with then."""
+    def _send(self, step: int) -> RingShift:
+        """Return the message to the member `step` places on, with the tensors of its task."""
         theirs = self._task_of_next(step)
-        given: Tensors = ()
+        sent: Tensors = ()
         if theirs is not None:
-            sent = self.queries if theirs.is_help else self.keys
-            given = tuple(x[..., theirs.part, :] for x in sent)
-        own = self.ring.task(self.at, step)
-        return _shift(step, given, own, self.queries, self.keys)
+            tensors = self.queries if theirs.is_help else self.keys
+            sent = tuple(x[..., theirs.part, :] for x in tensors)
+        return _shift(step, sent, self.ring.task(self.at, step), self.queries, self.keys)
 
-    def _returned(self, step: int, found: Tensors) -> RingShift:
+    def _send_back(self, step: int, results: Tensors) -> RingShift:
         theirs = self._task_of_next(step)
-        return _shift(-step, found, theirs, self.for_queries, self.for_keys)
+        return _shift(-step, results, theirs, self.for_queries, self.for_keys)
 
     def _take(self, step: int, came: Tensors) -> None:
         if (theirs := self._task_of_next(step)) is not None:
@@ -172,7 +170,7 @@ class _Member:
         return self.ring.task((self.at + step) % self.ring.count, step)
 
     def _block(self, task: RingTask, came: Tensors) -> AttentionBlock:
-        """What a task computes."""
+        """Return the attention block of a task."""
         query = came[0] if task.is_help else self.query[..., task.rows, :]
         key, value = (self.key, self.value) if task.is_help else came[:2]
         mask = self.mask
@@ -187,22 +185,22 @@ class _Member:
 
 
 def _shift(
-    step: int, given: Tensors, task: RingTask | None, queries: Tensors, keys: Tensors
+    step: int, tensors: Tensors, task: RingTask | None, queries: Tensors, keys: Tensors
 ) -> RingShift:
-    """A message, and for another task one that comes. All are as many tensors."""
+    """Return a message of tensors, all of one number, and the shapes of those for `task`."""
     shapes: list[tuple[int, ...]] = []
     if task is not None:
         length = task.part.stop - task.part.start
         like = queries if task.is_help else keys
         shapes = [(*x.shape[:-2], length, x.shape[-1]) for x in like]
     longer = queries if len(queries) > len(keys) else keys
-    places = zip_longest(given, longer)
-    sent = tuple(like.new_empty(0) if one is None else one for one, like in places)
+    pairs = zip_longest(tensors, longer)
+    sent = tuple(like.new_empty(0) if x is None else x for x, like in pairs)
     return RingShift(sent, step, [*shapes, *[(0,)] * (len(longer) - len(shapes))])
 
 
 class _ForwardMember(_Member):
-    """The output of the own queries."""
+    """A member in forward: computes the output of its queries."""
 
     def __init__(self, ring: Ring, at: int, inputs: RingInputs) -> None:
         super().__init__(ring, at, inputs)
@@ -228,10 +226,10 @@ class _ForwardMember(_Member):
 
 
 class _BackwardMember(_Member):
-    """The gradients of the own queries, keys, values and mask."""
+    """A member in backward: computes the gradients of its queries, keys, values and mask."""
 
     def __init__(
-        self, ring: Ring, at: int, inputs: RingInputs, whole: RowResults, learns: bool
+        self, ring: Ring, at: int, inputs: RingInputs, whole: RowResults, *, is_mask_learned: bool
     ) -> None:
         super().__init__(ring, at, inputs)
         self.whole = whole
@@ -239,7 +237,7 @@ class _BackwardMember(_Member):
             torch.zeros_like(x, dtype=self.wide) for x in (self.query, self.key, self.value)
         )
         self.of_mask = None
-        if learns and self.mask is not None:
+        if is_mask_learned and self.mask is not None:
             self.of_mask = torch.zeros_like(self.mask, dtype=self.wide)
         self.queries, self.keys = (self.query, *whole), (self.key, self.value)
         self.for_queries, self.for_keys = (self.query,), self.keys
@@ -250,13 +248,13 @@ class _BackwardMember(_Member):
         of_mask = None
         if self.of_mask is not None:
             of_mask = cut_mask(self.of_mask, task.rows, self._columns(task))
-        found = block_gradients(block, self.ring.weights, whole, of_mask)
+        gradients = block_gradients(block, self.ring.weights, whole, of_mask)
         if task.is_help:
-            self.of_key += found.key
-            self.of_value += found.value
-            return (found.query.to(self.query.dtype),)
-        self.of_query[..., task.rows, :] += found.query
-        return found.key.to(self.key.dtype), found.value.to(self.value.dtype)
+            self.of_key += gradients.key
+            self.of_value += gradients.value
+            return (gradients.query.to(self.query.dtype),)
+        self.of_query[..., task.rows, :] += gradients.query
+        return gradients.key.to(self.key.dtype), gradients.value.to(self.value.dtype)
 
     def take(self, task: RingTask, came: Tensors) -> None:
         if task.is_help:
@@ -271,6 +269,7 @@ def ring_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -279,62 +278,62 @@ def ring_attention(
     drawn: Tensor | None = None,
     place: DrawPlace | None = None,
 ) -> Steps:
-    """Scaled dot product attention, its queries, and its keys with their values, in pieces."""
+    """Return scaled dot product attention of pieces of queries, and of keys with values."""
     is_grouped = enable_gqa and key.shape[-3] != query.shape[-3]
     groups = query.shape[-3] // key.shape[-3] if is_grouped else 1
     weights = AttentionOptions(
         1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         is_causal,
-        None if place is None else _placed(place, groups),
+        None if place is None else _with_groups(place, groups),
         dropout_p,
     )
     ring = Ring(group.input(0).pieces, group.input(1).pieces, weights, groups)
     member = _ForwardMember(ring, group.index, RingInputs(query, key, value, attn_mask, drawn))
     yield from member.around()
-    output = _ungrouped(member.output, is_grouped).to(query.dtype)
-    given = [x for x in (attn_mask, drawn) if x is not None]
-    return (output,), (query, key, value, output, member.sums, *given), (ring, is_grouped)
+    output = _ungrouped(member.output, is_grouped=is_grouped).to(query.dtype)
+    optional = [x for x in (attn_mask, drawn) if x is not None]
+    return (output,), (query, key, value, output, member.sums, *optional), (ring, is_grouped)
 
 
 def causal_ring_attention(group: KernelGroup, **arguments: Any) -> Steps:
-    """The same, whose traffic is that of causal queries that are cut as the keys are."""
+    """Like `ring_attention`, for causal queries that are cut as the keys are: members help."""
     return (yield from ring_attention(group, **arguments))
 
 
 def ring_attention_backward(
     group: KernelGroup, saved: Tensors, rest: tuple[Ring, bool], slope: Tensor
 ) -> Steps:
-    """The gradients of all tensors that were given."""
+    """Return the gradients of all tensor arguments."""
     ring, is_grouped = rest
-    query, key, value, output, sums, *given = saved
-    drawn = given.pop() if ring.weights.place is not None else None
-    mask = given.pop() if given else None
+    query, key, value, output, sums, *optional = saved
+    drawn = optional.pop() if ring.weights.place is not None else None
+    mask = optional.pop() if optional else None
     learns = mask is not None and group.needs[3]
     whole = RowResults(_grouped(output, ring.groups), sums, _grouped(slope, ring.groups))
     inputs = RingInputs(query, key, value, mask, drawn)
-    member = _BackwardMember(ring, group.index, inputs, whole, learns)
+    member = _BackwardMember(ring, group.index, inputs, whole, is_mask_learned=learns)
     yield from member.around()
-    found: list[Tensor | None] = [None] * len(group.needs)
-    found[0] = _ungrouped(member.of_query, is_grouped).to(query.dtype)
-    found[1], found[2] = member.of_key.to(key.dtype), member.of_value.to(value.dtype)
+    gradients: list[Tensor | None] = [None] * len(group.needs)
+    gradients[0] = _ungrouped(member.of_query, is_grouped=is_grouped).to(query.dtype)
+    gradients[1], gradients[2] = member.of_key.to(key.dtype), member.of_value.to(value.dtype)
     if mask is not None and member.of_mask is not None:
-        found[3] = member.of_mask.reshape(mask.shape).to(mask.dtype)
-    return found
+        gradients[3] = member.of_mask.reshape(mask.shape).to(mask.dtype)
+    return gradients
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """Heads of queries with the groups that read the same keys apart."""
+    """Return heads of queries with a dim for the groups that read the same keys."""
     if groups == 1:
         return x.unsqueeze(-3)
     return x.unflatten(-3, (x.shape[-3] // groups, groups))
 
 
-def _ungrouped(x: Tensor, is_grouped: bool) -> Tensor:
+def _ungrouped(x: Tensor, *, is_grouped: bool) -> Tensor:
     return x.flatten(-4, -3) if is_grouped else x.squeeze(-3)
 
 
-def _placed(place: DrawPlace, groups: int) -> DrawPlace:
-    """Of weights with groups."""
+def _with_groups(place: DrawPlace, groups: int) -> DrawPlace:
+    """Return the place of weights with a dim of groups."""
     if len(place.shape) > 2:
         return place.unflattened(len(place.shape) - 3, groups)
     batch = None if place.batch is None else (place.batch[0] + 1, place.batch[1])
@@ -350,7 +349,7 @@ def _traffic(
     needs: Sequence[bool],
     **_: int,
 ) -> CommVolume:
-    """Keys and values of all others come, and their gradients go back."""
+    """Return the traffic: all other keys and values come, and their gradients go back."""
     once = (("shift", inputs[1] + inputs[2]),) * (count - 1)
     return CommVolume(once, once * 2, (count - 1, count - 1))
 
@@ -363,9 +362,12 @@ def _causal_traffic(
     e: int,
     itemsize: int,
 ) -> CommVolume:
-    """In each step some members get keys and values, and others queries, for which they return the
-    output, with a number for each row; in backward these come with both and the gradient. In the
-    last step it may be half."""
+    """Return the traffic of causal members that help.
+
+    In each step some members get keys and values, and others queries, for which they return the
+    output and row sums. In backward queries come with these and the gradient. In the last step of
+    an even ring it is half.
+    """
     query, keys, output = inputs[0], inputs[1] + inputs[2], outputs[0]
     sums = output * max(itemsize, 4) / (itemsize * e)
     forward: list[tuple[str, float]] = []

@@ -1,8 +1,7 @@
-"""Capacity: which choices an expert takes that takes no more than so many.
+"""Capacity: an expert takes a limited number of the tokens that choose it.
 
-Of each sequence of tokens by itself. All first choices come before all second ones, and among them
-earlier tokens before later ones. The tokens of a whole batch are one sequence, if they are given
-so.
+Each sequence of tokens counts by itself. All first choices come before all second ones, and among
+them earlier tokens before later ones. Tokens [t k] without a batch dim are one sequence.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from torch import Tensor
 
 
 def within_capacity(chosen: Tensor, experts: int, capacity: int) -> Tensor:
-    """Of each choice, [... tokens k], whether its expert takes it."""
+    """Return for each choice, [... tokens k], whether its expert takes it."""
     return WITHIN_CAPACITY(chosen, experts, capacity)
 
 
 def _run(chosen: Tensor, experts: int, capacity: int) -> Tensor:
     waiting = chosen.flatten(0, -3).mT.flatten(1) if chosen.ndim > 2 else chosen.mT.reshape(1, -1)
     sequences = torch.arange(len(waiting), device=chosen.device)
-    rows = (waiting + experts * sequences.unsqueeze(1)).flatten()  # of each sequence its experts
+    rows = (waiting + experts * sequences.unsqueeze(1)).flatten()  # the experts of each sequence
     order = rows.argsort(stable=True)
     sizes = torch.bincount(rows, minlength=experts * len(waiting))
     starts = sizes.cumsum(0) - sizes

@@ -2,9 +2,9 @@
 
     y[r] = weight[chosen[r]] x[r]        x [r i], weight [e o i], chosen [r], y [r o]
 
-Rows are sorted by what they choose, and each matrix multiplies its own: none is padded. Rows that
-choose a matrix which is not at hand (those from `start` on are) are zero, so that a piece of the
-matrices gives a term of the sum.
+Rows are sorted by their choices, and each matrix multiplies its rows: none is padded. A rank has
+the matrices from `start` on. Rows that choose another one are zero, so that a piece of the matrices
+gives a term of the sum.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from autopar.strategies.kernels.experts.expert_kernels import HALVES, products, 
 
 
 def _sorted(chosen: Tensor, count: int, start: int) -> tuple[Tensor, list[int]]:
-    """The rows that choose one of `count` matrices, by matrix, and how many each has."""
-    own = chosen - start
-    own = torch.where((own >= 0) & (own < count), own, count)
-    sizes = torch.bincount(own, minlength=count + 1).tolist()[:-1]
-    return own.argsort(stable=True)[: sum(sizes)], sizes
+    """Return the rows that choose one of `count` matrices, by matrix, and how many each has."""
+    local = chosen - start
+    local = torch.where((local >= 0) & (local < count), local, count)
+    sizes = torch.bincount(local, minlength=count + 1).tolist()[:-1]
+    return local.argsort(stable=True)[: sum(sizes)], sizes
 
 
 def _run(x: Tensor, weight: Tensor, chosen: Tensor, start: int = 0) -> Tensor:
@@ -57,33 +57,33 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_x, of_weight, None, None
 
 
-# The sums over the rows that choose a matrix, of one times the other: [e o i] of [r o] and [r i].
+# Sums over the rows that choose a matrix, of left times right rows: [e o i] of [r o] and [r i].
 
 
-def _run_sums(one: Tensor, other: Tensor, chosen: Tensor, count: int, start: int) -> Tensor:
-    if one.is_meta:
-        return _fake_sums(one, other, chosen, count, start)
+def _run_sums(left: Tensor, right: Tensor, chosen: Tensor, count: int, start: int) -> Tensor:
+    if left.is_meta:
+        return _fake_sums(left, right, chosen, count, start)
     order, sizes = _sorted(chosen, count, start)
-    return products_of_rows(one[order], other[order], sizes)
+    return products_of_rows(left[order], right[order], sizes)
 
 
-def _fake_sums(one: Tensor, other: Tensor, chosen: Tensor, count: int, start: int) -> Tensor:
-    return one.new_empty(count, one.shape[1], other.shape[1])
+def _fake_sums(left: Tensor, right: Tensor, chosen: Tensor, count: int, start: int) -> Tensor:
+    return left.new_empty(count, left.shape[1], right.shape[1])
 
 
 def _keep_sums(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    one, other, chosen, _, ctx.start = inputs
-    ctx.save_for_backward(one, other, chosen)
+    left, right, chosen, _, ctx.start = inputs
+    ctx.save_for_backward(left, right, chosen)
 
 
 def _gradients_of_sums(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    one, other, chosen = ctx.saved_tensors
-    of_one = CHOSEN_PRODUCTS(other, grad, chosen, ctx.start)
-    return of_one, CHOSEN_PRODUCTS(one, grad.mT, chosen, ctx.start), None, None, None
+    left, right, chosen = ctx.saved_tensors
+    of_left = CHOSEN_PRODUCTS(right, grad, chosen, ctx.start)
+    return of_left, CHOSEN_PRODUCTS(left, grad.mT, chosen, ctx.start), None, None, None
 
 
 def _in_few_digits(x: Tensor, weight: Tensor, chosen: Tensor, start: int = 0) -> Tensor:
-    """Under autocast, as products are."""
+    """Run under autocast, whose dtype products take."""
     dtype = torch.get_autocast_dtype(x.device.type)
     x, weight = (y.to(dtype) if y.dtype in (*HALVES, torch.float32) else y for y in (x, weight))
     with torch.autocast(x.device.type, enabled=False):
@@ -93,7 +93,7 @@ def _in_few_digits(x: Tensor, weight: Tensor, chosen: Tensor, start: int = 0) ->
 _library = torch.library.Library("autopar", "FRAGMENT")
 _library.define("chosen_products(Tensor x, Tensor weight, Tensor chosen, int start=0) -> Tensor")
 _library.define(
-    "chosen_sums(Tensor one, Tensor other, Tensor chosen, int count, int start) -> Tensor"
+    "chosen_sums(Tensor left, Tensor right, Tensor chosen, int count, int start) -> Tensor"
 )
 for _name, _function, _without, _backward, _setup in (
     ("chosen_products", _run, _fake, _gradients, _keep),

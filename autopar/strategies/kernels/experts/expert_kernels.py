@@ -7,12 +7,9 @@
 
 x is [... h]; chosen and weights [... k]; down [e h f], gate and up [e f h], biases [e f]; `inner`
 is an expression of elements. Gate and up may be one, [e 2f h]: its `columns` are then "halves" or
-"interleaved", else "apart". Tokens are sorted by expert, each expert multiplies its own rows: no
-token is dropped, and none is padded. Experts outside of those at hand (from `start` on) add
-nothing, so that a piece of the experts gives a term of the sum.
-
-Backward keeps the rows before `inner`. The gradient of a weight is the product of `inner` with its
-own gradient, summed: what comes out of an expert is not kept.
+"interleaved", else "apart". Tokens are sorted by expert: none is dropped or padded. A rank has the
+experts from `start` on, whose results are a term of the sum. Backward keeps the rows before `inner`
+alone: the gradient of a weight is the product of `inner` with its gradient, summed.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Experts:
-    """Those of one rank."""
+    """The experts of one rank."""
 
     down: Tensor
     gate: Tensor
@@ -51,29 +48,31 @@ class Experts:
 
     @property
     def layers(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Those that read the token: one, or two."""
+        """Return the matrix and bias of each layer that reads the token: one, or two."""
         first = [(self.gate, self.gate_bias)]
         return first if self.up is None else [*first, (self.up, self.up_bias)]
 
     @property
     def learned(self) -> tuple[Tensor | None, ...]:
-        """In the order of the operator."""
+        """Return the learned tensors in the order of the operator's arguments."""
         return self.down, self.gate, self.up, self.gate_bias, self.up_bias
 
     def routes(self, chosen: Tensor) -> tuple[Tensor, list[int]]:
-        """The choices of these experts (tokens times choices, numbered) sorted by expert, and how
-        many each has; where no values are known, all of them, as many for each."""
+        """Return the numbers of the choices of these experts, by expert, and how many each has.
+
+        Choices are numbered over tokens and k. On meta tensors all experts have as many.
+        """
         if chosen.is_meta:
             count = chosen.numel()
             sizes = [chunk(count, self.count, at)[1] for at in range(self.count)]
             return chosen.new_empty(sum(sizes)), sizes
-        own = chosen.reshape(-1) - self.start
-        own = torch.where((own >= 0) & (own < self.count), own, self.count)
-        sizes = torch.bincount(own, minlength=self.count + 1).tolist()[:-1]
-        return own.argsort(stable=True)[: sum(sizes)], sizes
+        local = chosen.reshape(-1) - self.start
+        local = torch.where((local >= 0) & (local < self.count), local, self.count)
+        sizes = torch.bincount(local, minlength=self.count + 1).tolist()[:-1]
+        return local.argsort(stable=True)[: sum(sizes)], sizes
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """What these experts add to y, and their rows before `inner`."""
+        """Return the share of these experts in y, and their rows before `inner`."""
         order, sizes = self.routes(chosen)
         tokens = order // chosen.shape[-1]
         rows = x[tokens]
@@ -85,7 +84,7 @@ class Experts:
         return y.to(x.dtype), before
 
     def evaluated(self, before: Sequence[Tensor]) -> Tensor:
-        """The rows after `inner`."""
+        """Return the rows after `inner`."""
         parts = tuple(before)
         if self.columns == "halves":
             parts = before[0].chunk(2, -1)
@@ -96,7 +95,7 @@ class Experts:
     def backward(
         self, x: Tensor, chosen: Tensor, weights: Tensor, before: Sequence[Tensor], grad: Tensor
     ) -> tuple[Any, ...]:
-        """The gradients of x, weights, and all that is learned: None of what is not there."""
+        """Return the gradients of x, weights, and all learned tensors: None of absent ones."""
         order, sizes = self.routes(chosen)
         tokens = order // chosen.shape[-1]
         rows, slopes = x[tokens], grad[tokens]
@@ -111,15 +110,15 @@ class Experts:
         of_before = torch.autograd.grad(inner, leaves, of_inner, materialize_grads=True)
         of_down = products_of_rows((slopes * factors).to(x.dtype), inner.detach(), sizes)
         of_x = x.new_zeros(x.shape, dtype=sum_dtype(x))
-        found: list[tuple[Tensor, Tensor | None]] = []
+        of_layers: list[tuple[Tensor, Tensor | None]] = []
         for slope, (matrices, bias) in zip(of_before, self.layers):
             of_x.index_add_(0, tokens, products(slope, matrices, sizes).to(of_x.dtype))
             of_bias = None if bias is None else _sums_of_rows(slope, sizes)
-            found.append((products_of_rows(slope, rows, sizes), of_bias))
-        found += [(None, None)] * (2 - len(found))  # type: ignore[list-item]
+            of_layers.append((products_of_rows(slope, rows, sizes), of_bias))
+        of_layers += [(None, None)] * (2 - len(of_layers))  # type: ignore[list-item]
         of_all_weights = weights.new_zeros(weights.numel(), dtype=dtype)
         of_all_weights[order] = of_weights
-        (of_gate, of_gate_bias), (of_up, of_up_bias) = found
+        (of_gate, of_gate_bias), (of_up, of_up_bias) = of_layers
         return (
             of_x.to(x.dtype),
             of_all_weights.view(weights.shape).to(weights.dtype),
@@ -139,7 +138,7 @@ def experts(
     inner: str = GATED,
     columns: str = "apart",
 ) -> Tensor:
-    """Each token through the experts that are chosen for it."""
+    """Return each token passed through the experts that are chosen for it."""
     return EXPERTS(x, chosen, weights, down, gate, up, gate_bias, up_bias, inner, columns)
 
 
@@ -148,7 +147,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def sum_dtype(*tensors: Tensor) -> torch.dtype:
-    """That in which the terms of a sum are added."""
+    """Return the dtype in which terms of these tensors are added."""
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -158,7 +157,7 @@ def sum_dtype(*tensors: Tensor) -> torch.dtype:
 def products(
     rows: Tensor, matrices: Tensor, sizes: Sequence[int], bias: Tensor | None = None
 ) -> Tensor:
-    """The rows of each expert times its matrix, [e, i, o]."""
+    """Return the rows of each expert times its matrix, [e, i, o]."""
     biases = [None] * len(sizes) if bias is None else bias.unbind()
     calls = [*zip(rows.split(sizes), matrices.unbind(), biases)] if sizes else []
     if not calls:
@@ -180,20 +179,20 @@ def _product(
     return torch.addmm(bias, rows, matrix, out=out)
 
 
-def products_of_rows(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Tensor:
-    """For each expert the rows of one transposed times those of the other, [e, o, i]."""
-    pairs = zip(one.split(sizes), other.split(sizes)) if sizes else ()
-    found = [left.mT @ right for left, right in pairs]
-    return torch.stack(found) if found else one.new_zeros(0, one.shape[-1], other.shape[-1])
+def products_of_rows(left: Tensor, right: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return for each expert its left rows, transposed, times its right rows, [e, o, i]."""
+    pairs = zip(left.split(sizes), right.split(sizes)) if sizes else ()
+    terms = [rows.mT @ others for rows, others in pairs]
+    return torch.stack(terms) if terms else left.new_zeros(0, left.shape[-1], right.shape[-1])
 
 
 def _sums_of_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """For each expert the sum of its rows."""
+    """Return for each expert the sum of its rows."""
     sums = [piece.sum(0) for piece in rows.split(sizes)] if sizes else []
     return torch.stack(sums) if sums else rows.new_zeros(0, rows.shape[-1])
 
 
-# The operator: it shows as one call in a captured graph, whose program cannot look at values.
+# The operator: one call in a captured graph, whose program cannot look at values.
 
 
 def _run(x: Tensor, chosen: Tensor, weights: Tensor, *arguments: Any) -> Tensor:
@@ -224,14 +223,15 @@ class _Recorded(torch.autograd.Function):
         x, chosen, weights, *learned = ctx.saved_tensors
         layer = Experts(*learned[:5], *ctx.rest)
         if torch.is_grad_enabled():  # gradients that have gradients of their own
-            asked = {0: x, 2: weights} | dict(enumerate(learned[:5], 3))
-            asked = {i: v for i, v in asked.items() if v is not None and ctx.needs_input_grad[i]}
+            leaves = {0: x, 2: weights} | dict(enumerate(learned[:5], 3))
+            leaves = {i: v for i, v in leaves.items() if v is not None and ctx.needs_input_grad[i]}
             y = _run(x, chosen, weights, *learned[:5], *ctx.rest)
-            made = torch.autograd.grad(y, list(asked.values()), grad, create_graph=True)
-            of = dict(zip(asked, made))
-            return tuple(of.get(index) for index in range(11))
-        rows = as_rows(x), as_rows(chosen), as_rows(weights)
-        of_x, of_weights, *others = layer.backward(*rows, learned[5:], as_rows(grad))
+            gradients = torch.autograd.grad(y, list(leaves.values()), grad, create_graph=True)
+            by_index = dict(zip(leaves, gradients))
+            return tuple(by_index.get(index) for index in range(11))
+        of_x, of_weights, *others = layer.backward(
+            as_rows(x), as_rows(chosen), as_rows(weights), learned[5:], as_rows(grad)
+        )
         return of_x.view(x.shape), None, of_weights.view(weights.shape), *others, None, None, None
 
 
@@ -245,7 +245,7 @@ def _differentiable(*arguments: Any) -> Tensor:
 
 
 def _in_few_digits(*arguments: Any) -> Tensor:
-    """Under autocast: as its products would be, and what they read with them."""
+    """Run under autocast, whose dtype products and their inputs take."""
     kind = arguments[0].device.type
     dtype = torch.get_autocast_dtype(kind)
 
