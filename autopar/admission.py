@@ -19,7 +19,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.fake import has_no_data
 from autopar.errors import InvalidInput, require_one_of
 from autopar.mesh import Mesh
-from autopar.options import Kind, PlanOptions, read_request
+from autopar.options import OptionKind, PlanOptions, read_request
 from autopar.passes.microbatches import batch_statistics
 from autopar.pipeline.schedule import Schedule
 from autopar.plan.plan import Plan, SavedPlan
@@ -36,7 +36,7 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
 
 
-PLAN = Kind(
+PLAN = OptionKind(
     "what plan() made, or one from a file",
     lambda given: isinstance(given, Plan | SavedPlan | None),
     'ap.Plan.load("plan.json")',
@@ -62,7 +62,7 @@ class RunOptions:
     @property
     def said(self) -> dict[str, Hashable]:
         """What is alike on all ranks, as one says it to others."""
-        return {field.name: said_of(getattr(self, field.name)) for field in fields(self)}
+        return {field.name: comparable_option(getattr(self, field.name)) for field in fields(self)}
 
     def validate(self, place: str, plan: object, device: torch.device) -> None:
         """Refuse what one process sees by itself, on a backend."""
@@ -72,7 +72,7 @@ class RunOptions:
         validate_compile(self.compile, device)
 
 
-def said_of(value: object) -> Hashable:
+def comparable_option(value: object) -> Hashable:
     """An option as ranks say it: equal where these give the same, wherever it lies in memory."""
     return value if isinstance(value, bool | str | None) else _text(value)
 
@@ -108,7 +108,7 @@ def validate_running(place: str, plan: object, local_inputs: bool, check: bool) 
         )
 
 
-PROFILE = Kind(
+PROFILE = OptionKind(
     "a number of plans to run, from 1, or None",
     lambda given: given is None or is_count(given),
     "10",
@@ -172,7 +172,7 @@ def validate_pieces(outputs: str, stages: int) -> None:
         )
 
 
-COMPILED = Kind(
+COMPILED = OptionKind(
     "True, False or options of torch.compile by name",
     lambda given: (
         isinstance(given, bool)

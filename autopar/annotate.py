@@ -29,7 +29,7 @@ from autopar.capture.annotations import DEVICE, MARKS, PARAMETERS, RECOMPUTE, ST
 from autopar.capture.failure import Parallel
 from autopar.capture.marker import Annotation, Entry, annotate
 from autopar.errors import InvalidInput
-from autopar.recompute import Again, Recompute
+from autopar.recompute import Recompute, RecomputeSetting
 from autopar.text.source_lines import caller
 
 Dims = Sequence[Entry]
@@ -44,7 +44,7 @@ def shard(
     params: Mapping[str, Dims] | None = None,
     stage: int | None = None,
     device: str | None = None,
-    recompute: Again | Literal["auto"] = "auto",
+    recompute: RecomputeSetting | Literal["auto"] = "auto",
 ) -> Target:
     """Annotates a module (in place), wraps a function, or marks a tensor; the search keeps it.
 

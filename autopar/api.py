@@ -167,11 +167,11 @@ def parallelize(
     """
     options, running = PlanOptions.among(locals()), RunOptions.among(locals())
     values = InitialValues(model, init, weights)
-    return _Call(model, args, kwargs, plan, options, running, values).carry_out()
+    return _ParallelizeCall(model, args, kwargs, plan, options, running, values).carry_out()
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ParallelizeCall:
     """What is asked of `parallelize`."""
 
     model: nn.Module

@@ -14,19 +14,19 @@ from collections.abc import Callable, Sequence
 import autopar
 from autopar.capture.source import of_traceback
 from autopar.commands import command, make_parser
-from autopar.commands.streams import heard, results_apart
-from autopar.errors import AutoparError, InvalidInput, said
+from autopar.commands.streams import ignore_closed_stderr, redirect_prints
+from autopar.errors import AutoparError, InvalidInput, error_text
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     told = "autopar"
-    with heard():
+    with ignore_closed_stderr():
         try:
             parser = make_parser(autopar.__doc__ or "", autopar.__version__)
             arguments = parser.parse_args(words)
             told = f"autopar {arguments.command}"
-            with results_apart():
+            with redirect_prints():
                 return _run(command(arguments.command).run, arguments)
         except AutoparError as error:
             print(f"{told}: {error}", file=sys.stderr)
@@ -39,7 +39,7 @@ def main(words: Sequence[str] | None = None) -> int:
         except Exception as error:
             traceback.print_exc()
             print(
-                f"{told}: an error of autopar's own: {said(error)}\n"
+                f"{told}: an error of autopar's own: {error_text(error)}\n"
                 "  remedy: please report it with the lines above",
                 file=sys.stderr,
             )
@@ -55,7 +55,7 @@ def _run(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace
     except BaseException as error:
         raise InvalidInput(
             "a model's code goes on to its end",
-            got=f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else said(error),
+            got=f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else error_text(error),
             remedy="mend it there",
             source=of_traceback(error.__traceback__),
         ) from error

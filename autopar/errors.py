@@ -70,7 +70,7 @@ class InvalidInput(AutoparError, ValueError):
     """The caller asked for something that a rule forbids."""
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """`TypeError: its words`, also of an error that cannot say them."""
     try:
         return f"{type(error).__name__}: {error}"
@@ -142,7 +142,7 @@ def unforeseen(doing: str, node: fx.Node | None, error: Exception) -> AutoparErr
         return error
     return ExecutionError(
         f"{doing} every operator of a model",
-        got=f"{node.target if node is not None else 'a model'}: {said(error)}",
+        got=f"{node.target if node is not None else 'a model'}: {error_text(error)}",
         remedy="write this line otherwise, or make it an operator of its own by "
         "torch.library.custom_op, with a rule by register_rule()",
         source=node.meta.get("source") if node is not None else None,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Causal attention, then an MLP, each with its residual."""
 
     def __init__(self, hidden: int, heads: int) -> None:
@@ -40,7 +40,7 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, hidden)
         self.positions = nn.Parameter(torch.zeros(sequence, hidden))
-        self.layers = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(TransformerBlock(hidden, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, vocabulary, bias=False)
 

@@ -107,7 +107,7 @@ class Layout:
         """Every axis that cuts a dim or holds a partial sum."""
         return tuple(axis for dim in self.dims for axis in axes_of(dim)) + self.partial
 
-    def seen(
+    def with_part_dims(
         self, shape: Sequence[int], parts: Parts | None = None
     ) -> tuple[Layout, tuple[int, ...]]:
         """The layout and shape of the tensor seen with a dim before each dim in parts, for their
@@ -149,7 +149,7 @@ class Layout:
             other[: len(own)] == own and parts_of(other) == parts_of(own) for own, other in pairs
         )
 
-    def only(self, axes: Iterable[str]) -> Layout:
+    def over_axes(self, axes: Iterable[str]) -> Layout:
         """What this layout says of `axes`; the others replicated."""
         kept = set(axes)
         return Layout(
@@ -183,7 +183,7 @@ class Layout:
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple[int, ...]:
         """The shape of the piece that `rank` holds."""
-        layout, sizes = self.seen(shape)
+        layout, sizes = self.with_part_dims(shape)
         lengths = iter([length for _, length in layout.local_bounds(sizes, mesh, rank)])
         return tuple(next(lengths) * (next(lengths) if parts_of(axes) else 1) for axes in self.dims)
 
@@ -192,7 +192,7 @@ class Layout:
     ) -> list[tuple[tuple[int, int], ...]]:
         """Start and length of each dim of what `rank` holds: in a dim that is cut in parts, it
         holds several pieces, one after the other, of later dims before those of earlier ones."""
-        layout, sizes = self.seen(shape)
+        layout, sizes = self.with_part_dims(shape)
         bounds, pieces = iter(layout.local_bounds(sizes, mesh, rank)), []
         for size, axes in zip(shape, self.dims):
             count = next(bounds)[1] if parts_of(axes) else 1

@@ -115,17 +115,17 @@ class Mesh:
         base, sizes = axis.partition(".")[0], {}
         parts = [
             size
-            for name in self.parts(base)
+            for name in self.split_axes(base)
             for size in ((outer, self[axis] // outer) if name == axis else (self[name],))
         ]
         for name in self.names:
-            if name not in self.parts(base):
+            if name not in self.split_axes(base):
                 sizes[name] = self[name]
             elif f"{base}.0" not in sizes:
                 sizes |= {f"{base}.{number}": size for number, size in enumerate(parts)}
         return Mesh(**sizes)
 
-    def parts(self, axis: str) -> tuple[str, ...]:
+    def split_axes(self, axis: str) -> tuple[str, ...]:
         """What an axis was split into, outermost first: itself, if it was not."""
         if axis in self:
             return (axis,)

@@ -32,7 +32,7 @@ from autopar.planner.patience import SECONDS, require_seconds
 from autopar.planner.recomputation import AskedRecomputation
 from autopar.planner.request import AXIS, Mode, Request
 from autopar.precision import Precision
-from autopar.recompute import Again, Recompute
+from autopar.recompute import Recompute, RecomputeSetting
 from autopar.states import NAMED, States
 from autopar.text.progress import Report
 from autopar.text.source_lines import shorten
@@ -44,13 +44,13 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 StatesLike = Literal["auto", "whole", "zero1", "zero2", "zero3"] | States
 ScheduleLike = str | Mapping[str, Any] | Schedule | None
 DynamicShapesLike = Mapping[str, Any] | tuple[Any, ...] | list[Any] | None
-RecomputeLike = Literal["auto"] | Again | Mapping[str, Again]
+RecomputeLike = Literal["auto"] | RecomputeSetting | Mapping[str, RecomputeSetting]
 _AGAIN = ("selective", "full")
 _OF_A_SCHEDULE = ("schedule_options",)
 
 
 @dataclass(frozen=True)
-class Kind:
+class OptionKind:
     """What an argument may be: in words, as a test, and by an example; or one of some names."""
 
     words: str
@@ -95,7 +95,7 @@ def _require_cluster(name: str, given: object) -> None:
     known = f"; presets: {', '.join(PRESETS)}" if isinstance(given, str) else ""
     words = "a Cluster, or None for this machine"
     example = f'ap.Cluster.preset("{[*meant, *PRESETS][0]}"){known}'
-    Kind(words, lambda one: isinstance(one, Cluster | None), example)(name, given)
+    OptionKind(words, lambda one: isinstance(one, Cluster | None), example)(name, given)
 
 
 def _asked_recomputation(given: Any) -> AskedRecomputation:
@@ -106,77 +106,77 @@ def _asked_recomputation(given: Any) -> AskedRecomputation:
     return AskedRecomputation(given if given == "auto" else of(given))
 
 
-SCHEDULE = Kind(
+SCHEDULE = OptionKind(
     "given by its name, as a mapping with name and options, or finished",
     lambda given: isinstance(given, str | Schedule | None) or _is_named(given),
     f'"chimera", {{"name": "chimera", "pipes": 4}}, or {FROM_FILE}',
 )
-AGAIN = Kind(
+AGAIN = OptionKind(
     '"selective", "full", None or a Recompute',
     lambda given: isinstance(given, bool | Recompute | None),
     '"full"',
     _AGAIN,
     "None or a Recompute",
 )
-RECOMPUTE = Kind(
+RECOMPUTE = OptionKind(
     '"auto", "selective", "full", None or a Recompute, or a mapping of names of modules to these',
     lambda given: isinstance(given, bool | Recompute | None) or _is_named(given),
     '"full", or {"layers.*": ap.Recompute("full", keep="host")}',
     ("auto", *_AGAIN),
     "None, a Recompute, or a mapping of names of modules to these",
 )
-FLAG = Kind("True or False", lambda given: isinstance(given, bool), "True")
+FLAG = OptionKind("True or False", lambda given: isinstance(given, bool), "True")
 # By option what refuses a value that is never one, whatever the other options are.
 KINDS: Mapping[str, Callable[[str, Any], None]] = {
     "cluster": _require_cluster,
-    "mesh": Kind(
+    "mesh": OptionKind(
         "a Mesh or a torch DeviceMesh",
         lambda given: isinstance(given, Mesh | DeviceMesh | None),
         "ap.Mesh(dp=2, tp=4)",
     ),
     "mode": partial(require_one_of, known=MODES),
-    "memory": Kind(
+    "memory": OptionKind(
         "a number of bytes from 1000 on, or with its unit",
         lambda given: given is None or LEAST_MEMORY <= read_bytes(given) <= FURTHEST,
         '"40GB", "512MiB", 40e9, or None for what the devices have',
     ),
     "strict": FLAG,
-    "microbatches": Kind(
+    "microbatches": OptionKind(
         'a number from 1, or "auto"',
         lambda given: is_count(given) or (isinstance(given, str) and given == "auto"),
         "8",
     ),
-    "pipeline": Kind(
+    "pipeline": OptionKind(
         "the name of an axis of the mesh, a number of ranks, or None",
         lambda given: isinstance(given, str | Integral | None) and not isinstance(given, bool),
         "4",
     ),
     "schedule": _require_schedule,
-    "schedule_options": Kind(
+    "schedule_options": OptionKind(
         "a mapping of names to values",
         lambda given: given is None or _is_named(given),
         '{"pipes": 4}',
     ),
     "recompute": _require_recompute,
-    "precision": Kind(
+    "precision": OptionKind(
         "a Precision, or None for that of the model",
         lambda given: isinstance(given, Precision | None),
         "ap.Precision(compute=torch.bfloat16)",
     ),
-    "states": Kind(
+    "states": OptionKind(
         "a name, or numbers of parts",
         lambda given: isinstance(given, States),
         '"zero1", or ap.States(parameters=1, gradients=4, optimizer=8)',
         ("auto", *NAMED),
         "a States of numbers of parts",
     ),
-    "dynamic_shapes": Kind(
+    "dynamic_shapes": OptionKind(
         "a mapping by names of inputs, or a tuple or list in their order, as torch.export takes",
         lambda given: given is None or isinstance(given, tuple | list) or _is_named(given),
         '{"ids": {0: torch.export.Dim("batch", max=64)}}',
     ),
     "seconds": require_seconds,
-    "progress": Kind(
+    "progress": OptionKind(
         "True, False, None or a function of phase and detail",
         lambda given: isinstance(given, bool | None) or callable(given),
         "print",

@@ -76,4 +76,4 @@ class Recompute:
 
 
 # Of a module: what is recomputed of it; True is "full", False None.
-Again = Literal["full", "selective"] | Recompute | bool | None
+RecomputeSetting = Literal["full", "selective"] | Recompute | bool | None

@@ -59,7 +59,7 @@ def run_region(
 
 
 @dataclass(frozen=True)
-class _Region:
+class _CompiledRegion:
     """A compiled region: local tensors in, DTensors out."""
 
     program: Program
@@ -111,7 +111,7 @@ class _Function(nn.Module):
 
 def _compile(
     function: Callable, leaves: list[Any], spec: pytree.TreeSpec, device_mesh: DeviceMesh
-) -> _Region:
+) -> _CompiledRegion:
     mesh = Mesh.from_device_mesh(device_mesh)
     examples = tuple(_example(leaf) for leaf in leaves)
     module = _Function(function, spec)
@@ -134,7 +134,7 @@ def _compile(
     local: fx.Graph = localize(graph, mesh, rank, device, groups.name)
     program = Program(captured, decisions, graph)
     constants = tuple(value.to(device) for value in captured.constants.values())
-    return _Region(program, compile_graph(local), constants, device_mesh, module)
+    return _CompiledRegion(program, compile_graph(local), constants, device_mesh, module)
 
 
 @lru_cache(maxsize=4096)

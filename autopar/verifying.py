@@ -23,7 +23,7 @@ from autopar.capture.source import of_traceback
 from autopar.capture.writes import put_between
 from autopar.cluster import Cluster
 from autopar.collectives import from_ranks
-from autopar.errors import InvalidInput, said
+from autopar.errors import InvalidInput, error_text
 from autopar.mesh import Mesh
 from autopar.options import DynamicShapesLike, PlanOptions, RecomputeLike, ScheduleLike, StatesLike
 from autopar.passes.microbatches import batch_statistics
@@ -149,7 +149,7 @@ def verify(
         try:
             with state_put_back(original):
                 of_these, _ = _side_by_side(original, call, at, dtype, steps, asked)
-        except PlainFails as error:
+        except PlainModelFailed as error:
             sizes.append(f"{name} not, where the plain model fails: {error.got}")
             continue
         found = found.with_sizes(of_these, name)
@@ -161,7 +161,7 @@ def _named(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{root} {size}" for root, size in sizes.items())
 
 
-class PlainFails(InvalidInput):
+class PlainModelFailed(InvalidInput):
     """There is nothing to compare with."""
 
 
@@ -224,14 +224,14 @@ def _train_plain(model: nn.Module, call: CallArguments, steps: int) -> tuple[Tra
     try:
         trained, rate = train_module(model, model, call, steps)
     except Exception as error:
-        raise PlainFails(
+        raise PlainModelFailed(
             "the plain model runs forward and backward, which the others are compared with",
-            got=said(error),
+            got=error_text(error),
             remedy="mend the model, or its inputs",
             source=of_traceback(error.__traceback__),
         ) from error
     if not all(loss.isfinite() for loss in trained.losses):
-        raise PlainFails(
+        raise PlainModelFailed(
             "the plain model's loss is a number, which the others are compared with",
             got=", ".join(f"{float(loss.real):.6g}" for loss in trained.losses) + ", step by step",
             remedy="mend the model, its initial values or its inputs",

@@ -18,10 +18,10 @@ from autopar.cli import main
 from autopar.cluster.pace import Pace
 from autopar.commands import COMMANDS, command, examples, make_parser, summary
 from autopar.commands.arguments import CommandParser
-from autopar.commands.simulate import own_options
+from autopar.commands.simulate import schedule_options
 
 # Options that must be given, or that repeat a positional.
-NO_DEFAULT = {"model", "stages", "microbatches", *own_options()}
+NO_DEFAULT = {"model", "stages", "microbatches", *schedule_options()}
 
 
 def test_every_command_is_summed_up_in_the_help(capsys):

@@ -13,7 +13,7 @@ import pytest
 from autopar.commands.printing import show, show_table
 from autopar.plan.grouping import grouped
 from autopar.text.progress import reporter
-from autopar.text.tables import WIDTH, table, titled, wrapped
+from autopar.text.tables import WIDTH, stacked_table, table, wrap_line
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("make", [table, titled])
+@pytest.mark.parametrize("make", [table, stacked_table])
 def test_tables_are_no_wider_than_a_page(make) -> None:
     names = [
         ("model.layers.{0..31}.self_attn.query_projection.weight", "bf16[25600@tp, 5120]"),
@@ -71,7 +71,7 @@ def test_tables_of_many_columns_part_names_at_last() -> None:
 
 
 def test_a_row_that_is_too_wide_stands_below_its_name() -> None:
-    lines = titled(ROWS, 1)
+    lines = stacked_table(ROWS, 1)
     assert lines == [
         "      a step   inside nodes  between nodes  gradient sums  memory",
         "  * Mesh(x=2, y=4): 1 micro-batch",
@@ -79,18 +79,22 @@ def test_a_row_that_is_too_wide_stands_below_its_name() -> None:
         "  and 1 more",
     ]
     short = [("", "a step"), ("* no pipeline", "531 ms")]
-    assert titled(short) == table(short) == ["                 a step", "  * no pipeline  531 ms"]
+    assert (
+        stacked_table(short)
+        == table(short)
+        == ["                 a step", "  * no pipeline  531 ms"]
+    )
 
 
 def test_lines_part_between_words_alone() -> None:
     line = "  input: bf16[16@x, 128, 256] -> bf16[16, 128, 256], takes 1.07779e-5 s in all of it"
-    assert wrapped(line, width=40) == [
+    assert wrap_line(line, width=40) == [
         "  input: bf16[16@x, 128, 256]",
         "    -> bf16[16, 128, 256], takes",
         "    1.07779e-5 s in all of it",
     ]
-    assert wrapped("short") == ["short"]
-    assert wrapped("x" * 100) == ["x" * 100]  # there is no place
+    assert wrap_line("short") == ["short"]
+    assert wrap_line("x" * 100) == ["x" * 100]  # there is no place
 
 
 def test_groups_differ_in_their_first_number_only():

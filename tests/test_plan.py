@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import autopar as ap
-from autopar.admission import RunOptions, said_of
+from autopar.admission import RunOptions, comparable_option
 from autopar.capture.dynamic import DynamicShapes, Range
 from autopar.cluster import Device, Link, Node
 from autopar.options import KINDS, PlanOptions
@@ -31,7 +31,7 @@ from autopar.runtime.module.plan_broadcast import require_equal_plan
 from autopar.search.decisions import TypedDecisions
 from autopar.search.layout_search import SearchCache
 from autopar.search.smallest_footprint import SmallestFootprint
-from autopar.text.progress import fitted
+from autopar.text.progress import fit_line
 from autopar.text.units import seconds_text
 from tests.models import gpt, mlp
 from tests.parity import assert_equal, parallel_outcome, single_outcome
@@ -90,7 +90,7 @@ def test_ranks_say_all_that_parallelize_takes_about_running():
     assert said[0].keys() == kinds
     assert said[0] == said[1] != said[2]
     turned = {"options": {"b": nn.Linear, "a": 1}, "mode": "x"}
-    assert said_of(turned) == said[0]["compile"]
+    assert comparable_option(turned) == said[0]["compile"]
 
 
 def test_every_option_has_a_kind_which_its_default_is_of():
@@ -670,8 +670,8 @@ def test_progress_says_what_is_looked_at_and_the_best_so_far():
 )
 def test_progress_stays_on_one_line_of_a_terminal(width, line):
     told = "mesh: 1 of 3: Mesh(x=8); 2 stages, 4 micro-batches; best so far 7.45 ms"
-    assert fitted(told, width) == line
-    assert fitted("capture: Model", max(width, 14)) == "capture: Model"
+    assert fit_line(told, width) == line
+    assert fit_line("capture: Model", max(width, 14)) == "capture: Model"
 
 
 class Sorted(nn.Module):

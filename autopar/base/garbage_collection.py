@@ -10,7 +10,7 @@ AT_ONCE = 50_000  # objects are made before garbage is looked for
 
 
 @contextmanager
-def collected_later() -> Iterator[None]:
+def deferred_collection() -> Iterator[None]:
     """What is made inside is looked through for garbage once, afterwards, if at all."""
     was_on = gc.isenabled()
     gc.disable()
@@ -22,7 +22,7 @@ def collected_later() -> Iterator[None]:
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
+def frozen_objects() -> Iterator[None]:
     """What is there stays, and is not looked through whenever garbage among what is made inside
     is looked for; that is seldom, since most of it is large."""
     is_first, thresholds = gc.get_freeze_count() == 0, gc.get_threshold()

@@ -193,7 +193,7 @@ def _pairs(kind: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RowMapping:
     """How a mapping whose keys have parts is a list of rows."""
 
     kind: Any
@@ -208,13 +208,13 @@ class _Rows:
         return (*key, *(value if self.is_flat else (value,)))
 
 
-def _rows(kind: Any) -> _Rows | None:
+def _rows(kind: Any) -> _RowMapping | None:
     keys, values = get_args(kind)
     if get_origin(keys) is not tuple:
         return None
     is_flat = get_origin(values) is tuple and get_args(values)[1:] != (Ellipsis,)
     parts = get_args(values) if is_flat else (values,)
-    return _Rows(tuple[tuple[(*get_args(keys), *parts)], ...], len(get_args(keys)), is_flat)  # type: ignore[misc]
+    return _RowMapping(tuple[tuple[(*get_args(keys), *parts)], ...], len(get_args(keys)), is_flat)  # type: ignore[misc]
 
 
 def write(value: Any, kind: Any = None) -> Any:

@@ -26,7 +26,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autopar._torch.fake_shapes import grouped_products_of_floats
-from autopar.base.garbage_collection import collected_later
+from autopar.base.garbage_collection import deferred_collection
 from autopar.capture.assigned import buffers_written
 from autopar.capture.autocasts import (
     active,
@@ -108,7 +108,7 @@ from autopar.strategies.node_info import info
 KEPT = ("val", "source", "module", "differentiable", "checkpoint")
 
 
-@collected_later()
+@deferred_collection()
 def capture(
     model: nn.Module,
     args: tuple[Any, ...] = (),

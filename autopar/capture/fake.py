@@ -25,7 +25,7 @@ from autopar.capture.object_contents import is_a
 from autopar.capture.parameter_aliases import aliases_of, lead
 from autopar.capture.plain_tensors import require_plain, require_plain_attributes
 from autopar.capture.refused import require_no_script
-from autopar.errors import InvalidInput, said
+from autopar.errors import InvalidInput, error_text
 from autopar.precision import Precision
 
 __all__ = [
@@ -84,7 +84,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
     except Exception as error:
         raise InvalidInput(
             "capture works on a copy of the model, made by copy.deepcopy",
-            got=f"{type(model).__name__}, which fails with {said(error)}",
+            got=f"{type(model).__name__}, which fails with {error_text(error)}",
             remedy="keep locks, handles and generators out of the module, or define __deepcopy__",
         ) from error
 

@@ -39,7 +39,7 @@ from autopar.cluster.pace import Pace, cached_pace, node_at_pace
 from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.text.tables import wrapped
+from autopar.text.tables import wrap_line
 from autopar.text.units import counted, plural, scaled
 
 
@@ -322,7 +322,7 @@ class Cluster:
             link = _link_text(Link(level.alpha, level.bandwidth))
             lines.append(f"  {level.name}: {link} for each {counted(level.nodes, 'node')}")
         lines += [f"  not used: {idle}" for idle in self.idle]
-        return "\n".join(part for line in lines for part in wrapped(line))
+        return "\n".join(part for line in lines for part in wrap_line(line))
 
     @property
     def idle(self) -> list[str]:

@@ -42,7 +42,7 @@ class PipelineLine:
     def mesh(self, inner: Mesh) -> Mesh:
         """Return the mesh of all ranks when `inner` is the mesh of each place, possibly with split
         axes."""
-        first = [part for axis in self.before for part in inner.parts(axis)]
+        first = [part for axis in self.before for part in inner.split_axes(axis)]
         rest = [axis for axis in inner if axis not in first]
         sizes = {**inner.sizes, self.axis: self.stages}
         return Mesh(**{axis: sizes[axis] for axis in (*first, self.axis, *rest)})

@@ -58,7 +58,7 @@ def operator_call(
     process group of `rank` over `movement.axes`, whose members torch keeps in order of rank.
     """
     if movement.parts:
-        before, sizes = layout.seen(shape, movement.parts)
+        before, sizes = layout.with_part_dims(shape, movement.parts)
         operator, arguments = operator_call(movement.seen, before, sizes, mesh, rank, group)
         return move_in_parts, (movement.parts, operator, *arguments)
     if movement.dim is not None and list(movement.axes) != [

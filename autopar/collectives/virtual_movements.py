@@ -211,7 +211,7 @@ def _piece(value: Tensor, dim: int, parts: int, index: int) -> Tensor:
 
 def _cut(whole: Tensor, layout: Layout, mesh: Mesh) -> tuple[Tensor, ...]:
     if parts := layout.parts:
-        cut = _cut(split_parts(whole, parts), layout.seen(whole.shape)[0], mesh)
+        cut = _cut(split_parts(whole, parts), layout.with_part_dims(whole.shape)[0], mesh)
         return tuple(join_parts(piece, parts) for piece in cut)
     pieces = []
     for bounds, is_first in zip(*_bounds(layout, tuple(whole.shape), mesh)):
@@ -230,7 +230,7 @@ def _assemble(
 ) -> Tensor:
     """Undo the cuts one axis at a time, each over the ranks that still count."""
     if parts := layout.parts:
-        inside, sizes = layout.seen(shape)
+        inside, sizes = layout.with_part_dims(shape)
         pieces = [split_parts(value, parts) for value in values]
         return join_parts(_assemble(pieces, inside, mesh, sizes), parts)
     left, ranks = mesh, list(values)

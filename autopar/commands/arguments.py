@@ -24,7 +24,7 @@ from torch import nn
 
 from autopar.capture.source import of_traceback
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError, InvalidInput, said
+from autopar.errors import AutoparError, InvalidInput, error_text
 from autopar.mesh import Mesh
 from autopar.options import MODES
 from autopar.pipeline import NAMES as SCHEDULES
@@ -267,7 +267,7 @@ def _of_user(what: str, place: str) -> Iterator[None]:
     except (AutoparError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        source, words = of_traceback(error.__traceback__), said(error)
+        source, words = of_traceback(error.__traceback__), error_text(error)
         if isinstance(error, SyntaxError) and error.filename:
             source = describe(error.filename, error.lineno or 0, error.text)
             words = f"{type(error).__name__}: {error.msg}"

@@ -70,7 +70,7 @@ class Wide(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Language(nn.Module):
+class LanguageModel(nn.Module):
     """A small GPT: many operators, and a large head."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Language(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-class Layers(nn.Module):
+class LayerStack(nn.Module):
     """Wide layers alone: few operators, much work in each."""
 
     def __init__(self) -> None:
@@ -97,12 +97,12 @@ class Layers(nn.Module):
 
 def language(ranks: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     ids = torch.randint(0, VOCABULARY, (BATCH * ranks, SEQUENCE))
-    return Language(), (ids, ids)
+    return LanguageModel(), (ids, ids)
 
 
 def layers(ranks: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     x = torch.randn(BATCH * SEQUENCE * ranks, WIDTH)
-    return Layers(), (x, torch.zeros_like(x))
+    return LayerStack(), (x, torch.zeros_like(x))
 
 
 MODELS: Mapping[str, Callable[[int], tuple[nn.Module, tuple[Tensor, ...]]]] = {
@@ -124,7 +124,7 @@ def ways(ranks: int) -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Plans:
+class TimedPlan:
     """How a plan was called, and its step."""
 
     name: str
@@ -210,7 +210,7 @@ def _constants(ranks: int, report: Report, again: bool) -> Cluster:
     return Cluster((node,), node.link, "local")
 
 
-def measure(say: Say, cluster: Cluster) -> list[Plans]:
+def measure(say: Say, cluster: Cluster) -> list[TimedPlan]:
     """On a rank: the steps of all plans, each the slowest rank's, in turns."""
     ranks, steps, found = cluster.devices, [], []
     for model, make in MODELS.items():
@@ -228,22 +228,22 @@ def measure(say: Say, cluster: Cluster) -> list[Plans]:
     for taken, (name, made, _) in zip(time_in_rounds(taking, ROUNDS, WARM, begin), steps):
         cost = made.plan.cost
         waited = cost.compute + cost.bubble
-        found.append(Plans(name, MeasuredStep(waited, cost.exposed, statistics.median(taken))))
+        found.append(TimedPlan(name, MeasuredStep(waited, cost.exposed, statistics.median(taken))))
     return found
 
 
-def _figures(found: list[Plans], pace: Pace) -> dict[str, Any]:
+def _figures(found: list[TimedPlan], pace: Pace) -> dict[str, Any]:
     off = {when: _median(found, at) for when, at in (("before", Pace()), ("after", pace))}
     plans = [{"plan": one.name, **asdict(one.step)} for one in found]
     return {"pace": asdict(pace), "off": off, "plans": plans}
 
 
-def _median(found: list[Plans], pace: Pace) -> float:
+def _median(found: list[TimedPlan], pace: Pace) -> float:
     """By how much predictions are off: the median of their errors, as a part."""
     return statistics.median(abs(one.step.predicted(pace) / one.step.measured - 1) for one in found)
 
 
-def _show(found: list[Plans], pace: Pace, cluster: Cluster) -> None:
+def _show(found: list[TimedPlan], pace: Pace, cluster: Cluster) -> None:
     rows: list[tuple[str, ...]] = [("plan", "predicted", "measured", "calibrated", "off")]
     for one in found:
         step = one.step

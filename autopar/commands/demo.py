@@ -41,7 +41,7 @@ VOCABULARY, SEQUENCE, BATCH, HIDDEN, HEADS, LAYERS = 64, 32, 32, 64, 4, 4
 PAGE = Path("out/demo.html")
 
 
-class Block(nn.Module):
+class DemoBlock(nn.Module):
     """One layer of the GPT."""
 
     def __init__(self) -> None:
@@ -58,14 +58,14 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class GPT(nn.Module):
+class DemoGPT(nn.Module):
     """A GPT that returns its loss."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
         self.places = nn.Embedding(SEQUENCE, HIDDEN)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.blocks = nn.Sequential(*(DemoBlock() for _ in range(LAYERS)))
         self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -74,10 +74,10 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def gpt() -> GPT:
+def gpt() -> DemoGPT:
     """The model, the same in every process, without a word about parallelism."""
     torch.manual_seed(0)
-    return GPT().double()
+    return DemoGPT().double()
 
 
 def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -120,7 +120,7 @@ def train_alone(steps: int) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RankReport:
     """What a rank tells of its run besides losses."""
 
     seconds: list[float]  # of each step
@@ -128,7 +128,7 @@ class Measured:
     plan: bytes
 
 
-def train_in_parallel(say: Say, steps: int) -> tuple[list[float], Measured]:
+def train_in_parallel(say: Say, steps: int) -> tuple[list[float], RankReport]:
     """The losses of the parallel program on this rank, and what it tells of its run."""
     batch = next(batches(1))
     model = parallelize(gpt(), batch, mesh=MESH, schedule=SCHEDULE, microbatches=MICROBATCHES)
@@ -146,7 +146,7 @@ def train_in_parallel(say: Say, steps: int) -> tuple[list[float], Measured]:
     losses = train(model.parameters(), step, steps, say)
     assert recording is not None
     seconds = [after - before for before, after in pairwise(ends)]
-    return losses, Measured(seconds, recording.events(), model.plan.file)
+    return losses, RankReport(seconds, recording.events(), model.plan.file)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -191,7 +191,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
-def _write_page(losses: list[float], single: list[float], measured: Measured) -> None:
+def _write_page(losses: list[float], single: list[float], measured: RankReport) -> None:
     plan = SavedPlan.from_json(json.loads(measured.plan)).attach(gpt(), next(batches(1)))
     told = TrainingRun(
         losses,

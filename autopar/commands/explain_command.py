@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.commands.arguments import SPEC, add_model, load_plan
-from autopar.commands.plan_command import add_plan, decided, make_plan
+from autopar.commands.plan_command import add_plan, changed_options, make_plan
 from autopar.commands.printing import show, show_json
 from autopar.errors import InvalidInput
 from autopar.plan.plan import Plan
@@ -104,7 +104,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             got=f"{Path(arguments.plan).name} alone",
             remedy=f"--model {SPEC}",
         )
-    changed = [one for one in decided(arguments) if one != "seconds" or not arguments.search]
+    changed = [
+        one for one in changed_options(arguments) if one != "seconds" or not arguments.search
+    ]
     if changed:
         raise InvalidInput(
             "a plan from a file has been decided",

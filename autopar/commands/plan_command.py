@@ -60,7 +60,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def decided(arguments: argparse.Namespace) -> list[str]:
+def changed_options(arguments: argparse.Namespace) -> list[str]:
     """The options of `add_plan` that were given, by name."""
     plain = argparse.ArgumentParser()
     add_plan(plain)

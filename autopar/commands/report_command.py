@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 from autopar.commands.arguments import SPEC, check_out, load_plan
-from autopar.commands.plan_command import add_plan, decided, make_plan
+from autopar.commands.plan_command import add_plan, changed_options, make_plan
 from autopar.commands.printing import show_json
 from autopar.commands.streams import to_results
 from autopar.errors import InvalidInput
@@ -63,7 +63,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             got=f"{Path(arguments.what).name} alone",
             remedy=f"--model {SPEC}",
         )
-    if changed := decided(arguments):
+    if changed := changed_options(arguments):
         raise InvalidInput(
             "a plan from a file has been decided",
             got=", ".join(f"--{name}" for name in changed),

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="The number of micro-batches in a step, over all pipes.",
     )
-    for option in own_options():
+    for option in schedule_options():
         takers = ", ".join(name for name in NAMES if option in option_names(name))
         add(f"--{option}", type=read_option, help=f"The option {option} of {takers}.")
     forward = "The time of a forward, or of each stage's, as 1,1,2. Default: 1."
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="Print the figures as JSON.")
 
 
-def own_options() -> list[str]:
+def schedule_options() -> list[str]:
     """The options of schedules that are no costs."""
     return sorted({option for name in NAMES for option in option_names(name)} - {*COSTS})
 
@@ -102,7 +102,9 @@ def run(args: argparse.Namespace) -> int:
 
 def make_schedule(args: argparse.Namespace) -> Schedule:
     """The schedule that the arguments name."""
-    given = {name: getattr(args, name) for name in own_options() if getattr(args, name) is not None}
+    given = {
+        name: getattr(args, name) for name in schedule_options() if getattr(args, name) is not None
+    }
     if args.schedule not in NAMES and args.schedule.endswith((".txt", ".csv")):
         given |= {name: size for name in SIZES if (size := getattr(args, name)) is not None}
         if given:

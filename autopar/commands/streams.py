@@ -31,7 +31,7 @@ def to_results(text: str) -> None:
 
 
 @contextmanager
-def results_apart() -> Iterator[None]:
+def redirect_prints() -> Iterator[None]:
     """Inside, whatever is printed goes to stderr, but for results."""
     own = sys.stdout
     if own is None:  # the shell has closed it: nobody wants them
@@ -48,7 +48,7 @@ def results_apart() -> Iterator[None]:
 
 
 @contextmanager
-def heard() -> Iterator[None]:
+def ignore_closed_stderr() -> Iterator[None]:
     """Inside, work goes on when nobody can read what it tells on stderr."""
     with redirect_stderr(_Forgiving(sys.stderr)):
         yield

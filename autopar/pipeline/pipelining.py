@@ -11,7 +11,7 @@ from autopar.pipeline.notation import from_text
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedule_labels import schedule_words
 from autopar.pipeline.stages.stage_cost import SharedSum, StageCost, imbalance
-from autopar.text.tables import table, wrapped
+from autopar.text.tables import table, wrap_line
 from autopar.text.units import bytes_text, counted, seconds_text
 
 
@@ -45,4 +45,4 @@ class Pipelining:
                     bytes_text(stage.parameters),
                 )
             )
-        return "\n".join([*wrapped(title), *table(rows)])
+        return "\n".join([*wrap_line(title), *table(rows)])

@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.cost.rooflines import SYMBOLS
 from autopar.plan.formulas import PricedChange
-from autopar.text.tables import table, wrapped
+from autopar.text.tables import table, wrap_line
 from autopar.text.units import counted, seconds_text
 
 _IN_DETAIL = 3  # candidates whose formulas a text shows
@@ -158,25 +158,25 @@ class Explanation:
 
     def __str__(self) -> str:
         at = f" in {self.module}" if self.module else ""
-        lines = [*wrapped(f"{self.name}: {self.what}{at} on {self.mesh}")]
+        lines = [*wrap_line(f"{self.name}: {self.what}{at} on {self.mesh}")]
         if self.others and self.what != "parameter":
             lines.append(f"  the costliest of {counted(len(self.others) + 1, 'operator')} there")
         facts = {"": self.source, "rule: ": self.rule, "region: ": self.region}
         texts = [f"{name}{text}" for name, text in facts.items() if text]
         texts += [f"bound: {text}" for text in self.bound]
         texts.append(f"chosen: {self.chosen.strategy}; {self.why}")
-        lines += [line for text in texts for line in wrapped(f"  {text}")]
+        lines += [line for text in texts for line in wrap_line(f"  {text}")]
         lines += ["", *self._table()]
         for candidate in self.ranked[:_IN_DETAIL]:
             lines += ["", *_details(candidate)]
         if symbols := _symbols(self.ranked[:_IN_DETAIL]):
             words = "; ".join(f"{symbol} = {words}" for symbol, words in symbols.items())
-            lines += ["", *wrapped(f"  where {words}", 4)]
+            lines += ["", *wrap_line(f"  where {words}", 4)]
         if len(self.candidates) > _IN_DETAIL:
             lines += ["", "  to_json() has the formulas of all candidates"]
         if self.namesake:
             words = f"  {self.namesake} is the name of that decision about the whole step"
-            lines += ["", *wrapped(words)]
+            lines += ["", *wrap_line(words)]
         if self.others and self.blocks:
             rows = [
                 (
@@ -192,7 +192,7 @@ class Explanation:
             place = f"also in {self.module or 'the model'}"
             kind = "read by" if self.what == "parameter" else place
             more = f", and {len(self.others) - 12} more" if len(self.others) > 12 else ""
-            lines += ["", *wrapped(f"  {kind}: {', '.join(self.others[:12])}{more}")]
+            lines += ["", *wrap_line(f"  {kind}: {', '.join(self.others[:12])}{more}")]
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
@@ -221,7 +221,7 @@ class Explanation:
         lines = table(rows, _LISTED)
         if any(self.rest(candidate) is not None for candidate in self.candidates):
             often = "" if self.times == 1 else f", {self.times:g} times in a step"
-            lines += wrapped(
+            lines += wrap_line(
                 f"  forced, a step takes more by what itself and moves are more than of the chosen "
                 f"one{often}, and by all else, chosen anew"
             )
@@ -230,18 +230,18 @@ class Explanation:
 
 def _details(candidate: PricedCandidate) -> list[str]:
     """Return the formulas of one candidate as lines, with its inputs and movements."""
-    lines = [*wrapped(f"  {candidate.strategy}, {seconds_text(candidate.total)}:")]
+    lines = [*wrap_line(f"  {candidate.strategy}, {seconds_text(candidate.total)}:")]
     if candidate.inputs:
-        lines += wrapped(f"    ({', '.join(candidate.inputs)}) -> {candidate.output}")
-    lines += [line for formula in candidate.formulas for line in wrapped(f"    {formula}")]
+        lines += wrap_line(f"    ({', '.join(candidate.inputs)}) -> {candidate.output}")
+    lines += [line for formula in candidate.formulas for line in wrap_line(f"    {formula}")]
     for edge in candidate.edges:
         if edge.seconds:
             to = "" if edge.tensor == edge.neighbour else f" to {edge.neighbour}"
             where = f"{'output' if to else 'input'} {edge.tensor}{to}"
-            lines += wrapped(
+            lines += wrap_line(
                 f"    {where}: {edge.before} -> {edge.after}, {seconds_text(edge.seconds)}"
             )
-            lines += [line for formula in edge.formulas for line in wrapped(f"      {formula}")]
+            lines += [line for formula in edge.formulas for line in wrap_line(f"      {formula}")]
     return lines
 
 

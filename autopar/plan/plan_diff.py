@@ -20,7 +20,7 @@ from autopar.plan.plan_value import PlanValue
 from autopar.plan.saved_value import SavedValue, deciding, values_to_save
 from autopar.search.decisions import Decisions
 from autopar.strategies.node_info import info
-from autopar.text.tables import listed
+from autopar.text.tables import first_lines
 from autopar.text.units import bytes_text, seconds_text
 
 Pair = tuple[Any, Any]
@@ -79,7 +79,7 @@ class PlanDiff:
             rows = grouped((self.places.get(name, name), pair) for name, pair in types.items())
             lines += [f"{what} ({len(types)})"] if rows else []
             shown = [f"  {name}: {a or '-'} | {b or '-'}" for name, (a, b), _ in rows]
-            lines += listed(shown, _LISTED, " lines; to_json() has all")
+            lines += first_lines(shown, _LISTED, " lines; to_json() has all")
         return "\n".join(lines)
 
 

@@ -27,7 +27,7 @@ from autopar.recompute import Recompute
 from autopar.report.weighed_plans import left_out_words, rows_of, rows_of_meshes
 from autopar.search.search_report import SearchReport
 from autopar.strategies.node_info import info
-from autopar.text.tables import table, titled, wrapped
+from autopar.text.tables import stacked_table, table, wrap_line
 from autopar.text.units import bytes_text, counted, seconds_text, share_text
 
 _LISTED = 8  # meshes, and ways to run a step
@@ -66,12 +66,12 @@ def plan_text(plan: PlanValue) -> str:
 def _title(what: str, plan: PlanValue | SavedValue, how: str) -> list[str]:
     """Return the heading of a page: the mesh, and the machines that it is on."""
     mesh, cluster = plan.whole_mesh, plan.cluster.first(plan.whole_mesh.size)
-    return wrapped(f"{what} on {mesh}, {cluster.name}: {cluster.taken}, {how}", _INDENT)
+    return wrap_line(f"{what} on {mesh}, {cluster.name}: {cluster.taken}, {how}", _INDENT)
 
 
 def _facts(facts: Iterable[tuple[str, str]]) -> list[str]:
     """Return facts as lines, each text behind its name."""
-    return [line for name, text in facts for line in wrapped(f"  {name:<9}  {text}", _INDENT)]
+    return [line for name, text in facts for line in wrap_line(f"  {name:<9}  {text}", _INDENT)]
 
 
 def _origin(plan: PlanValue | SavedValue) -> list[tuple[str, str]]:
@@ -135,7 +135,7 @@ def saved_text(saved: SavedValue) -> str:
     lines = [
         *_title("saved plan", saved, how),
         *_facts(facts),
-        *wrapped(
+        *wrap_line(
             "  time and memory are computed once a model is attached: .attach(model, args, kwargs)"
         ),
         *_regions(saved.decisions.recompute),
@@ -279,11 +279,11 @@ def _weighed(plan: PlanValue | SavedValue) -> list[str]:
         lines += table(rows_of_meshes(considered, plan.mesh), _LISTED)
     if len(alternatives) > 1:
         rows = rows_of(alternatives, [way.how for way in alternatives], taken(plan))
-        lines += ["ways to run a step (* taken)", *titled(rows, _LISTED)]
+        lines += ["ways to run a step (* taken)", *stacked_table(rows, _LISTED)]
     if plan.trials:
-        lines += ["ways that were run (* taken)", *titled(rows_of_trials(plan.trials))]
+        lines += ["ways that were run (* taken)", *stacked_table(rows_of_trials(plan.trials))]
     if plan.left_out:
-        lines += wrapped(f"ruled out by bounds, unbuilt: {left_out_words(plan.left_out)}")
+        lines += wrap_line(f"ruled out by bounds, unbuilt: {left_out_words(plan.left_out)}")
     return lines
 
 

@@ -10,7 +10,7 @@ from autopar.base.schema import write
 from autopar.capture.sizes import Sizes
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.report.weighed_plans import kinds_of, parts_of
-from autopar.text.tables import table, wrapped
+from autopar.text.tables import table, wrap_line
 from autopar.text.units import bytes_text, change_text, scaled, seconds_text
 
 
@@ -95,7 +95,7 @@ class WhatIf:
         if self.not_found:
             lines.append(f"  searched: nothing was found: {self.not_found}")
         single = (part for line in lines for part in line.replace("\n", "\n    ").splitlines())
-        wrapped_lines = [part for line in single for part in wrapped(line)]
+        wrapped_lines = [part for line in single for part in wrap_line(line)]
         return "\n".join([*wrapped_lines, "", *self._table()])
 
     def _table(self) -> list[str]:

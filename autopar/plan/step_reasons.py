@@ -19,7 +19,7 @@ from autopar.planner.candidate import Alternative
 from autopar.planner.trial import measured
 from autopar.report.weighed_plans import left_out_words, rows_of, rows_of_meshes
 from autopar.search.search_report import ConsideredMesh
-from autopar.text.tables import table, titled, wrapped
+from autopar.text.tables import stacked_table, table, wrap_line
 from autopar.text.units import bytes_text, change_text, counted, seconds_text
 
 _IN_WORDS = 3  # of those that lose
@@ -181,14 +181,14 @@ class WayExplanation:
             takes, *rest = self._differences(other.best)
             lines += _lines([f"{other.value} {takes}", *rest])
         if self.others:
-            lines += ["", *titled(self._rows(), _LISTED)]
+            lines += ["", *stacked_table(self._rows(), _LISTED)]
         if self.meshes:
             inner = self.way.mesh.without(self.way.axis) if self.way.axis else self.way.mesh
             lines += ["", "  meshes by the search for layouts (* taken)"]
             lines += table(rows_of_meshes(self.meshes, inner), _LISTED)
         if self.left_out:
             words = f"  ruled out by bounds, unbuilt: {left_out_words(self.left_out)}"
-            lines += ["", *wrapped(words)]
+            lines += ["", *wrap_line(words)]
         return "\n".join(lines)
 
     def _fastest(self) -> list[str]:
@@ -262,4 +262,4 @@ def _best(ways: Sequence[Alternative]) -> Alternative:
 def _lines(texts: Sequence[str]) -> list[str]:
     """Return a reason and its parts as lines, one below the other."""
     first, *rest = texts
-    return [*wrapped(f"  {first}"), *(line for part in rest for line in wrapped(f"    {part}"))]
+    return [*wrap_line(f"  {first}"), *(line for part in rest for line in wrap_line(f"    {part}"))]

@@ -15,7 +15,7 @@ from functools import cache, partial
 
 from torch import nn
 
-from autopar.base.garbage_collection import set_aside
+from autopar.base.garbage_collection import frozen_objects
 from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks
@@ -95,7 +95,7 @@ class Planner:
         """The seconds that a way has to beat."""
         return self.ledger.fastest
 
-    @set_aside()
+    @frozen_objects()
     def best(self) -> Candidate:
         """The fastest way to run a step, of those that are asked for and fit."""
         reasons: dict[str, InvalidInput] = {}  # by size

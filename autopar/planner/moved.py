@@ -123,9 +123,9 @@ def _on(decisions: Decisions, mesh: Mesh) -> Decisions:
     return replace(
         decisions,
         mesh=mesh,
-        placeholders={name: one.only(kept) for name, one in decisions.placeholders.items()},
+        placeholders={name: one.over_axes(kept) for name, one in decisions.placeholders.items()},
         strategies={name: only(one) for name, one in decisions.strategies.items()},
-        fixed={name: one.only(kept) for name, one in decisions.fixed.items()},
+        fixed={name: one.over_axes(kept) for name, one in decisions.fixed.items()},
         ways={
             key: way
             for key, way in decisions.ways.items()

@@ -125,7 +125,7 @@ class Request:
         """The mesh of all ranks, where that inside each of so many stages is `inner`."""
         if self.mesh is None:
             return Mesh(**{str(self.axis): stages, **inner.sizes})
-        parts = [part for axis in self.mesh for part in inner.parts(axis) or (axis,)]
+        parts = [part for axis in self.mesh for part in inner.split_axes(axis) or (axis,)]
         return Mesh(**{part: (inner if part in inner else self.mesh)[part] for part in parts})
 
     def schedules(self, stages: int, microbatches: int, blocks: int = 0) -> Sequence[Schedule]:

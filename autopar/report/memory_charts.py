@@ -27,7 +27,7 @@ _ORDER = tuple(one.name for one in fields(AtPeak))
 
 
 @dataclass(frozen=True)
-class RankMemory:
+class RankMemoryTimeline:
     """The bytes of each kind that one rank holds over a step, with their times."""
 
     title: str
@@ -55,7 +55,7 @@ class RankMemory:
         return samples
 
 
-def rank_memories(candidate: Candidate) -> list[RankMemory]:
+def rank_memories(candidate: Candidate) -> list[RankMemoryTimeline]:
     """Return the memory of some ranks of a pipeline, the fullest first; without a pipeline of one.
 
     Returns nothing for a program without a loss, which makes no step.
@@ -78,7 +78,7 @@ def rank_memories(candidate: Candidate) -> list[RankMemory]:
 
 def _with_lasting(
     candidate: Candidate, rank: int, who: str, samples: Sequence[tuple[float, float, BytesByKind]]
-) -> RankMemory:
+) -> RankMemoryTimeline:
     """Add what stays through the step, and the gradients that the optimizer finds at its end."""
     held = candidate.memories[rank]
     lasting = held.gathered - candidate.passing_copies(rank)
@@ -94,7 +94,7 @@ def _with_lasting(
         )
         for start, end, kinds in all_samples
     ]
-    return RankMemory(f"{who}: at most {bytes_text(held.peak)}", rank, span, whole)
+    return RankMemoryTimeline(f"{who}: at most {bytes_text(held.peak)}", rank, span, whole)
 
 
 def held_at_peak(candidate: Candidate) -> list[BarShare]:
@@ -138,12 +138,12 @@ def _seconds_up_to(seconds: Mapping[str, float], named: Collection[str]) -> dict
     return totals
 
 
-def shows_limit(course: RankMemory, limit: float) -> bool:
+def shows_limit(course: RankMemoryTimeline, limit: float) -> bool:
     """Return whether the device's limit lies inside the chart."""
     return limit <= 1.5 * course.top
 
 
-def draw_memory(course: RankMemory, limit: float) -> Drawing:
+def draw_memory(course: RankMemoryTimeline, limit: float) -> Drawing:
     """Draw the kinds of bytes stacked over time."""
     across = Axis(0.0, course.span, _LEFT, _WIDTH - 24)
     samples = course.thinned(int(_WIDTH - 24 - _LEFT))

@@ -31,7 +31,7 @@ from autopar.report.weighed_plans import (
 )
 from autopar.search.search_report import SearchReport
 from autopar.text.drawing import Drawing, style
-from autopar.text.units import bytes_text, counted, scaled, seconds_text, share_text, visible
+from autopar.text.units import bytes_text, counted, printable_text, scaled, seconds_text, share_text
 
 _COSTS = 200  # that are shown
 
@@ -106,7 +106,7 @@ def page(
         scatter=draw_scatter(weighed, context.limit) if len(weighed) > 1 else None,
         more=[] if run is None else run_sections(run, candidate),
     )
-    return visible(written)
+    return printable_text(written)
 
 
 def _bar(shares: Sequence[BarShare], whole: float, what: str) -> Drawing:

@@ -317,7 +317,7 @@ def _resolve(annotation: Annotation, shape: Sequence[int], mesh: Mesh) -> Layout
     """The layout that one annotation asks of one tensor."""
     dims: list[tuple[str, ...]] = []
     said = [axis for entry in annotation.dims for axis in _names(entry)]
-    named = [part for axis in said for part in mesh.parts(axis) or (axis,)]
+    named = [part for axis in said for part in mesh.split_axes(axis) or (axis,)]
     for axis in named:
         if named.count(axis) > 1:
             raise InvalidInput(
@@ -352,7 +352,7 @@ def _axes(
 ) -> tuple[str, ...]:
     """The axes of one entry: as named, or the first free ones that multiply to the number."""
     for axis in _names(entry):
-        if not mesh.parts(axis):
+        if not mesh.split_axes(axis):
             raise InvalidInput(
                 "an axis of a strategy must be one of the mesh's",
                 got=f"{axis!r} in {annotation.dims} for {annotation.what}; the mesh is {mesh}",
@@ -360,7 +360,7 @@ def _axes(
                 source=annotation.source,
             )
     if not isinstance(entry, int):
-        named = tuple(part for axis in _names(entry) for part in mesh.parts(axis))
+        named = tuple(part for axis in _names(entry) for part in mesh.split_axes(axis))
         if named and mesh.degree(named) > size:
             raise InvalidInput(
                 "a dim is cut into at most as many pieces as it has elements",

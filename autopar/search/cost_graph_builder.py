@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from autopar.base.garbage_collection import collected_later
+from autopar.base.garbage_collection import deferred_collection
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of
 from autopar.capture.marker import ANNOTATE
@@ -93,7 +93,7 @@ class CostGraphBuilder:
     microbatches: int = 1
     states: States = WHOLE
 
-    @collected_later()
+    @deferred_collection()
     def __post_init__(self) -> None:
         price = ClusterPrice(self.cluster, self.mesh, self.states.buffer_bytes)
         self.classes = NodeClasses(
@@ -134,7 +134,7 @@ class CostGraphBuilder:
             cost = self._cost(node.name)
             self.built.alone += float(cost.min()) * info(node).times
 
-    @collected_later()
+    @deferred_collection()
     def run(self) -> MeshCostGraph:
         # Nodes stand in the order of the program, so that repeated blocks can be found.
         for node in self.captured.graph.nodes:

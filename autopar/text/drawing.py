@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from html import escape as escaped
 from importlib.resources import files
 
-from autopar.text.units import visible
+from autopar.text.units import printable_text
 
 Point = tuple[float, float]
 
@@ -102,7 +102,7 @@ class Axis:
 
 def escape(words: str) -> str:
     """As it stands in a picture."""
-    return escaped(visible(words))
+    return escaped(printable_text(words))
 
 
 def _n(value: float) -> str:

@@ -48,7 +48,7 @@ def _in_lines() -> Report:
     return report
 
 
-def fitted(line: str, width: int) -> str:
+def fit_line(line: str, width: int) -> str:
     """On one line, whose last part, as the best so far, is kept to the end: what stands in the
     middle is left out first, then the end of the first."""
     first, *middle = line.split("; ")
@@ -72,7 +72,7 @@ def _on_terminal() -> Iterator[Report]:
 
         def report(phase: str, detail: str) -> None:
             if time.monotonic() - started > _PATIENCE:
-                line = fitted(f"{phase}: {detail}", console.width - _SPINNER)
+                line = fit_line(f"{phase}: {detail}", console.width - _SPINNER)
                 status.update(Text(line, no_wrap=True))  # names are no markup
 
         yield report

@@ -29,13 +29,13 @@ _NUMBER = re.compile(r"[+<>~-]?[\d.,]+(?:e[+-]?\d+)?")  # it stays with its unit
 _PARTS = re.compile(r"(?<=[\w}\])])(?=\.[A-Za-z_{])|(?<=[/_])(?=[A-Za-z])")
 
 
-def listed(lines: Sequence[str], most: int, where: str = "") -> list[str]:
+def first_lines(lines: Sequence[str], most: int, where: str = "") -> list[str]:
     """The first of some lines, and how many there are besides; `where` these are."""
     more = len(lines) - most
     return [*lines[:most], *([f"  and {more} more{where}"] if more > 0 else [])]
 
 
-def wrapped(line: str, hang: int | None = None, width: int = WIDTH) -> list[str]:
+def wrap_line(line: str, hang: int | None = None, width: int = WIDTH) -> list[str]:
     """A line on as many as it takes, what goes on set in by `hang`."""
     indent = len(line) - len(line.lstrip())
     text, behind = line.strip(), indent + _HANG if hang is None else hang
@@ -52,17 +52,17 @@ def table(rows: Sequence[Sequence[str]], most: int | None = None) -> list[str]:
     return [*lines, *([f"  and {len(rows) - len(shown)} more"] if len(rows) > len(shown) else [])]
 
 
-def titled(rows: Sequence[Sequence[str]], most: int | None = None) -> list[str]:
+def stacked_table(rows: Sequence[Sequence[str]], most: int | None = None) -> list[str]:
     """The same; where that is too wide, the first cell of each row stands above the others."""
     if _wide([*zip(*rows)]) <= WIDTH - 2:
         return table(rows, most)
     shown = rows if most is None else rows[: most + 1]
     figures = [("  ", *row[1:]) for row in shown]
     widths = _fitting([*zip(*figures)])
-    heading = [] if not shown[0][0] else wrapped(f"  {shown[0][0]}")
+    heading = [] if not shown[0][0] else wrap_line(f"  {shown[0][0]}")
     lines = [*heading, *_lines(figures[0], widths)]
     for row, own in zip(shown[1:], figures[1:]):
-        lines += [*wrapped(f"  {row[0]}", 8), *_lines(own, widths)]
+        lines += [*wrap_line(f"  {row[0]}", 8), *_lines(own, widths)]
     return [*lines, *([f"  and {len(rows) - len(shown)} more"] if len(rows) > len(shown) else [])]
 
 

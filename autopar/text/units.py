@@ -96,7 +96,7 @@ def share_text(part: float) -> str:
     return f"{100 * part:.2g}%" if abs(part) < 0.995 else f"{100 * part:.0f}%"
 
 
-def visible(words: str) -> str:
+def printable_text(words: str) -> str:
     """What a file of text can hold, where names have other characters: these as Python writes
     them."""
     return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), words)

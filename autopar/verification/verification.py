@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar.mesh import Mesh
-from autopar.text.tables import listed
+from autopar.text.tables import first_lines
 from autopar.text.units import counted
 from autopar.verification.references import Comparison, Difference
 
@@ -101,7 +101,7 @@ class Verification:
             wrong = [row for row in rows if not row.ok and (row.kind, row.name) not in known]
             if wrong:
                 lines.append(f"{name}, beside the plain model:")
-                lines += listed([f"  {row}" for row in wrong], _LISTED, "; to_json() has all")
+                lines += first_lines([f"  {row}" for row in wrong], _LISTED, "; to_json() has all")
         return "\n".join([*lines, *map(str, self.differences)])
 
     def _verdict(self) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.errors import InvalidInput, said
+from autopar.errors import InvalidInput, error_text
 from autopar.runtime.backends import process_generators
 from autopar.runtime.backends.world import World
 from autopar.runtime.launching.failures import stop_all_on_failure
@@ -90,6 +90,6 @@ def _sent(given: Any) -> Iterator[tuple[bytes, Exception | None]]:
             yield packed(value, ""), None
             before = process_generators.states()
     except Exception as error:
-        yield packed(None, said(error)), error
+        yield packed(None, error_text(error)), error
         return
     yield packed(None, _END), None

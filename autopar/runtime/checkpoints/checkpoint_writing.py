@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autopar._torch.communication import world_timeout
 from autopar.base.files import replacing
-from autopar.errors import ExecutionError, InvalidInput, said
+from autopar.errors import ExecutionError, InvalidInput, error_text
 from autopar.runtime.checkpoints.checkpoint_files import (
     Contents,
     Key,
@@ -161,7 +161,7 @@ class Job:
 
     def tell(self, error: Exception) -> None:
         """Rank 0 is not to wait for this one."""
-        text = f"rank {self.rank}: {said(error)}"
+        text = f"rank {self.rank}: {error_text(error)}"
         put(self.place.new, f"failed-{self.rank}", text.encode(errors="backslashreplace"))
 
     def await_others(self) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from autopar._torch.communication import is_raised_by_collective, world_timeout
 from autopar._torch.process_groups import abort_groups
-from autopar.errors import AutoparError, ExecutionError, InvalidInput, said
+from autopar.errors import AutoparError, ExecutionError, InvalidInput, error_text
 from autopar.runtime.backends.world import World, joined, require_living
 from autopar.runtime.launching.rank_liveness import WAITS
 from autopar.text.source_lines import caller
@@ -180,7 +180,7 @@ def is_collective_error(error: Exception) -> bool:
 
 
 def _text(world: World, error: BaseException) -> str:
-    return f"rank {world.rank}: {said(error)}"
+    return f"rank {world.rank}: {error_text(error)}"
 
 
 def _without_rank(text: str) -> str:

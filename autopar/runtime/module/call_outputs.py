@@ -56,7 +56,7 @@ def join_pieces(piece: Tensor, type_: TensorType, mesh: Mesh, groups: Groups, ra
     """Return the tensor of which `rank` has a piece: dim by dim, the innermost cut first."""
     layout: Layout = type_.layout
     if parts := layout.parts:
-        inside, shape = layout.seen(type_.shape)
+        inside, shape = layout.with_part_dims(type_.shape)
         seen = TensorType(shape, type_.dtype, inside)
         return join_parts(join_pieces(split_parts(piece, parts), seen, mesh, groups, rank), parts)
     for dim, axes in enumerate(layout.dims):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from autopar.errors import AutoparError, InvalidInput, said
+from autopar.errors import AutoparError, InvalidInput, error_text
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.plan.plan_diff import compare, setting_name
 from autopar.plan.saved_value import deciding
@@ -164,4 +164,4 @@ def _failure_text(error: Exception) -> str:
     if isinstance(error, AutoparError):
         got = f": {error.got}" if error.got is not None else ""
         return f"{error.rule}{got}"
-    return said(error)
+    return error_text(error)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from autopar._torch.process_groups import created_group_count, set_created_group_count
-from autopar.errors import AutoparError, ExecutionError, said
+from autopar.errors import AutoparError, ExecutionError, error_text
 from autopar.plan.plan import Plan
 from autopar.planner.trial import Trial
 from autopar.runtime.backends.world import World, world_beside
@@ -137,7 +137,7 @@ class _TrialWorld:
         try:
             result = self._run(work)
         except Exception as raised:
-            error, kind, text = raised, _failure_kind(raised), said(raised)
+            error, kind, text = raised, _failure_kind(raised), error_text(raised)
             _clear_frames(raised)
             self._close()
         _collect(self.device)  # others may wait in a group until no object here holds it

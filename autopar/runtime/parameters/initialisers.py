@@ -31,7 +31,7 @@ from autopar._torch.operators import written_arguments
 from autopar._torch.tensors import memory_of
 from autopar.capture.fake import new_mode
 from autopar.capture.graph_builder import fake_like
-from autopar.errors import InvalidInput, said
+from autopar.errors import InvalidInput, error_text
 
 Initialise = Callable[[nn.Module], object]
 RESETS = ("reset_parameters", "_reset_parameters")
@@ -143,7 +143,7 @@ class Initialisers:
         except Exception as error:
             raise InvalidInput(
                 RULE,
-                got=f"{call.name} of {path}, which fails with {said(error)}",
+                got=f"{call.name} of {path}, which fails with {error_text(error)}",
                 remedy=REMEDY,
             ) from error
         if not call.was_tried and any(values[key].isnan().any() for key in call.kept):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from autopar._torch.tensors import local_of
-from autopar.errors import InvalidInput, said
+from autopar.errors import InvalidInput, error_text
 from autopar.runtime.checkpoints.checkpoint_files import Checkpoint, Group, Key, SavedOptimizer
 from autopar.runtime.checkpoints.plain_data import plain
 from autopar.runtime.parameters.placing import local_boxes
@@ -183,7 +183,7 @@ def load_states(
     except Exception as error:
         raise InvalidInput(
             "an optimizer takes up the states that it gave",
-            got=f"{type(optimizer).__name__}.load_state_dict(): {said(error)}",
+            got=f"{type(optimizer).__name__}.load_state_dict(): {error_text(error)}",
             remedy="load the module without it",
         ) from error
     for number, name in enumerate(name for names in groups for name in names):
