@@ -1,4 +1,4 @@
-"""What cases are written with: random tensors, and the list of all calls."""
+"""The case book: random tensors for cases, and the list of all calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def z(*shape: int) -> Tensor:
 
 
 def u(*shape: int) -> Tensor:
-    """Between 0.1 and 0.9: inside the domain of every function."""
+    """Return numbers between 0.1 and 0.9: inside the domain of every function."""
     return torch.rand(shape, dtype=torch.float64, generator=_generator) * 0.8 + 0.1
 
 
@@ -34,10 +34,10 @@ def b(*shape: int) -> Tensor:
 
 
 def operator(name: str) -> Any:
-    found: Any = torch.ops.aten
+    target: Any = torch.ops.aten
     for part in name.split("."):
-        found = getattr(found, part)
-    return found if "." in name else getattr(found, found.overloads()[0])
+        target = getattr(target, part)
+    return target if "." in name else getattr(target, target.overloads()[0])
 
 
 def plain(names: list[str]) -> list[str]:

@@ -10,14 +10,14 @@ from tests.strategies.case_book import case, i, plain, t, u, z
 
 
 def positive(*shape: int) -> Tensor:
-    """Symmetric matrices with positive eigenvalues, well apart."""
+    """Return symmetric matrices with positive eigenvalues, well apart."""
     root = t(*shape)
-    own = torch.diag_embed(torch.arange(1.0, shape[-1] + 1, dtype=torch.float64))
-    return root @ root.mT / 10 + own
+    eigenvalues = torch.diag_embed(torch.arange(1.0, shape[-1] + 1, dtype=torch.float64))
+    return root @ root.mT / 10 + eigenvalues
 
 
 def square(*shape: int) -> Tensor:
-    """Matrices that have an inverse."""
+    """Return matrices that have an inverse."""
     return t(*shape) / 4 + 2 * torch.eye(shape[-1], dtype=torch.float64)
 
 

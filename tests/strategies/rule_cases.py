@@ -27,11 +27,11 @@ from tests.strategies.case_book import CASES, b, case, i, operator, plain, t, u,
 
 __all__ = ["BUILT_IN", "CASES", "i", "operator", "t", "u"]
 
-# Of torch and of the kernels; other rooms and other tests register their own.
+# The operators of torch and of the kernels; other rooms and tests register their own.
 BUILT_IN = [
-    one
-    for one in registered()
-    if str(one).startswith("aten.") or one.__module__.startswith(kernels.__name__)
+    operator_
+    for operator_ in registered()
+    if str(operator_).startswith("aten.") or operator_.__module__.startswith(kernels.__name__)
 ]
 # elementwise
 for _name in plain(SAVES_OUTPUT + SAVES_INPUT + SAVES_BOTH + SAVES_NOTHING + LINEAR + VIEWS):

@@ -69,7 +69,7 @@ class Case:
 def run_call(
     function: Any, args: Any, kwargs: Any, values: dict[fx.Node, Tensor]
 ) -> tuple[Tensor, ...]:
-    """All results of a call."""
+    """Return all results of a call."""
     args, kwargs = fx.map_arg((args, kwargs), lambda node: values[node])
     # Through lists, since fx keeps its own immutable ones.
     args, kwargs = pytree.tree_map(lambda x: x, (list(args), dict(kwargs)))
@@ -77,7 +77,7 @@ def run_call(
 
 
 def cut(value: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
-    """The pieces of `value` on all ranks; partial sums as random summands."""
+    """Return the pieces of `value` on all ranks; partial sums as random summands."""
     degree = mesh.degree(layout.partial)
     if value.is_floating_point() or value.is_complex():
         summands = [torch.randn_like(value) for _ in range(degree - 1)]
@@ -87,27 +87,27 @@ def cut(value: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
     pieces = []
     for rank in range(mesh.size):
         piece = summands[mesh.position(rank, layout.partial)]
-        found = []
+        boxes = []
         for bounds in layout.boxes(value.shape, mesh, rank):
             inside = piece
             for dim, (start, length) in enumerate(bounds):
                 inside = inside.narrow(dim, start, length)
-            found.append(inside)
-        pieces.append(joined_boxes(found, layout).clone())
+            boxes.append(inside)
+        pieces.append(joined_boxes(boxes, layout).clone())
     return pieces
 
 
 def joined_boxes(boxes: list[Tensor], layout: Layout) -> Tensor:
-    """What a rank holds, from the pieces of all parts of all dims."""
+    """Return a rank's tensor from the pieces of all parts of all dims."""
     for dim, count in reversed(layout.parts):
         groups = (boxes[at : at + count] for at in range(0, len(boxes), count))
         boxes = [torch.cat(group, dim) for group in groups]
-    (one,) = boxes
-    return one
+    (piece,) = boxes
+    return piece
 
 
 def assemble(pieces: list[Tensor], layout: Layout, shape: torch.Size, mesh: Mesh) -> Tensor:
-    """The whole tensor, after a check that all replicas agree and have the right shape."""
+    """Return the whole tensor; check that replicas agree and have the right shape."""
     others = tuple(axis for axis in mesh if axis not in layout.axes)
     wholes: dict[int, Tensor] = {}
     for rank, piece in enumerate(pieces):
@@ -118,7 +118,7 @@ def assemble(pieces: list[Tensor], layout: Layout, shape: torch.Size, mesh: Mesh
         whole = wholes.setdefault(replica, torch.zeros(shape, dtype=piece.dtype))
         boxes, inside = layout.boxes(shape, mesh, rank), [piece]
         for dim, count in layout.parts:
-            inside = [one for part in inside for one in part.chunk(count, dim)]
+            inside = [chunk for part in inside for chunk in part.chunk(count, dim)]
         for bounds, part in zip(boxes, inside):
             whole[tuple(slice(start, start + length) for start, length in bounds)] += part
     first, *rest = wholes.values()
@@ -178,28 +178,28 @@ class Reference:
         else:
             outputs, local_gradients = self.direct(strategy, mesh, local, slopes)
         for place, wanted in enumerate(self.outputs):
-            given = [found[place].detach() for found in outputs]
-            whole = assemble(given, signature.outputs[place], wanted.shape, mesh)
+            parts = [results[place].detach() for results in outputs]
+            whole = assemble(parts, signature.outputs[place], wanted.shape, mesh)
             assert_same(whole, wanted.detach(), case.tolerance)
         for index, wanted in enumerate(self.gradients):
             if wanted is not None:
-                parts = [found[index] for found in local_gradients]
+                parts = [slopes_of_rank[index] for slopes_of_rank in local_gradients]
                 got = assemble(parts, signature.gradients[index], wanted.shape, mesh)
                 assert_same(got, wanted, case.tolerance)
 
     def direct(
         self, strategy: Strategy, mesh: Mesh, local: list[list[Tensor]], slopes: Slopes
     ) -> tuple[list[tuple[Tensor, ...]], list[list[Tensor]]]:
-        outputs, found = [], []
+        outputs, grads = [], []
         for rank, leaves in enumerate(local):
             call = self.local_call(strategy, mesh, rank)
             outputs.append(run_call(*call, dict(zip(self.nodes, leaves))))
             if slopes[rank]:
-                found.append(gradients(outputs[-1], leaves, slopes[rank]))
-        return outputs, found
+                grads.append(gradients(outputs[-1], leaves, slopes[rank]))
+        return outputs, grads
 
     def local_call(self, strategy: Strategy, mesh: Mesh, rank: int) -> Any:
-        """Function and arguments on `rank`."""
+        """Return function and arguments on `rank`."""
         layouts, call = self.rule.signature(strategy).outputs, KernelCall.of(self.rule, strategy)
         types = tuple(
             TensorType(tuple(value.shape), value.dtype, layout)
@@ -214,7 +214,7 @@ class Reference:
     def together(
         self, call: KernelCall, mesh: Mesh, local: list[list[Tensor]], slopes: Slopes
     ) -> tuple[list[tuple[Tensor, ...]], list[list[Tensor]]]:
-        """All ranks at once, in groups over the axes of the factor or joint."""
+        """Run all ranks at once, in groups over the axes of the factor or joint."""
         strategy = call.strategy
         types = tuple(
             TensorType(tuple(value.shape), value.dtype, layout)
@@ -225,58 +225,58 @@ class Reference:
         for rank, leaves in enumerate(local):
             groups.append(call.group(mesh, rank))
             values = dict(zip(self.nodes, leaves))
-            own = placed_arguments(arguments, self.rule, strategy, mesh, rank)
-            calls.append(fx.map_arg(own, lambda n: values[n]))  # noqa: B023
+            placed = placed_arguments(arguments, self.rule, strategy, mesh, rank)
+            calls.append(fx.map_arg(placed, lambda n: values[n]))  # noqa: B023
         outputs = run_joint_kernel(call.joint, groups, drive_groups(mesh.groups(call.axes)), calls)
         if not any(slopes):
             return outputs, []
-        roots = [(o, s) for own, given in zip(outputs, slopes) for o, s in _roots(own, given)]
+        roots = [pair for of_rank in zip(outputs, slopes) for pair in _roots(*of_rank)]
         wanted = [leaf for leaves in local for leaf in leaves if leaf.requires_grad]
         ends, seeds = zip(*roots)
-        found = iter(torch.autograd.grad(ends, wanted, seeds, allow_unused=True))
-        slopes_of = [[next(found) if x.requires_grad else None for x in own] for own in local]
+        grads = iter(torch.autograd.grad(ends, wanted, seeds, allow_unused=True))
+        slopes_of = [[next(grads) if x.requires_grad else None for x in xs] for xs in local]
         return outputs, [
-            [torch.zeros_like(x) if slope is None else slope for x, slope in zip(own, given)]
-            for own, given in zip(local, slopes_of)
+            [torch.zeros_like(x) if slope is None else slope for x, slope in zip(*of_rank)]
+            for of_rank in zip(local, slopes_of)
         ]
 
     def expanded(
         self, call: KernelCall, mesh: Mesh, local: list[list[Tensor]], slopes: Slopes
     ) -> tuple[list[tuple[Tensor, ...]], list[list[Tensor]]]:
-        """Part, all-gather (backward: slice), combine."""
+        """Run part, all-gather (backward: slice), and combine on all ranks."""
         expand, axes = call.kernel.expand, call.axes
         assert expand is not None
         layout = self.rule.signature(call.strategy).outputs[0]
         (whole,) = self.outputs
         output_type = TensorType(tuple(whole.shape), whole.dtype, layout)
-        parts, outputs, found = [], [], []
+        parts, outputs, grads = [], [], []
         calls = [
             localize_arguments(self.node, output_type, mesh, rank) for rank in range(mesh.size)
         ]
         for rank, leaves in enumerate(local):
             size, start = self.rule.sizes[call.name], call.start(mesh, rank)
-            own = expand.part_call(*calls[rank], start, size)
-            parts += run_call(expand.part, *own, dict(zip(self.nodes, leaves)))
+            arguments = expand.part_call(*calls[rank], start, size)
+            parts += run_call(expand.part, *arguments, dict(zip(self.nodes, leaves)))
             assert parts[-1].shape[-1] == expand.columns
         for group in mesh.groups(axes):
             gathered = torch.cat([parts[rank].detach() for rank in group], -1)
             for rank in group:
                 leaves, mine = local[rank], gathered.clone().requires_grad_(bool(slopes[rank]))
                 graph_node = fx.Graph().placeholder("gathered")
-                own = expand.combine_call(graph_node, *calls[rank], len(group), whole.dtype)
+                arguments = expand.combine_call(graph_node, *calls[rank], len(group), whole.dtype)
                 values = dict(zip(self.nodes, leaves)) | {graph_node: mine}
-                output = run_call(expand.combine, *own, values)
+                output = run_call(expand.combine, *arguments, values)
                 outputs.append((rank, output))
                 if slopes[rank]:
                     slope = gradients(output, [mine], slopes[rank])[0]
                     at = mesh.position(rank, axes) * expand.columns
                     slope = slope.narrow(-1, at, expand.columns)
-                    found.append((rank, gradients((parts[rank],), leaves, {0: slope})))
-        return in_order(outputs), in_order(found)
+                    grads.append((rank, gradients((parts[rank],), leaves, {0: slope})))
+        return in_order(outputs), in_order(grads)
 
 
 def check_all(case: Case, *meshes: Mesh, ordered: bool = True) -> Rule:
-    """The law for one call, under every strategy that its rule yields on `meshes`."""
+    """Check the law for one call, under every strategy that its rule yields on `meshes`."""
     torch.manual_seed(0)
     reference = Reference(case)
     for mesh in meshes:
@@ -295,7 +295,7 @@ def _roots(outputs: tuple[Tensor, ...], slopes: dict[int, Tensor]) -> list[tuple
 
 
 def in_order(items: list[tuple[int, Any]]) -> list[Any]:
-    """Items by rank."""
+    """Return items by rank."""
     return [item for _, item in sorted(items, key=lambda pair: pair[0])]
 
 
@@ -309,15 +309,15 @@ def leaf(value: Tensor, index: int, case: Case) -> Tensor:
 def gradients(
     outputs: tuple[Tensor, ...], leaves: list[Tensor], slopes: dict[int, Tensor]
 ) -> list[Tensor]:
-    """Gradients of all leaves, zeros for those that the outputs do not depend on."""
+    """Return gradients of all leaves, zeros for those that the outputs do not depend on."""
     wanted = [value for value in leaves if value.requires_grad]
     roots = {place: outputs[place] for place in slopes if outputs[place].requires_grad}
     if not roots:
         return [torch.zeros_like(value) for value in leaves]
     seeds = [slopes[place] for place in roots]
-    found = iter(torch.autograd.grad([*roots.values()], wanted, seeds, allow_unused=True))
+    grads = iter(torch.autograd.grad([*roots.values()], wanted, seeds, allow_unused=True))
     result = []
     for value in leaves:
-        slope_of = next(found) if value.requires_grad else None
+        slope_of = next(grads) if value.requires_grad else None
         result.append(torch.zeros_like(value) if slope_of is None else slope_of)
     return result

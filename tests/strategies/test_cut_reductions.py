@@ -38,7 +38,7 @@ ODD = {"masked": (-math.inf, MASKED), "infinite": (math.inf, 1), "zero": (0.0, M
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_gradients_beside_infinite_numbers(name: str) -> None:
-    """They are those of the whole: a piece that is all hidden says nothing of the others."""
+    """Gradients are those of the whole, also beside a piece that is all hidden."""
     target, args = REDUCTIONS[name]
     torch.manual_seed(0)
     for value, at in (*ODD.values(), (math.nan, 4)):
@@ -47,12 +47,12 @@ def test_gradients_beside_infinite_numbers(name: str) -> None:
         check_all(Case(name, target, (x, *args)), Mesh(x=2), Mesh(x=3))
 
 
-def _moved(asked: Any) -> float:
-    """By one member of two, to the other."""
-    match asked:
+def _moved(request: Any) -> float:
+    """Return the bytes that one member of two sends to the other."""
+    match request:
         case joint_kernels.AllGather(tensor) | joint_kernels.AllReduce(tensor):
             return tensor.nbytes
-    raise AssertionError(asked)
+    raise AssertionError(request)
 
 
 TABLE = torch.randn(6, 40)
@@ -79,16 +79,16 @@ def test_what_travels_is_what_is_predicted(name: str, monkeypatch: pytest.Monkey
     reference = Reference(case)
     moved, deliver = list[float](), joint_kernels._deliver
 
-    def delivered(asked: list[Any]) -> list[tuple[Tensor, ...]]:
-        moved.append(max(map(_moved, asked)))
-        return deliver(asked)
+    def delivered(requests: list[Any]) -> list[tuple[Tensor, ...]]:
+        moved.append(max(map(_moved, requests)))
+        return deliver(requests)
 
     monkeypatch.setattr(joint_kernels, "_deliver", delivered)
     learns = tuple(value.is_floating_point() for value in reference.values)
     sizes = tuple(value.element_size() for value in reference.values)
     dtypes = tuple(output.dtype for output in reference.outputs)
     facts = Facts(reference.rule, sizes, learns, dtypes, is_view=False)
-    found = 0
+    count = 0
     for strategy in reference.rule.strategies(mesh):
         call = KernelCall.of(reference.rule, strategy)
         if call is None:
@@ -98,8 +98,8 @@ def test_what_travels_is_what_is_predicted(name: str, monkeypatch: pytest.Monkey
         inside = joint_call(facts, strategy, mesh)
         assert inside is not None
         traffic = inside.traffic
-        said = traffic.forward + (traffic.backward if any(learns) else ())
+        predicted = traffic.forward + (traffic.backward if any(learns) else ())
         shares = {"all_gather": 0.5, "all_reduce": 1.0}
-        assert moved == [size * shares[kind] for kind, size in said]
-        found += 1
-    assert found == 1
+        assert moved == [size * shares[kind] for kind, size in predicted]
+        count += 1
+    assert count == 1

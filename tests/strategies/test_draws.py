@@ -1,4 +1,4 @@
-"""What is drawn: bits as good as a generator's, and the same of a piece as of the whole."""
+"""Keyed draws: bits are as good as a generator's, and pieces draw as the whole does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MASK = 2**64 - 1
 
 
 def reference(key: int, number: int, stream: int, row: int, column: int) -> int:
-    """The 32 bits of one element by whole numbers alone: the generator as its page describes it."""
+    """Return the 32 bits of one element by integers alone, as the generator is documented."""
 
     def mixed(x: int) -> int:
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
@@ -38,8 +38,8 @@ def reference(key: int, number: int, stream: int, row: int, column: int) -> int:
         return x ^ (x >> 31)
 
     golden = 0x9E3779B97F4A7C15
-    own = mixed(((2 * number + 1) * golden + stream) & MASK)
-    hashed = mixed(((key + row * golden) & MASK) ^ own)
+    seed = mixed(((2 * number + 1) * golden + stream) & MASK)
+    hashed = mixed(((key + row * golden) & MASK) ^ seed)
     x = (column * 0x9E3779B1 ^ hashed) & 0xFFFFFFFF
     x = (x * 0x85EBCA6B) & 0xFFFFFFFF
     x ^= x >> 15
@@ -67,11 +67,11 @@ GOLDEN: dict[tuple[int, int, int, int, int], int] = {
 def test_bits_are_those_that_are_written_down(
     place: tuple[int, int, int, int, int], expected: int
 ) -> None:
-    """So that a run that is taken up with another version draws what it would have drawn."""
+    """A run that is resumed with another version draws the same numbers."""
     key, number, stream, row, column = place
     assert reference(*place) == expected
     shape = (row + 1, column + 1)
-    found = keyed_draws._draw(
+    drawn = keyed_draws._draw(
         torch.tensor([key, 0]),
         DrawPlace(number, shape),
         shape,
@@ -79,7 +79,7 @@ def test_bits_are_those_that_are_written_down(
         dtype=torch.int32,
         stream=stream,
     )
-    assert int(found[row, column]) & 0xFFFFFFFF == expected
+    assert int(drawn[row, column]) & 0xFFFFFFFF == expected
 
 
 @pytest.mark.parametrize(
@@ -88,18 +88,18 @@ def test_bits_are_those_that_are_written_down(
 )
 def test_numbers_are_the_first_bits_that_are_drawn(dtype: torch.dtype, digits: int) -> None:
     key, shape = -(2**40) - 7, (3, 5)
-    found = uniform(torch.tensor([key, 0]), DrawPlace(4, shape), shape, dtype).double()
+    numbers = uniform(torch.tensor([key, 0]), DrawPlace(4, shape), shape, dtype).double()
     mask = keep_mask(torch.tensor([key, 0]), DrawPlace(4, shape), shape, 0.25)
     for row, column in itertools.product(*map(range, shape)):
         first, second = (reference(key, 4, stream, row, column) for stream in (0, 1))
         whole = (first << 32 | second) >> (64 - digits)
-        assert float(found[row, column]) == whole / 2**digits
+        assert float(numbers[row, column]) == whole / 2**digits
         signed = first - 2**32 if first >= 2**31 else first
         assert bool(mask[row, column]) == (signed >= 2**30 - 2**31)
 
 
 def deviation(one: Tensor, other: Tensor) -> float:
-    """By how many standard deviations bits are more often, or less often, equal than by chance."""
+    """Return by how many standard deviations the number of equal bits differs from chance."""
     differ = one ^ other
     counts = torch.stack([((differ >> bit) & 1).sum() for bit in range(32)]).double()
     half = differ.numel() / 2
@@ -107,35 +107,35 @@ def deviation(one: Tensor, other: Tensor) -> float:
 
 
 def test_bits_are_balanced_and_neighbours_are_strangers() -> None:
-    found = bits()
-    assert deviation(found, torch.zeros_like(found)) < SIGMAS
+    numbers = bits()
+    assert deviation(numbers, torch.zeros_like(numbers)) < SIGMAS
     for apart in (1, 2, 3, 7, 64):
-        assert deviation(found[:, apart:], found[:, :-apart]) < SIGMAS
-        assert deviation(found[apart:], found[:-apart]) < SIGMAS
+        assert deviation(numbers[:, apart:], numbers[:, :-apart]) < SIGMAS
+        assert deviation(numbers[apart:], numbers[:-apart]) < SIGMAS
 
 
 def test_operators_and_keys_are_strangers() -> None:
-    found = bits()
+    numbers = bits()
     for number in (1, 2, 3, 100):
         other = bits(number=number)
-        assert deviation(found, other) < SIGMAS
+        assert deviation(numbers, other) < SIGMAS
         # Nor has one of them the rows of another, in whatever order.
-        assert not set(found[:, 0].tolist()) & set(other[:, 0].tolist())
+        assert not set(numbers[:, 0].tolist()) & set(other[:, 0].tolist())
     for apart in (1, 2, -1, 2**40):
-        assert deviation(found, bits(KEY + torch.tensor([apart, 0]))) < SIGMAS
+        assert deviation(numbers, bits(KEY + torch.tensor([apart, 0]))) < SIGMAS
     seeds = [bits(torch.tensor([seed, 0]), shape=(64, 64)) for seed in range(50)]
     assert max(map(deviation, seeds, seeds[1:])) < SIGMAS
 
 
 def test_pairs_and_runs_are_as_often_as_by_chance() -> None:
-    found = uniform(KEY, DrawPlace(0, SHAPE), SHAPE, torch.float64)
-    levels = (found * 64).long()
+    numbers = uniform(KEY, DrawPlace(0, SHAPE), SHAPE, torch.float64)
+    levels = (numbers * 64).long()
     for pairs in (levels[:, :-1] * 64 + levels[:, 1:], levels[:-1] * 64 + levels[1:]):
         counts, mean = pairs.flatten().bincount(minlength=4096).double(), pairs.numel() / 4096
         squares = float(((counts - mean) ** 2 / mean).sum())
         assert abs(squares - 4095) / math.sqrt(2 * 4095) < SIGMAS
-    up = (found[:, 1:] > found[:, :-1]).double().mean()
-    assert abs(float(up) - 0.5) * math.sqrt(12 * found.numel()) < SIGMAS
+    up = (numbers[:, 1:] > numbers[:, :-1]).double().mean()
+    assert abs(float(up) - 0.5) * math.sqrt(12 * numbers.numel()) < SIGMAS
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -153,73 +153,73 @@ def test_ends_of_probabilities() -> None:
     x = torch.randn(4, 3)
     assert torch.equal(keyed_draws.dropout(x, KEY, DrawPlace(0, (4, 3)), 1.0), torch.zeros(4, 3))
     heads = torch.randn(1, 2, 4, 3)
-    found = dropped_attention.attention(
+    output = dropped_attention.attention(
         heads, heads, heads, None, KEY, DrawPlace(0, (1, 2, 4, 4)), 1.0, True
     )
-    assert torch.equal(found, torch.zeros_like(heads))
+    assert torch.equal(output, torch.zeros_like(heads))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_numbers_have_their_ends_mean_and_variance(dtype: torch.dtype) -> None:
-    found = uniform(KEY, DrawPlace(0, SHAPE), SHAPE, dtype).double()
-    assert found.min() >= 0
-    assert found.max() < 1
-    assert abs(float(found.mean()) - 0.5) < 0.01
-    assert abs(float(found.var()) * 12 - 1) < 0.02
+    numbers = uniform(KEY, DrawPlace(0, SHAPE), SHAPE, dtype).double()
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    assert abs(float(numbers.mean()) - 0.5) < 0.01
+    assert abs(float(numbers.var()) * 12 - 1) < 0.02
     bell = normal(KEY, DrawPlace(0, SHAPE), SHAPE, dtype).double()
     assert bool(bell.isfinite().all())
     moments = [float(bell.pow(power).mean()) for power in (1, 2, 4)]
     assert moments == pytest.approx([0, 1, 3], abs=0.05)
 
 
-def _levels(found: Tensor, ends: list[float]) -> list[float]:
-    """Which part of all lies at or below each."""
-    return [float((found.double() <= end).double().mean()) for end in ends]
+def _levels(numbers: Tensor, ends: list[float]) -> list[float]:
+    """Return the share of numbers at or below each end."""
+    return [float((numbers.double() <= end).double().mean()) for end in ends]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_numbers_are_of_their_distributions(dtype: torch.dtype) -> None:
     like, place = torch.empty(SHAPE, dtype=dtype), DrawPlace(0, SHAPE)
-    found = keyed_draws.exponential_like(like, KEY, place, 2.0, dtype)
-    assert float(found.min()) > 0
-    assert bool(found.log().isfinite().all())
+    numbers = keyed_draws.exponential_like(like, KEY, place, 2.0, dtype)
+    assert float(numbers.min()) > 0
+    assert bool(numbers.log().isfinite().all())
     ends = [0.05, 0.3, 1.0, 2.5]
     expected = [1 - math.exp(-2 * end) for end in ends]
-    assert _levels(found, ends) == pytest.approx(expected, abs=0.003)
-    found = keyed_draws.cauchy_like(like, KEY, place, 1.0, 2.0, dtype)
+    assert _levels(numbers, ends) == pytest.approx(expected, abs=0.003)
+    numbers = keyed_draws.cauchy_like(like, KEY, place, 1.0, 2.0, dtype)
     ends = [-9.0, -1.0, 1.0, 5.0]
     expected = [0.5 + math.atan((end - 1) / 2) / math.pi for end in ends]
-    assert _levels(found, ends) == pytest.approx(expected, abs=0.003)
-    found = keyed_draws.log_normal_like(like, KEY, place, 0.3, 0.5, dtype)
-    logs = found.double().log()
+    assert _levels(numbers, ends) == pytest.approx(expected, abs=0.003)
+    numbers = keyed_draws.log_normal_like(like, KEY, place, 0.3, 0.5, dtype)
+    logs = numbers.double().log()
     assert [float(logs.mean()), float(logs.std())] == pytest.approx([0.3, 0.5], abs=0.003)
-    found = keyed_draws.geometric_like(like, KEY, place, 0.3, dtype)
+    numbers = keyed_draws.geometric_like(like, KEY, place, 0.3, dtype)
     ends = [0.0, 1.0, 2.0, 7.0]
-    assert _levels(found, ends) == pytest.approx([1 - 0.7**end for end in ends], abs=0.003)
+    assert _levels(numbers, ends) == pytest.approx([1 - 0.7**end for end in ends], abs=0.003)
 
 
 def test_counts_are_of_poisson_distributions() -> None:
     rates = torch.tensor([0.0, 0.3, 4.0, 50.0, 3e4]).double()
-    found = keyed_draws.poisson(rates.expand(20000, 5), KEY, DrawPlace(0, (20000, 5)))
-    assert torch.equal(found, found.floor())
-    assert not bool(found[:, 0].any())
-    for rate, counts in zip(rates.tolist()[1:], found.unbind(1)[1:]):
+    numbers = keyed_draws.poisson(rates.expand(20000, 5), KEY, DrawPlace(0, (20000, 5)))
+    assert torch.equal(numbers, numbers.floor())
+    assert not bool(numbers[:, 0].any())
+    for rate, counts in zip(rates.tolist()[1:], numbers.unbind(1)[1:]):
         sigma = math.sqrt(rate / len(counts))
         assert abs(float(counts.mean()) - rate) < SIGMAS * sigma
         assert abs(float(counts.var()) / rate - 1) < SIGMAS * math.sqrt(3 / len(counts))
     chances = [math.exp(-4) * 4**count / math.factorial(count) for count in range(8)]
-    shares = (found[:, 2:3] == torch.arange(8)).double().mean(0)
+    shares = (numbers[:, 2:3] == torch.arange(8)).double().mean(0)
     assert shares.tolist() == pytest.approx(chances, abs=0.015)
 
 
 def test_whole_numbers_of_all_sizes_have_all_digits() -> None:
     like, place = torch.empty(SHAPE, dtype=torch.int64), DrawPlace(0, SHAPE)
     for high in (2**63, 2**63 - 1, 2**52 + 1):
-        found = keyed_draws.whole_like(like, high, KEY, place, 0, torch.int64)
-        assert int(found.min()) >= 0
-        assert float(found.double().mean()) / high == pytest.approx(0.5, abs=0.003)
-        odd = float((found & 1).double().mean()) - 0.5
-        assert abs(odd) * 2 * math.sqrt(found.numel()) < SIGMAS
+        numbers = keyed_draws.whole_like(like, high, KEY, place, 0, torch.int64)
+        assert int(numbers.min()) >= 0
+        assert float(numbers.double().mean()) / high == pytest.approx(0.5, abs=0.003)
+        odd = float((numbers & 1).double().mean()) - 0.5
+        assert abs(odd) * 2 * math.sqrt(numbers.numel()) < SIGMAS
 
 
 @pytest.mark.parametrize("shape", [(7,), (6, 1), (5, 3, 4), (2, 3, 4, 5)])
@@ -243,7 +243,7 @@ SLICED = [(slices, count, number) for slices in (2, 3) for count in (2, 4) for n
 
 
 def _order(size: int, slices: int, count: int, number: int) -> Tensor:
-    """The samples of a micro-batch, of a part of each slice."""
+    """Return the samples of a micro-batch, of a part of each slice."""
     return torch.arange(size).view(slices, count, -1)[:, number].flatten()
 
 
@@ -257,9 +257,9 @@ def test_a_part_of_every_slice_is_that_of_the_whole(dim: int) -> None:
         expected = whole.index_select(dim, _order(24, slices, count, number))
         for start in (0, size // 2 - 1):
             length = size - start
-            own = place._replace(starts=(*[0] * dim, start))
+            local_place = place._replace(starts=(*[0] * dim, start))
             local = (*shape[:dim], length, *shape[dim + 1 :])
-            piece = uniform(key, own, local, torch.float64)
+            piece = uniform(key, local_place, local, torch.float64)
             assert torch.equal(piece, expected.narrow(dim, start, length))
 
 
@@ -280,26 +280,26 @@ def test_attention_of_a_part_of_every_slice(dim: int, is_causal: bool) -> None:
     whole = dropped_attention.attention(query, key, value, None, KEY, place, *how)
     for slices, count, number in SLICED:
         order = _order(size, slices, count, number)
-        own = query.index_select(dim, order)
+        queries = query.index_select(dim, order)
         of_keys = order[::2] // 2 if is_grouped else order
         k, v = (x if dim == 2 else x.index_select(dim, of_keys) for x in (key, value))
         part = place.in_batches(dim, count)._replace(slices=slices)
         drawn = torch.tensor([KEY[0], number])
-        found = dropped_attention.attention(own, k, v, None, drawn, part, *how)
+        output = dropped_attention.attention(queries, k, v, None, drawn, part, *how)
         expected = whole.index_select(dim, order)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_attention_keeps_no_weights() -> None:
     query, key, value = (torch.randn(2, 4, 256, 8, requires_grad=True) for _ in range(3))
-    kept: list[int] = []
+    saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor
+        lambda tensor: saved.append(tensor.numel()) or tensor, lambda tensor: tensor
     ):
         dropped_attention.attention(
             query, key, value, None, KEY, DrawPlace(0, (2, 4, 256, 256)), 0.1, True
         )
-    assert sum(kept) <= 4 * query.numel() + KEY.numel()
+    assert sum(saved) <= 4 * query.numel() + KEY.numel()
 
 
 def test_attention_selects_nothing_among_its_weights() -> None:
@@ -308,19 +308,19 @@ def test_attention_selects_nothing_among_its_weights() -> None:
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            found = func(*args, **(kwargs or {}))
-            is_whole = isinstance(found, Tensor) and found.numel() >= 2 * 4 * 64 * 64
+            result = func(*args, **(kwargs or {}))
+            is_whole = isinstance(result, Tensor) and result.numel() >= 2 * 4 * 64 * 64
             selects = func.overloadpacket.__name__ in ("where", "masked_fill", "masked_fill_")
-            if is_whole and (selects or found.dtype == torch.bool):
+            if is_whole and (selects or result.dtype == torch.bool):
                 chosen.append(str(func))
-            return found
+            return result
 
     heads = torch.randn(2, 4, 64, 8, requires_grad=True)
     with Watch():
-        found = dropped_attention.attention(
+        output = dropped_attention.attention(
             heads, heads, heads, None, KEY, DrawPlace(0, (2, 4, 64, 64)), 0.1, True
         )
-        found.sum().backward()
+        output.sum().backward()
     assert chosen == []
 
 
@@ -340,19 +340,19 @@ def test_attention_is_the_product_of_dropped_weights(
     """With its mask's gradient, whatever is computed at a time."""
     monkeypatch.setattr(dropped_attention, "_SCORES", {"cpu": rows * 6})
     generator = torch.Generator().manual_seed(0)
-    given = [
+    inputs = [
         torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
         for shape in ((2, 3, 5, 4), (2, 3, 6, 4), (2, 3, 6, 4), (1, 1, 5, 6))
     ]
     place = DrawPlace(2, (2, 3, 5, 6))
-    query, key, value, mask = given
+    query, key, value, mask = inputs
     noise = keep_mask(KEY, place, (2, 3, 5, 6), 0.3).double() / 0.7
     weights = (query @ key.transpose(-2, -1) / 2 + mask).softmax(-1)
     expected = (weights * noise) @ value
-    found = dropped_attention.attention(query, key, value, mask, KEY, place, 0.3, False)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    slope = torch.randn(found.shape, dtype=torch.float64, generator=generator)
-    for one, other in zip(
-        torch.autograd.grad(found, given, slope), torch.autograd.grad(expected, given, slope)
+    output = dropped_attention.attention(query, key, value, mask, KEY, place, 0.3, False)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    slope = torch.randn(output.shape, dtype=torch.float64, generator=generator)
+    for gradient, other in zip(
+        torch.autograd.grad(output, inputs, slope), torch.autograd.grad(expected, inputs, slope)
     ):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-12)

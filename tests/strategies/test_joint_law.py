@@ -1,4 +1,4 @@
-"""What is said of kernels that ranks carry out together is what they keep."""
+"""Joint kernels keep the bytes that their rules predict."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from autopar.strategies.rule import Facts
 from tests.strategies.rule_cases import CASES
 from tests.strategies.rule_law import Case, Reference
 
-# Of which a piece has as many rows as choices fall to it: said is an even share.
+# A piece has as many rows as its experts are chosen; an even share is predicted.
 BY_VALUES = ("routed_experts",)
 
 
-def together_on(reference: Reference, mesh: Mesh) -> Iterator[tuple[Strategy, KernelCall]]:
+def joint_calls(reference: Reference, mesh: Mesh) -> Iterator[tuple[Strategy, KernelCall]]:
     for strategy in reference.rule.strategies(mesh):
         call = KernelCall.of(reference.rule, strategy)
         if call is not None and call.kernel.joint is not None:
@@ -35,41 +35,41 @@ def facts_of(reference: Reference) -> Facts:
     return Facts(reference.rule, sizes, learn, dtypes, is_view=False)
 
 
-def is_together(case: Case) -> bool:
+def has_joints(case: Case) -> bool:
     rule = Reference(case).rule
     return bool(rule.joints)
 
 
-WITH_JOINTS = [case for case in CASES if is_together(case)]
+WITH_JOINTS = [case for case in CASES if has_joints(case)]
 
 
 @pytest.mark.parametrize("case", WITH_JOINTS, ids=lambda case: case.name)
 def test_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference, kept = Reference(case), list[int]()
+    reference, kept_bytes = Reference(case), list[int]()
     facts, forward = facts_of(reference), joint_kernels._JointFunction.forward
 
     def watched(ctx: Any, call: Any, *tensors: Any) -> Any:
-        found, saved = forward(ctx, call, *tensors), iter(())
+        outputs, saved = forward(ctx, call, *tensors), iter(())
         saved = iter(getattr(ctx, "to_save", None) or ())
         for count in ctx.counts:
-            own = [next(saved).untyped_storage() for _ in range(count)]
-            kept.append(sum({one.data_ptr(): one.nbytes() for one in own}.values()))
-        return found
+            storages = [next(saved).untyped_storage() for _ in range(count)]
+            kept_bytes.append(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
+        return outputs
 
     monkeypatch.setattr(joint_kernels._JointFunction, "forward", staticmethod(watched))
     for mesh in (Mesh(x=2), Mesh(x=3)):
-        for strategy, call in together_on(reference, mesh):
+        for strategy, call in joint_calls(reference, mesh):
             if not any(facts.differentiable) or call.kernel.name in BY_VALUES:
                 continue
-            kept.clear()
+            kept_bytes.clear()
             reference.check(strategy, mesh)
             pieces = ShardSizes(facts.rule, [strategy], mesh)
-            own, usual = facts.rule.saved_under(strategy), facts.rule.saved
-            # A search knows one answer for all strategies, and adds what is besides.
-            inputs = {*own.inputs_for(facts.differentiable)}
+            special, usual = facts.rule.saved_under(strategy), facts.rule.saved
+            # A search has one answer for all strategies, and adds the rest.
+            inputs = {*special.inputs_for(facts.differentiable)}
             besides = inputs & {*usual.inputs_for(facts.differentiable)}
-            said = extra_saved_bytes(facts, pieces)[0]
-            said += sum(pieces.inputs(facts)[place][0] for place in besides)
-            if own.output and usual.output:
-                said += sum(size[0] for size in pieces.outputs(facts))
-            assert max(kept) == said, (call.kernel.name, str(strategy), mesh.size)
+            predicted = extra_saved_bytes(facts, pieces)[0]
+            predicted += sum(pieces.inputs(facts)[place][0] for place in besides)
+            if special.output and usual.output:
+                predicted += sum(size[0] for size in pieces.outputs(facts))
+            assert max(kept_bytes) == predicted, (call.kernel.name, str(strategy), mesh.size)

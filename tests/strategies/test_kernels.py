@@ -56,8 +56,10 @@ def test_batch_norm(shape: tuple[int, ...], affine: bool, momentum: float | None
     sums = batch_sums(x, old_mean)
     got = batch_normalize(x, sums, old_mean, norm.weight, norm.bias, count, norm.eps)
     close(got, wanted)
-    for one, two in zip(torch.autograd.grad(got, leaves, slope), wanted_gradients):
-        close(one, two)
+    for got_gradient, wanted_gradient in zip(
+        torch.autograd.grad(got, leaves, slope), wanted_gradients
+    ):
+        close(got_gradient, wanted_gradient)
     batches = norm.num_batches_tracked
     close(running_mean(old_mean, sums, old_mean, batches, momentum, count), norm.running_mean)
     close(running_var(old_var, sums, old_mean, batches, momentum, count), norm.running_var)
@@ -92,9 +94,9 @@ def test_batch_norm_in_half_precision_sums_in_float32() -> None:
 
 
 def targets(classes: int, *shape: int) -> Tensor:
-    found = torch.randint(classes, shape)
-    found.view(-1)[1] = -100
-    return found
+    classes_of = torch.randint(classes, shape)
+    classes_of.view(-1)[1] = -100
+    return classes_of
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -195,11 +197,11 @@ def test_cut_causal_attention(keys: int) -> None:
     )
     close(got, wanted)
     slope = torch.randn_like(got)
-    for one, two in zip(
+    for got_gradient, wanted_gradient in zip(
         torch.autograd.grad(got, (query, key, value), slope),
         torch.autograd.grad(wanted, (query, key, value), slope),
     ):
-        close(one, two)
+        close(got_gradient, wanted_gradient)
 
 
 def test_every_kernel_is_of_one_kind() -> None:

@@ -62,14 +62,14 @@ def test_a_function_may_make_the_rule() -> None:
 
     def rule(call: OperatorCall) -> Rule:
         dims = [("x",), ("y",)]
-        kept = [dim for i, dim in enumerate(dims) if i != call.dim(call["dim"])]
-        return call.rule([dims], kept, dict(zip("xy", call.shapes[0])), passes=[(0,)])
+        remaining = [dim for i, dim in enumerate(dims) if i != call.dim(call["dim"])]
+        return call.rule([dims], remaining, dict(zip("xy", call.shapes[0])), passes=[(0,)])
 
     register_rule(my_sum, rule)
     x = torch.randn(5, 4, dtype=torch.float64)
-    found = check(Case("my_sum", my_sum, (x, -1)))
-    assert found.text == "x y -> x"
-    assert len(found.passes) == 1
+    checked = check(Case("my_sum", my_sum, (x, -1)))
+    assert checked.text == "x y -> x"
+    assert len(checked.passes) == 1
 
 
 def test_mistakes_are_told_at_registration() -> None:

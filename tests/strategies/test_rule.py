@@ -1,4 +1,4 @@
-"""What follows from a rule: layouts, candidates, refusals."""
+"""Rules: layouts, candidates and refusals that follow from them."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ LINEAR = parse("... i, o i -> ... o", ((8, 16), (32, 16)), passes="each")
     ],
 )
 def test_signature(strategy: Strategy, wanted: str) -> None:
-    found = LINEAR.signature(strategy)
-    sides = (found.inputs, found.gradients, found.outputs)
+    signature = LINEAR.signature(strategy)
+    sides = (signature.inputs, signature.gradients, signature.outputs)
     assert " | ".join(" ".join(map(str, side)) for side in sides) == wanted
 
 
 def degrees(rule: Rule, mesh: Mesh) -> set[tuple[int, ...]]:
-    """The numbers of pieces of all factors, over the strategies that use every axis."""
+    """Return the numbers of pieces of all factors, over the strategies that use every axis."""
     return {
         tuple(mesh.degree(strategy.by_factor.get(factor, ())) for factor in rule.factors)
         for strategy in rule.strategies(mesh)
@@ -50,9 +50,9 @@ def degrees(rule: Rule, mesh: Mesh) -> set[tuple[int, ...]]:
 def test_matmul_on_eight_devices_has_ten_strategies() -> None:
     mesh = Mesh(a=2, b=2, c=2)
     matmul = parse("m k, k n -> m n", ((64, 32), (32, 16)))
-    found = degrees(matmul, mesh)
-    assert len(found) == 10
-    assert all(math.prod(pieces) == 8 for pieces in found)
+    all_degrees = degrees(matmul, mesh)
+    assert len(all_degrees) == 10
+    assert all(math.prod(pieces) == 8 for pieces in all_degrees)
 
 
 @pytest.mark.parametrize(("mesh", "factors"), [(Mesh(a=2), 2), (Mesh(a=2, b=2), 3)])

@@ -1,9 +1,10 @@
-"""What a rule says autograd keeps is what autograd keeps: of every storage once, and never less."""
+"""Autograd keeps the storages that rules predict, each counted once, and never more."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,13 +17,13 @@ from tests.strategies.rule_law import Case, run_call
 
 aten = torch.ops.aten
 NUMBERS = {torch.float64: torch.complex128, torch.float32: torch.complex64}
-# Of which torch keeps less than a rule says where an input is broadcast: sums of it, or itself.
+# torch keeps less than rules predict of a broadcast input: sums of it, or the input itself.
 BROADCAST = (aten.einsum.default, aten.hinge_embedding_loss.default)
 LOG_TARGET = Case("kl_div-log", aten.kl_div.default, (t(5, 4), t(5, 4), 0), {"log_target": True})
 
 
 def of_dtype(case: Case, dtype: torch.dtype) -> Case:
-    """The same call on real numbers of another dtype."""
+    """Return a case with its real numbers in another dtype."""
 
     def converted(value: object) -> object:
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -36,7 +37,7 @@ def of_dtype(case: Case, dtype: torch.dtype) -> Case:
 
 
 def learning(case: Case) -> Iterator[tuple[int, ...]]:
-    """All inputs that can learn, then each of them alone."""
+    """Yield all inputs that can learn, then each of them alone."""
     values = [node.meta["val"] for node in tensor_inputs(case.node())]
     able = [i for i, v in enumerate(values) if v.is_floating_point() or v.is_complex()]
     every = tuple(i for i in able if i not in case.constants)
@@ -47,8 +48,17 @@ def storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def kept_bytes(case: Case, learn: tuple[int, ...]) -> tuple[int, int, set[str], set[str]]:
-    """Bytes that autograd keeps of a call, those that its rule says, and which inputs these are."""
+class KeptBytes(NamedTuple):
+    """Bytes that autograd keeps of a call, those that its rule predicts, and their tensors."""
+
+    actual: int
+    predicted: int
+    actual_names: set[str]
+    predicted_names: set[str]
+
+
+def kept_bytes(case: Case, learn: tuple[int, ...]) -> KeptBytes:
+    """Run a call whose inputs `learn` take a gradient, and return the bytes it keeps."""
     node = case.node()
     nodes = tensor_inputs(node)
     for index, value in enumerate(nodes):
@@ -57,26 +67,27 @@ def kept_bytes(case: Case, learn: tuple[int, ...]) -> tuple[int, int, set[str], 
     assert rule is not None
     values = [value.meta["val"] for value in nodes]
     leaves = [v.detach().clone().requires_grad_(i in learn) for i, v in enumerate(values)]
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
 
     def keep(value: Tensor) -> Tensor:
-        kept.append(value)
+        saved.append(value)
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         outputs = run_call(case.target, node.args, node.kwargs, dict(zip(nodes, leaves)))
     if not any(output.requires_grad for output in outputs):
-        return 0, 0, set(), set()
-    really = {storage(value): value.untyped_storage().nbytes() for value in kept}
+        return KeptBytes(0, 0, set(), set())
+    actual = {storage(value): value.untyped_storage().nbytes() for value in saved}
     named = {storage(leaf): f"input {index}" for index, leaf in enumerate(leaves)}
     named |= {storage(output): "output" for output in outputs if storage(output) not in named}
-    said = rule.saved.inputs_for([index in learn for index in range(len(leaves))])
-    predicted = {storage(leaves[index]): leaves[index].nbytes for index in said}
+    saved_inputs = rule.saved.inputs_for([index in learn for index in range(len(leaves))])
+    predicted = {storage(leaves[index]): leaves[index].nbytes for index in saved_inputs}
     if rule.saved.output:
         predicted |= {storage(o): o.nbytes for o in outputs if o.requires_grad}
     whole = sum(predicted.values()) + sum(extra_bytes(rule, outputs[0].dtype))
-    found = {named[pointer] for pointer in really if pointer in named}
-    return sum(really.values()), whole, found, {named[pointer] for pointer in predicted}
+    actual_names = {named[pointer] for pointer in actual if pointer in named}
+    names = {named[pointer] for pointer in predicted}
+    return KeptBytes(sum(actual.values()), whole, actual_names, names)
 
 
 def extra_bytes(rule: Rule, dtype: torch.dtype) -> Iterator[int]:
@@ -95,12 +106,12 @@ def test_saved(case: Case) -> None:
 
 def assert_saved(case: Case, dtype: torch.dtype) -> None:
     for number, learn in enumerate(learning(case)):
-        really, said, inputs, named = kept_bytes(case, learn)
-        assert really <= said, (learn, dtype)
-        # What oneDNN keeps of an LSTM is measured, not known.
+        actual, predicted, inputs, named = kept_bytes(case, learn)
+        assert actual <= predicted, (learn, dtype)
+        # The memory of an LSTM by oneDNN is measured, not known.
         is_measured = case.target is aten.lstm.input and dtype is torch.float32
         if number == 0 and case.target not in BROADCAST and not is_measured:
-            assert really == said, dtype
+            assert actual == predicted, dtype
             assert inputs - {"output"} <= named
 
 
@@ -114,8 +125,8 @@ def test_half_precision_is_never_kept_for_less(case: Case) -> None:
     except RuntimeError:
         pytest.skip("torch has no such kernel in half precision")
     for learn in learning(case):
-        really, said, _, _ = kept_bytes(case, learn)
-        assert really <= said, learn
+        actual, predicted, _, _ = kept_bytes(case, learn)
+        assert actual <= predicted, learn
 
 
 def _has_complex(case: Case) -> bool:
