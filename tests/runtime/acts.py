@@ -276,7 +276,7 @@ def assert_refused(module: ap.ParallelModule, act: Callable[[Any], None], rule: 
 
     def step() -> Any:
         if dist.is_initialized():  # where a rank that is refused a step leaves the world
-            module._accept(case.args, {}, step=True)
+            module._accept(case.args, {}, is_step=True)
             return None
         return module.step(*case.args)
 
