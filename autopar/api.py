@@ -201,7 +201,7 @@ class _ParallelizeCall:
         with stop_all_on_failure(agreed=True):
             said = replace(asked, backend=place).said
             require_same_call(lambda: self.validate(place), **said)
-            self.values.told = broadcast_from_rank0(self.values.told)
+            self.values.rank0_facts = broadcast_from_rank0(self.values.rank0_facts)
             decided = self.choose(self.decide_together(), place, device)
         with stop_all_on_failure():
             about = asked.local_inputs, device, asked.outputs, self.compiler(decided, device)

@@ -87,7 +87,9 @@ def gives_the_pieces_of_rank_0(folder: Path) -> None:
                 assert (value is not None) == is_first, name
                 if value is not None:
                     whole = expected[name]
-                    assert torch.equal(local_of(value), backend.placing.view(whole, layouts[name]))
+                    assert torch.equal(
+                        local_of(value), backend.placing.view_piece(whole, layouts[name])
+                    )
 
 
 def wide(device: str = "cpu") -> Case:

@@ -135,17 +135,19 @@ class TorchBackend(Backend):
     def place_tensor(self, name: str, value: Tensor, type_: TensorType) -> Tensor | None:
         """This rank's piece, if a stage of it reads that."""
         places = self.ranks.of(self._users.stages(name))
-        piece = self.placing.receive(value, type_, [self.ranks.meshes[place] for place in places])
+        piece = self.placing.place_from_rank0(
+            value, type_, [self.ranks.meshes[place] for place in places]
+        )
         return piece if piece is None else self._kept(name, piece)
 
     def place_part(
         self, name: str, like: Tensor, type_: TensorType, read: ReadPart
     ) -> Tensor | None:
         is_here = self.ranks.place in self.ranks.of(self._users.stages(name))
-        return self._kept(name, self.placing.read(like, type_, read)) if is_here else None
+        return self._kept(name, self.placing.place_part(like, type_, read)) if is_here else None
 
     def cut(self, name: str, whole: Tensor, layout: Layout) -> Tensor:
-        return self._kept(name, self.placing.cut(whole, layout))
+        return self._kept(name, self.placing.place_tensor(whole, layout))
 
     def joined(self, values: Sequence[Value], types: Sequence[TensorType]) -> list[Tensor]:
         """This rank's pieces."""
@@ -234,7 +236,7 @@ class TorchBackend(Backend):
         if self.local_inputs:
             return value
         if not value.requires_grad:
-            return self.placing.view(value, layout)
+            return self.placing.view_piece(value, layout)
         for dim, axes in enumerate(layout.dims):
             for axis in axes:
                 place = (self.groups.name((axis,)), self.mesh[axis])
@@ -431,7 +433,7 @@ class TorchGraph:
         for key, kind, name in self._reads:
             if kind == "constant" and name not in backend.constants:
                 whole = backend.program.captured.constants[name]
-                backend.constants[name] = backend.placing.piece(whole, layouts[key])
+                backend.constants[name] = backend.placing.copy_piece(whole, layouts[key])
 
     def __call__(
         self, kept: Mapping[str, Tensor], inputs: Batch, given: Mapping[str, Value]

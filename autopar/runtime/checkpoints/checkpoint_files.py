@@ -194,7 +194,9 @@ class Checkpoint:
     def require_unchanged(self, reader: int, readers: int) -> None:
         """Refuse pieces of which a bit has changed: each of several readers looks at a share."""
         pieces = [
-            (held.size, n, key) for n, f in enumerate(self._files) for key, held in f.held.items()
+            (held.size, n, key)
+            for n, f in enumerate(self._files)
+            for key, held in f.tensors.items()
         ]
         with self._refused():
             for _, number, key in sorted(pieces)[reader::readers]:
@@ -216,7 +218,7 @@ class Checkpoint:
             for piece in stored.pieces:
                 self._require_piece(key, stored, piece)
         pieces = sum(len(stored.pieces) for stored in every.values())
-        if pieces != sum(len(file.held) for file in self._files):
+        if pieces != sum(len(file.tensors) for file in self._files):
             raise ValueError("its files hold other tensors than its index tells")
         self.beside = self._beside(read_regular(self.folder / BESIDE))
         torch.Generator("cpu").set_state(self.beside.random)
@@ -244,9 +246,9 @@ class Checkpoint:
         require_readable(int(version) if version.isdecimal() else None, path)
         self._require_same_save(path.name, file.metadata.get("id"))
         digests = file.metadata.get(DIGESTS, "").split()
-        if not file.have_digests or len(digests) != len(file.held):
+        if not file.have_digests or len(digests) != len(file.tensors):
             raise ValueError(f"{path.name} has changed, or bears no digests")
-        self._digests.append(dict(zip(file.held, digests)))
+        self._digests.append(dict(zip(file.tensors, digests)))
         return file
 
     def _require_same_save(self, name: str, save: object) -> None:
@@ -254,7 +256,7 @@ class Checkpoint:
             raise ValueError(f"{name} is of another checkpoint than {INDEX}")
 
     def _require_piece(self, key: Key, stored: Stored, piece: Piece) -> None:
-        held = self._files[piece.file].held if piece.file < len(self._files) else {}
+        held = self._files[piece.file].tensors if piece.file < len(self._files) else {}
         found, shape = held.get(key.piece(piece.bounds)), [length for _, length in piece.bounds]
         asked = in_file(tuple(shape), stored.dtype)
         if found is None or (found.shape, found.dtype) != (asked.shape, asked.dtype):

@@ -387,8 +387,8 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
 
     def _current_tensors(self) -> Mapping[str, Tensor]:
         """Return the parameters and buffers by name, as they are in the module tree now."""
-        if self._tensors.changed:
-            self._tensors.take()
+        if self._tensors.has_changed:
+            self._tensors.accept_changes()
             self._programs.bind(self._tensors.values)
         return self._tensors.values
 

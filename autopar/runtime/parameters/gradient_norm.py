@@ -1,8 +1,8 @@
-"""The norm of tensors that lie in pieces on many ranks, each element counted once.
+"""Compute the norm of tensors that lie in pieces on many ranks, with each element counted once.
 
-A rank counts the pieces of which it is the first holder: a piece that is replicated over an axis
-inside a stage, or lies in several stages (tied parameters, both directions of Chimera), is counted
-on one rank alone. One sum over the world joins them, and gives all ranks the same bits.
+A piece that is replicated over an axis of a stage, or lies in several stages (tied parameters, both
+directions of Chimera), is counted on its first rank alone. One sum over the world gives all ranks
+equal bits.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def norm_over_world(
     coordinate: Mapping[str, int],
     device: torch.device,
 ) -> Tensor:
-    """The norm of DTensors by the names of their parameters, of which this rank holds pieces.
+    """Return the norm of all DTensors of which this rank holds pieces, by their parameters' names.
 
-    `coordinate` is this rank's in the program's mesh. Each tensor is given on the ranks of one
+    `coordinate` is this rank's in the program's mesh. `tensors` has each tensor on the ranks of one
     place of a pipeline only.
     """
     axes_of = {
@@ -41,7 +41,7 @@ def norm_over_world(
         if all(at == 0 for axis, at in coordinate.items() if axis not in axes_of.get(name, ()))
     ]
     norm = nn.utils.get_total_norm([piece for piece in counted if piece.numel()], norm_type)
-    # The same on all ranks, whatever parameters they hold; at least single precision.
+    # Equal on all ranks, whatever parameters they hold; at least single precision.
     dtypes = (program.type_of(placeholder).dtype for placeholder in program.captured.parameters)
     norm = norm.to(device, reduce(torch.promote_types, dtypes, torch.float32))
     if math.isinf(norm_type):

@@ -1,14 +1,12 @@
-"""Initialisers: what makes the values of a model that was built on the meta device.
+"""Run the initialisers that fill a model that was built on the meta device.
 
-    for tensor, value in Initialisers(model, init).make(wanted): ...    # whole, one after another
+    for tensor, value in Initialisers(model, init).make_values(wanted): ...    # one after another
 
-They are the model's own, in the order in which building it calls them: of each module, after those
-of its children, `reset_parameters()`; of a module with a method `_init_weights(module)` (as models
-of transformers have) that, for all modules below it; at the end `init(module)` for all, as
-`model.apply(init)` does. So random numbers are drawn as on one device. Each runs on a copy of its
-module with memory of its own, which is let go when no later one reads it; the model stays as it is.
-
-What an initialiser reaches is seen beforehand, in a trial on fake tensors.
+They run in the order in which building the model calls them, so random numbers are drawn as on one
+device: children first, `reset_parameters()` of each module; `_init_weights(module)` for all modules
+below one that has it, as in transformers; at last `init(module)`, as by `model.apply(init)`. Each
+runs on a copy of its module, whose memory is freed when no later one reads it, and the model stays
+as it is. A trial on fake tensors shows beforehand which tensors each fills.
 """
 
 from __future__ import annotations
@@ -49,93 +47,97 @@ _OVERWRITES = (
 
 @dataclass
 class _TensorEffect:
-    """What an initialiser does to a tensor."""
+    """The effect of an initialiser on one tensor."""
 
-    starts_anew: bool  # the values before do not matter
+    ignores_old_values: bool
     overwritten: int = 0  # elements
 
 
 @dataclass(frozen=True)
 class _InitialiserCall:
-    """An initialiser of one module, and what it does to tensors, by their identity."""
+    """An initialiser of one module, and its effects by the identity of each tensor."""
 
     module: nn.Module
     run: Initialise
     name: str
-    touches: Mapping[int, _TensorEffect]
-    kept: frozenset[int]  # of the module or below it: what is tied has its first place's values
-    was_tried: bool  # if not, what it touches is a guess
+    effects: Mapping[int, _TensorEffect]
+    owned: frozenset[int]  # tensors of the module or below it; a tied one has one owner
+    was_tried: bool  # if not, the effects are a guess
 
 
 class Initialisers:
-    """Those of a model, in order."""
+    """The initialisers of a model, in the order in which they run."""
 
     def __init__(self, model: nn.Module, init: Initialise | None = None) -> None:
+        """Find the initialisers of `model`, and `init`, and try each on fake tensors."""
         self._paths = {module: path for path, module in model.named_modules()}
         self._tensors = {id(t): t for module in model.modules() for t in _direct_tensors(module)}
         self._owners: dict[int, nn.Module] = {}
         for module in model.modules():
             for tensor in _direct_tensors(module):
                 self._owners.setdefault(id(tensor), module)
-        self._calls = [self._call(*one) for one in _list_initialisers(model, init)]
+        self._calls = [
+            self._try_call(module, run, name)
+            for module, run, name in _list_initialisers(model, init)
+        ]
 
-    def unmade(self, wanted: Collection[Tensor]) -> list[Tensor]:
-        """Those of `wanted` that no initialiser gives all their values."""
-        made = {
+    def find_unfilled(self, wanted: Collection[Tensor]) -> list[Tensor]:
+        """Return the tensors of `wanted` that no initialiser fills completely."""
+        filled = {
             key
             for call in self._calls
-            for key in call.kept
-            if call.touches[key].overwritten >= self._tensors[key].numel()
+            for key in call.owned
+            if call.effects[key].overwritten >= self._tensors[key].numel()
         }
-        return [tensor for tensor in wanted if id(tensor) not in made]
+        return [tensor for tensor in wanted if id(tensor) not in filled]
 
-    def make(self, wanted: Collection[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each of `wanted` and its value, as soon as it is final."""
+    def make_values(self, wanted: Collection[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each tensor of `wanted` with its value, as soon as this is final."""
         keys = {id(tensor) for tensor in wanted}
-        calls = [call for call in self._calls if not keys.isdisjoint(call.touches)]
-        last = {key: place for place, call in enumerate(calls) for key in call.kept}
+        calls = [call for call in self._calls if not keys.isdisjoint(call.effects)]
+        last = {key: place for place, call in enumerate(calls) for key in call.owned}
         living: dict[int, Tensor] = {}
         for place, call in enumerate(calls):
             values = {}
-            for key in call.touches:
-                mine = living.pop(key, None) if key in call.kept else None
-                values[key] = _allocate(self._tensors[key]) if mine is None else mine
-                if mine is None and not call.was_tried and values[key].is_floating_point():
+            for key in call.effects:
+                old = living.pop(key, None) if key in call.owned else None
+                values[key] = _allocate(self._tensors[key]) if old is None else old
+                if old is None and not call.was_tried and values[key].is_floating_point():
                     values[key].detach().fill_(math.nan)
-            self._carry_out(call, values)
-            for key in call.kept:
+            self._run_call(call, values)
+            for key in call.owned:
                 value = values.pop(key)
                 if last[key] > place:
-                    later = (c.touches[key] for c in calls[place + 1 :] if key in c.kept)
-                    if not next(later).starts_anew:
+                    later = (c.effects[key] for c in calls[place + 1 :] if key in c.owned)
+                    if not next(later).ignores_old_values:
                         living[key] = value
                 elif key in keys:
                     yield self._tensors[key], value.detach()
                 del value
 
-    def _call(self, module: nn.Module, run: Initialise, name: str) -> _InitialiserCall:
-        """What an initialiser reaches: maybe all below its module, where it cannot be tried."""
-        mode, held = new_mode(), _all_tensors(module)
+    def _try_call(self, module: nn.Module, run: Initialise, name: str) -> _InitialiserCall:
+        """Try an initialiser on fake tensors; if that fails, it may fill all tensors below it."""
+        mode, tensors = new_mode(), _all_tensors(module)
         with mode:
-            fakes = {id(t): _as_parameter(fake_like(mode, t.detach(), CPU), t) for t in held}
-        watch = _EffectRecorder({memory_of(value): key for key, value in fakes.items()})
+            fakes = {id(t): _as_parameter(fake_like(mode, t.detach(), CPU), t) for t in tensors}
+        recorder = _EffectRecorder({memory_of(value): key for key, value in fakes.items()})
         copy = _copy_module(module, fakes)
         try:
-            with torch.no_grad(), mode, watch:
+            with torch.no_grad(), mode, recorder:
                 run(copy)
-            touches, was_tried = watch.touches, True
+            effects, was_tried = recorder.effects, True
         except Exception:  # of something that has no result without data
-            touches = {id(tensor): _TensorEffect(False, tensor.numel()) for tensor in held}
+            effects = {id(tensor): _TensorEffect(False, tensor.numel()) for tensor in tensors}
             was_tried = False
         if {id(tensor) for tensor in _all_tensors(copy)} - {id(fake) for fake in fakes.values()}:
             path = self._paths[module] or "the model"
             got = f"{name} of {path}, which puts another tensor in the place of one"
             raise InvalidInput(RULE, got=got, remedy=REMEDY)
         owners = set(module.modules())
-        kept = frozenset(key for key in touches if self._owners[key] in owners)
-        return _InitialiserCall(module, run, name, touches, kept, was_tried)
+        owned = frozenset(key for key in effects if self._owners[key] in owners)
+        return _InitialiserCall(module, run, name, effects, owned, was_tried)
 
-    def _carry_out(self, call: _InitialiserCall, values: Mapping[int, Tensor]) -> None:
+    def _run_call(self, call: _InitialiserCall, values: Mapping[int, Tensor]) -> None:
         path = self._paths[call.module] or "the model"
         try:
             with torch.no_grad():
@@ -146,7 +148,7 @@ class Initialisers:
                 got=f"{call.name} of {path}, which fails with {error_text(error)}",
                 remedy=REMEDY,
             ) from error
-        if not call.was_tried and any(values[key].isnan().any() for key in call.kept):
+        if not call.was_tried and any(values[key].isnan().any() for key in call.owned):
             raise InvalidInput(
                 RULE,
                 got=f"{call.name} of {path}, which does not fill all tensors",
@@ -155,43 +157,45 @@ class Initialisers:
 
 
 class _EffectRecorder(TorchDispatchMode):
-    """Sees what happens to some memories, each that of one tensor."""
+    """Records the effects of operators on the memory of some tensors."""
 
     def __init__(self, keys: Mapping[int, int]) -> None:
+        """Watch the memories in `keys`, which has the key of the tensor that lies in each."""
         super().__init__()
-        self.touches: dict[int, _TensorEffect] = {}
+        self.effects: dict[int, _TensorEffect] = {}
         self._keys, self._answer = keys, True
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        given = dict(kwargs or {})
+        options = dict(kwargs or {})
         if operator is torch.ops.aten._local_scalar_dense.default:
             self._answer = not self._answer  # so that a loop until something holds ends
             return self._answer if args[0].dtype is torch.bool else 1
         if not _is_view(operator):
-            written = written_arguments(operator, args, given)
-            for value in pytree.tree_leaves((args, given)):
+            written = written_arguments(operator, args, options)
+            for value in pytree.tree_leaves((args, options)):
                 if isinstance(value, Tensor):
-                    self._note(operator, value, any(value is one for one in written))
-        return operator(*args, **given)
+                    is_written = any(value is argument for argument in written)
+                    self._record(operator, value, is_written=is_written)
+        return operator(*args, **options)
 
-    def _note(self, operator: Any, value: Tensor, is_written: bool) -> None:
+    def _record(self, operator: Any, value: Tensor, *, is_written: bool) -> None:
         key = self._keys.get(memory_of(value))
         if key is None:
             return
         name = operator.overloadpacket.__name__
         is_new = is_written and (name in _OVERWRITES or not name.endswith("_"))
         size = value.untyped_storage().nbytes() // value.itemsize
-        touch = self.touches.setdefault(key, _TensorEffect(is_new and value.numel() == size))
+        effect = self.effects.setdefault(key, _TensorEffect(is_new and value.numel() == size))
         if is_new:
-            touch.overwritten += value.numel()
+            effect.overwritten += value.numel()
 
 
 def _list_initialisers(
     model: nn.Module, init: Initialise | None
 ) -> Iterator[tuple[nn.Module, Initialise, str]]:
-    """Every initialiser as building the model calls it, and at the end `init`."""
+    """Yield every initialiser as building the model calls it, and at the end `init`."""
     yield from _list_module_initialisers(model, set(), set())
     if init is not None:
         yield from ((module, init, "init()") for module in _children_first(model, set()))
@@ -200,7 +204,7 @@ def _list_initialisers(
 def _list_module_initialisers(
     module: nn.Module, seen: set[nn.Module], done: set[nn.Module]
 ) -> Iterator[tuple[nn.Module, Initialise, str]]:
-    """Every initialiser of a module that is not `seen` yet; `done` are those that had `OF_ALL`."""
+    """Yield the initialisers of a module not `seen` yet; `done` had `_init_weights()` called."""
     layers = list(module.layers) if isinstance(module, CLONES) else []
     seen.update(layers[1:])
     for child in module.children():
@@ -222,7 +226,7 @@ def _list_module_initialisers(
 
 
 def _accepts_arguments(method: Any, count: int) -> bool:
-    """Whether a method can be called with so many arguments."""
+    """Return whether a method can be called with so many arguments."""
     if not callable(method):
         return False
     with suppress(TypeError, ValueError):
@@ -239,7 +243,7 @@ def _copy_first_layer(number: int, stack: Any) -> None:
 
 
 def _children_first(root: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """The order of `root.apply`, each module once; those that are `seen` are left out."""
+    """Yield each module that is not `seen` once, in the order of `root.apply`."""
     seen.add(root)
     for child in root.children():
         if child not in seen:
@@ -248,9 +252,9 @@ def _children_first(root: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module
 
 
 def _direct_tensors(module: nn.Module) -> list[Tensor]:
-    """A module's own parameters and buffers."""
-    held = (*module._parameters.values(), *module._buffers.values())
-    return [tensor for tensor in held if tensor is not None]
+    """Return the parameters and buffers of a module itself, without its children's."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _all_tensors(root: nn.Module) -> list[Tensor]:
@@ -258,14 +262,15 @@ def _all_tensors(root: nn.Module) -> list[Tensor]:
 
 
 def _copy_module(root: nn.Module, values: Mapping[int, Tensor]) -> nn.Module:
-    """A module with other tensors, where `values` has some, and all that is not one."""
+    """Copy a module and its children, sharing all attributes but the tensors in `values`."""
     copies: dict[nn.Module, nn.Module] = {}
     for module in root.modules():
         copies[module] = new = object.__new__(type(module))
-        vars(new).update(vars(module))
+        attributes = vars(new)
+        attributes |= vars(module)
         for kind in ("_parameters", "_buffers"):
-            held = vars(module)[kind].items()
-            vars(new)[kind] = {name: values.get(id(one), one) for name, one in held}
+            tensors = vars(module)[kind].items()
+            attributes[kind] = {name: values.get(id(t), t) for name, t in tensors}
     for new in copies.values():
         children = vars(new)["_modules"].items()
         vars(new)["_modules"] = {k: m if m is None else copies[m] for k, m in children}
@@ -273,7 +278,7 @@ def _copy_module(root: nn.Module, values: Mapping[int, Tensor]) -> nn.Module:
 
 
 def _allocate(tensor: Tensor) -> Tensor:
-    """Memory for what has none; the values of what has some."""
+    """Return a copy of a tensor on the CPU, without values if it is on the meta device."""
     if tensor.device.type != "meta":
         return _as_parameter(tensor.detach().clone(), tensor)
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -281,15 +286,16 @@ def _allocate(tensor: Tensor) -> Tensor:
 
 
 def _as_parameter(value: Tensor, tensor: Tensor) -> Tensor:
-    """`value` as a parameter, if `tensor` is one, with its attributes."""
+    """Make a parameter of `value` with the attributes of `tensor`, if that is one."""
     if not isinstance(tensor, nn.Parameter):
         return value
     parameter = nn.Parameter(value, tensor.requires_grad)
-    vars(parameter).update(vars(tensor))
+    attributes = vars(parameter)
+    attributes |= vars(tensor)
     return parameter
 
 
 def _is_view(operator: Any) -> bool:
-    """Whether an operator only looks at its arguments in another way."""
-    given = operator._schema.arguments
-    return any(a.alias_info is not None and not a.alias_info.is_write for a in given)
+    """Return whether an operator makes a view of an argument."""
+    arguments = operator._schema.arguments
+    return any(a.alias_info is not None and not a.alias_info.is_write for a in arguments)

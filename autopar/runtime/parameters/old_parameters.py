@@ -1,12 +1,12 @@
-"""Old parameters: those of models that were parallelized, which an optimizer may still hold.
+"""Refuse optimizers of the parameters that a model had before it was parallelized.
 
     optimizer = AdamW(model.parameters())      # before parallelize(): trains nothing
     pm = ap.parallelize(model, inputs)
     pm.step(x); optimizer.step()               # refused
 
-The model keeps the values that it had. Once its parallel module has learned, one warning says so
-when the model is called or its state is taken. A model may go on to be trained plainly: then its
-parameters have gradients or other values, and nothing is said.
+The model keeps its old values. After its parallel module has learned, one warning says so when the
+model is called or its state is taken. A model that goes on to be trained by itself has gradients or
+other values, and gives no warning.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _checked_groups: WeakKeyDictionary[Optimizer, int] = (
 
 
 def note_old_parameters(model: nn.Module, module: nn.Module) -> None:
-    """A model was parallelized to `module`: its own parameters do not learn by that."""
+    """Remember the parameters of a model that was parallelized to `module`."""
     _watch_optimizers()
     named = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
     for count, others in _parallelized.values():
-        shared = [name for number, (name, one) in named.items() if others.get(number) is one]
+        shared = [name for key, (name, value) in named.items() if others.get(key) is value]
         _warn_of_shared(shared, len(named), count)
-    own = {number: parameter for number, (_, parameter) in named.items()}
-    _parallelized[module] = len(own), WeakValueDictionary(own)
+    parameters = {key: parameter for key, (_, parameter) in named.items()}
+    _parallelized[module] = len(parameters), WeakValueDictionary(parameters)
     _untrained[module] = ref(model)
-    _old_parameters.update(own)
+    _old_parameters.update(parameters)
 
 
 def _warn_of_shared(shared: list[str], count: int, others: int) -> None:
-    """Of what two models share, each of which has more: it is no part of both from now on."""
+    """Warn of parameters that two models share, if each has others: they are shared no more."""
     if 0 < len(shared) < min(count, others):
         warnings.warn(
             f"{min(shared)}{f' and {len(shared) - 1} more' if len(shared) > 1 else ''} of this "
@@ -81,7 +81,7 @@ def _after_step(optimizer: Optimizer, args: tuple, kwargs: Mapping[str, Any]) ->
     if not _untrained or _checked_groups.get(optimizer) == count:
         return
     _checked_groups[optimizer] = count
-    learned = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    learned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for module, model in [*_untrained.items()]:
         if not learned.isdisjoint(map(id, module.parameters())):
             del _untrained[module]
@@ -90,12 +90,13 @@ def _after_step(optimizer: Optimizer, args: tuple, kwargs: Mapping[str, Any]) ->
 
 
 class _OldModel:
-    """A model that has other values than the parallel module made of it, which is said once: when
-    it, or one of its children as behind a loss, is called or gives its state."""
+    """A model with other values than its parallel module, of which one warning tells.
+
+    It is given when the model, or a child as behind a loss, is called or gives its state."""
 
     def __init__(self, model: nn.Module) -> None:
         self._is_silent, self._model, self._versions = False, ref(model), _sum_versions(model)
-        # What pickles and copies have instead, which says nothing and needs no autopar.
+        # Pickles and copies get these functions instead, which need no autopar.
         before_forward = _OldModelHook(self, (dict.get, {}))
         before_state = _OldModelHook(self, (slice,))
         self._handles = list[RemovableHandle]()
@@ -103,14 +104,14 @@ class _OldModel:
             self._handles.append(module.register_forward_pre_hook(before_forward))
             module.register_state_dict_pre_hook(before_state)
 
-    def tell(self, module: nn.Module) -> None:
+    def warn(self, module: nn.Module) -> None:
         model = self._model()
         if self._is_silent or model is None or torch.compiler.is_compiling():
             return
         self._is_silent = True
         for handle in self._handles:
             handle.remove()
-        has_gradients = any(one.grad is not None for one in model.parameters())
+        has_gradients = any(parameter.grad is not None for parameter in model.parameters())
         if not has_gradients and self._versions == _sum_versions(model):
             warnings.warn(
                 f"this {type(module).__name__} has the values from before parallelize(): what its "
@@ -122,20 +123,20 @@ class _OldModel:
 
 @dataclass(frozen=True)
 class _OldModelHook:
-    """A hook of a model, and not of copies of it."""
+    """A hook of a model, which copies of the model do not have."""
 
-    old: _OldModel
+    model: _OldModel
     of_copies: tuple[Any, ...]  # a function of Python, and arguments
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        self.old.tell(module)
+        self.model.warn(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, self.of_copies
 
 
 def _sum_versions(model: nn.Module) -> int:
-    return sum(one._version for one in model.parameters() if not one.is_inference())
+    return sum(p._version for p in model.parameters() if not p.is_inference())
 
 
 def _has_closure(args: tuple, kwargs: Mapping[str, Any]) -> bool:
@@ -143,15 +144,14 @@ def _has_closure(args: tuple, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _refuse_old_parameters(optimizer: Optimizer) -> None:
-    """Refuse one that has nothing but old parameters, without gradients. Of one that learns, the
-    first parameter with a gradient ends this."""
-    found = False
+    """Refuse an optimizer that has nothing but old parameters without gradients."""
+    is_old = False
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None or _old_parameters.get(id(parameter)) is not parameter:
-                return
-            found = True
-    if found:
+                return  # of one that learns, the first parameter with a gradient ends this
+            is_old = True
+    if is_old:
         raise InvalidInput(
             "an optimizer of a parallel module is made of the module's own parameters",
             got=f"a step of {type(optimizer).__name__}, whose parameters are those of a model that "

@@ -1,4 +1,4 @@
-"""What an optimizer keeps, by the names of a model's parameters: out of it, and into another."""
+"""Collect the states of an optimizer by parameter names, and load them into another."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ NOT_OPTIONS = ("params", "param_names")
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """Of one optimizer, on one rank."""
+    """The states of one optimizer on one rank: tensors, and all that is saved beside them."""
 
     tensors: dict[Key, Tensor]
     saved: SavedOptimizer
 
 
 def collect_states(optimizer: torch.optim.Optimizer, parameters: Parameters) -> OptimizerStates:
-    """What `optimizer` keeps of `parameters`; or refuse it."""
+    """Collect what `optimizer` keeps of `parameters`, or refuse it."""
     groups = group_names(optimizer, parameters)
-    given = _read_state_dict(optimizer, groups)
+    state_dict = _read_state_dict(optimizer, groups)
     tensors: dict[Key, Tensor] = {}
     others: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(name for names in groups for name in names):
-        for key, value in given["state"].get(number, {}).items():
+        for key, value in state_dict["state"].get(number, {}).items():
             if isinstance(value, Tensor):
                 if not _is_distribution_known(value, parameters[name]):
                     raise _unknown_distribution(name, key, value, parameters[name])
@@ -50,30 +50,31 @@ def collect_states(optimizer: torch.optim.Optimizer, parameters: Parameters) -> 
                 )
             else:
                 others.setdefault(name, {})[key] = plain(value, f"{key} of {name}")
-    made = []
-    for number, (names, group) in enumerate(zip(groups, given["param_groups"])):
+    saved_groups = []
+    for number, (names, group) in enumerate(zip(groups, state_dict["param_groups"])):
         options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        made.append(Group(tuple(names), plain(options, f"the options of group {number}")))
-    return OptimizerStates(tensors, SavedOptimizer(_class_name(optimizer), tuple(made), others))
+        saved_groups.append(Group(tuple(names), plain(options, f"the options of group {number}")))
+    saved = SavedOptimizer(_class_name(optimizer), tuple(saved_groups), others)
+    return OptimizerStates(tensors, saved)
 
 
 def _read_state_dict(
     optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """The state dict of an optimizer that has nothing but groups, and by the number of a parameter
-    what it keeps of this one; or refuse it."""
-    given: Any = optimizer.state_dict()
+    """Return an optimizer's state dict; refuse one with more than groups and parameters' states."""
+    state_dict: Any = optimizer.state_dict()
     kind, keys = type(optimizer).__name__, {"state", "param_groups"}
+    sizes = [len(names) for names in groups]
     wrong = ""
-    if not isinstance(given, dict) or given.keys() != keys:
-        other = set(given) - keys if isinstance(given, dict) else type(given).__name__
+    if not isinstance(state_dict, dict) or state_dict.keys() != keys:
+        is_dict = isinstance(state_dict, dict)
+        other = set(state_dict) - keys if is_dict else type(state_dict).__name__
         wrong = f"a state_dict() with {other or 'less'}"
-    elif [len(group["params"]) for group in given["param_groups"]] != [len(one) for one in groups]:
+    elif [len(group["params"]) for group in state_dict["param_groups"]] != sizes:
         wrong = "a state_dict() with other groups than it has"
     else:
-        count = sum(len(names) for names in groups)
-        for number, states in given["state"].items():
-            if type(number) is not int or not 0 <= number < count:
+        for number, states in state_dict["state"].items():
+            if type(number) is not int or not 0 <= number < sum(sizes):
                 wrong = f"a state under {number!r}, which is no parameter"
             elif not isinstance(states, dict) or not all(isinstance(key, str) for key in states):
                 odd = next((key for key in states if not isinstance(key, str)), states)
@@ -84,11 +85,11 @@ def _read_state_dict(
             got=f"{kind}: {wrong}",
             remedy="use another optimizer, or save the module without it, and the rest as extra=",
         )
-    return given
+    return state_dict
 
 
 def group_names(optimizer: Any, parameters: Parameters) -> list[list[str]]:
-    """The names of the parameters in each group."""
+    """Return the names of the parameters in each group; refuse foreign parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidInput(
             "an optimizer is a torch.optim.Optimizer",
@@ -97,23 +98,23 @@ def group_names(optimizer: Any, parameters: Parameters) -> list[list[str]]:
             "save and load each with the module under a path of its own",
         )
     names = {id(parameter): name for name, parameter in parameters.items()}
-    found = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
-    if any("" in group for group in found):
+    groups = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+    if any("" in group for group in groups):
         raise InvalidInput(
             "an optimizer is saved and loaded with the module whose parameters it updates",
             got=f"{type(optimizer).__name__} with parameters that are not this module's",
             remedy="make it of this module's parameters(), after parallelize()",
         )
-    return found
+    return groups
 
 
-def merge_saved(everyones: Sequence[SavedOptimizer | None]) -> SavedOptimizer | None:
-    """That of all ranks, which hold the parameters of different stages."""
-    given = [one for one in everyones if one is not None]
-    if not given:
+def merge_saved(by_rank: Sequence[SavedOptimizer | None]) -> SavedOptimizer | None:
+    """Merge the optimizers of all ranks, whose stages have different parameters."""
+    optimizers = [optimizer for optimizer in by_rank if optimizer is not None]
+    if not optimizers:
         return None
-    kinds = {(one.kind, len(one.groups)) for one in given}
-    if len(given) != len(everyones) or len(kinds) != 1:
+    kinds = {(optimizer.kind, len(optimizer.groups)) for optimizer in optimizers}
+    if len(optimizers) != len(by_rank) or len(kinds) != 1:
         raise InvalidInput(
             "all ranks save an optimizer of one class, with as many groups",
             got=", ".join(
@@ -122,41 +123,41 @@ def merge_saved(everyones: Sequence[SavedOptimizer | None]) -> SavedOptimizer | 
             remedy="make the optimizer in the same way on every rank; a group may be empty",
         )
     groups = tuple(
-        Group(tuple(dict.fromkeys(name for one in same for name in one.names)), same[0].options)
-        for same in zip(*(one.groups for one in given))
+        Group(tuple(dict.fromkeys(name for part in parts for name in part.names)), parts[0].options)
+        for parts in zip(*(optimizer.groups for optimizer in optimizers))
     )
-    others = {name: states for one in given for name, states in one.others.items()}
-    return SavedOptimizer(given[0].kind, groups, others)
+    others = {name: states for rank in optimizers for name, states in rank.others.items()}
+    return SavedOptimizer(optimizers[0].kind, groups, others)
 
 
 def require_loadable(
     saved: Checkpoint, optimizer: torch.optim.Optimizer, parameters: Parameters
 ) -> None:
-    """Refuse an optimizer that is not like the one that was saved."""
-    groups, there = group_names(optimizer, parameters), saved.beside.optimizer
-    if there is None:
+    """Refuse an optimizer of another class or with other groups than the saved one."""
+    groups, saved_optimizer = group_names(optimizer, parameters), saved.beside.optimizer
+    if saved_optimizer is None:
         raise InvalidInput(
             "an optimizer is loaded from a checkpoint that was saved with one",
             got=f"{saved.folder}, without an optimizer",
             remedy="load(path, module), or save(path, module, optimizer)",
         )
-    if there.kind != _class_name(optimizer):
+    if saved_optimizer.kind != _class_name(optimizer):
         raise InvalidInput(
             "an optimizer is of the class that was saved",
-            got=f"{_class_name(optimizer)}; {saved.folder} has {there.kind}",
+            got=f"{_class_name(optimizer)}; {saved.folder} has {saved_optimizer.kind}",
             remedy="make that one, or load the module without an optimizer",
         )
-    here = [set(names) for names in groups]
-    asked = [{*group.names} & parameters.keys() for group in there.groups]
-    if here != asked:
+    present = [set(names) for names in groups]
+    expected = [{*group.names} & parameters.keys() for group in saved_optimizer.groups]
+    if present != expected:
         only = [
-            f"group {number}: {_first_names(own - other)}; saved were {_first_names(other - own)}"
-            for number, (own, other) in enumerate(zip(here, asked))
-            if own != other
+            f"group {number}: {_first_names(now - then)}; saved were {_first_names(then - now)}"
+            for number, (now, then) in enumerate(zip(present, expected))
+            if now != then
         ]
         raise InvalidInput(
             "an optimizer has the parameters of the one that was saved, in the same groups",
-            got="\n".join(only) or f"{counted(len(here), 'group')}; saved were {len(asked)}",
+            got="\n".join(only) or f"{counted(len(present), 'group')}; saved were {len(expected)}",
             remedy="make its groups as they were when it was saved",
         )
 
@@ -164,22 +165,22 @@ def require_loadable(
 def load_states(
     saved: Checkpoint, optimizer: torch.optim.Optimizer, parameters: Parameters
 ) -> None:
-    """Give an optimizer that was found to be loadable what was saved."""
-    there = saved.beside.optimizer
-    assert there is not None
+    """Load the saved states into an optimizer that `require_loadable` has accepted."""
+    saved_optimizer = saved.beside.optimizer
+    assert saved_optimizer is not None
     state: dict[int, dict[str, Any]] = {}
-    groups, every = group_names(optimizer, parameters), []
+    groups, param_groups = group_names(optimizer, parameters), []
     numbers = iter(range(sum(map(len, groups))))
-    for names, group in zip(groups, there.groups):
-        every.append({**group.options, "params": [next(numbers) for _ in names]})
-        for number, name in zip(every[-1]["params"], names):
-            own = dict(there.others.get(name, {}))
+    for names, group in zip(groups, saved_optimizer.groups):
+        param_groups.append({**group.options, "params": [next(numbers) for _ in names]})
+        for number, name in zip(param_groups[-1]["params"], names):
+            values = dict(saved_optimizer.others.get(name, {}))
             for key in saved.contents.states.get(name, {}):
-                own[key] = _read_state(saved, Key(name, key), parameters[name])
-            if own:
-                state[number] = own
+                values[key] = _read_state(saved, Key(name, key), parameters[name])
+            if values:
+                state[number] = values
     try:
-        optimizer.load_state_dict({"state": state, "param_groups": every})
+        optimizer.load_state_dict({"state": state, "param_groups": param_groups})
     except Exception as error:
         raise InvalidInput(
             "an optimizer takes up the states that it gave",
@@ -187,25 +188,25 @@ def load_states(
             remedy="load the module without it",
         ) from error
     for number, name in enumerate(name for names in groups for name in names):
-        kept = optimizer.state[parameters[name]] if number in state else {}
+        loaded = optimizer.state[parameters[name]] if number in state else {}
         for key, value in state.get(number, {}).items():
             # Torch brings states to the dtype of their parameter: a float32 master would be lost.
-            if isinstance(value, Tensor) and key in kept and kept[key].dtype != value.dtype:
-                kept[key] = value
+            if isinstance(value, Tensor) and key in loaded and loaded[key].dtype != value.dtype:
+                loaded[key] = value
 
 
 def _read_state(saved: Checkpoint, key: Key, parameter: Tensor) -> Tensor:
-    """A state, where its parameter lies if it has its shape; others are whole everywhere."""
+    """Read a state, cut like its parameter if it has its shape, and else replicated."""
     shape = saved.stored(key).shape
-    whole = tuple((0, size) for size in shape)
+    full = tuple((0, size) for size in shape)
     device = local_of(parameter).device
     is_like = key.state != "step" and shape == tuple(parameter.shape)
     if not isinstance(parameter, DTensor) or not (is_like or shape):
-        value = saved.read(key, whole)
+        value = saved.read(key, full)
         return value if key.state == "step" else value.to(device)
-    boxes, dim = local_boxes(parameter) if is_like else ([whole], 0)
-    read = [saved.read(key, bounds) for bounds in boxes]
-    value = (torch.cat(read, dim) if len(read) > 1 else read[0]).to(device)
+    boxes, dim = local_boxes(parameter) if is_like else ([full], 0)
+    pieces = [saved.read(key, bounds) for bounds in boxes]
+    value = (torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]).to(device)
     return DTensor.from_local(
         value,
         parameter.device_mesh,
@@ -217,7 +218,7 @@ def _read_state(saved: Checkpoint, key: Key, parameter: Tensor) -> Tensor:
 
 
 def _is_distribution_known(value: Tensor, parameter: Tensor) -> bool:
-    """Whether it is certain what a rank has of a state."""
+    """Return whether it is certain which part of a state this rank has."""
     if isinstance(value, DTensor):
         is_sum = any(placement.is_partial() for placement in value.placements)
         return isinstance(parameter, DTensor) and not is_sum

@@ -1,10 +1,9 @@
-"""Routes: from where a parameter is kept to what readers start from, and its gradient's way back.
+"""Describe how a parameter moves from storage to its readers, and its gradient back.
 
     optimizer ──once a step──▶ storage ──for each use──▶ leaf        groups of copies
     optimizer ◀──at the end── gradient ◀──each backward── leaf       buckets of gradients
 
-Which copies are made, and which of them come together, is decided in `cost/copy_groups.py`, which
-plans read as well.
+The copies and their groups are decided in `cost/copy_groups.py`, which plans read as well.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from autopar.strategies.node_info import info
 
 @dataclass(frozen=True)
 class ParameterMovement(CopiedParameter):
-    """Of one parameter."""
+    """The copies of one parameter in a program, and the dtype in which its gradients add up."""
 
     placeholder: str
     reduce: torch.dtype  # in which gradients add up
 
 
 def parameter_movements(program: Program) -> dict[str, ParameterMovement]:
-    """Of all parameters of a program, by name."""
+    """Return the movements of all parameters of a program by name."""
     learned = frozenset().union(*program.learned)
     precision = program.captured.example.precision
     readers = {
@@ -38,23 +37,23 @@ def parameter_movements(program: Program) -> dict[str, ParameterMovement]:
         if (known := info(node).readers) is not None
     }
     copied = copied_parameters(program.placeholders.values(), program.mesh, readers)
-    found = {}
+    movements = {}
     for placeholder, name in program.captured.parameters.items():
-        own = copied[program.placeholders[placeholder]]
-        is_reduced = precision is not None and own.dtype.is_floating_point
-        reduce = precision.reduce if precision is not None and is_reduced else own.dtype
-        found[name] = ParameterMovement(**vars(own), placeholder=placeholder, reduce=reduce)
+        copy = copied[program.placeholders[placeholder]]
+        is_reduced = precision is not None and copy.dtype.is_floating_point
+        reduce = precision.reduce if precision is not None and is_reduced else copy.dtype
+        movements[name] = ParameterMovement(**vars(copy), placeholder=placeholder, reduce=reduce)
         if name in learned:
-            _require_reduced(found[name])
-    return found
+            _require_reduced(movements[name])
+    return movements
 
 
-def _require_reduced(route: ParameterMovement) -> None:
-    cut = set(route.places.optimizer.axes) - set(route.leaf.axes)
-    if not cut <= set(route.pending):
+def _require_reduced(movement: ParameterMovement) -> None:
+    cut = set(movement.places.optimizer.axes) - set(movement.leaf.axes)
+    if not cut <= set(movement.pending):
         raise InvalidInput(
             "the states of a parameter are cut over axes over which its gradient is summed",
-            got=f"{route.name}: {route.places.optimizer} for gradients over "
-            f"{', '.join(route.pending) or 'no axis'}",
+            got=f"{movement.name}: {movement.places.optimizer} for gradients over "
+            f"{', '.join(movement.pending) or 'no axis'}",
             remedy="plan again",
         )

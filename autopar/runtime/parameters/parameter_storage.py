@@ -1,8 +1,6 @@
-"""KeptTensors: where a rank's parameters are from step to step, on its device or on the host."""
+"""Store a rank's parameters from step to step, on its device or on the host."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,21 +15,27 @@ from autopar.runtime.backends.world import world
 
 
 class ParameterStorage:
-    """Brings there what was placed on the device."""
+    """Moves the parameters that a program keeps on the host from the device to there."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
-        """All ranks together: those on the host have a mesh of their own."""
+        """Make the host's mesh where it is needed; all ranks do so together."""
         self._names, self._device, self._mesh = program.on_host, device, None
         if self._names and device.type != HOST.type:
             require_host_moves(dist.group.WORLD)
-            whole = world().mesh_of(program.whole_mesh, HOST.type)
-            self._mesh = whole[program.mesh.names] if program.pipelining else whole
+            full_mesh = world().mesh_of(program.whole_mesh, HOST.type)
+            self._mesh = full_mesh[program.mesh.names] if program.pipelining else full_mesh
 
     def __call__(self, name: str, placed: Tensor) -> Tensor:
-        """A parameter or buffer where it is kept; on the host in memory that the device reads."""
+        """Return a parameter or buffer where it is stored, on the host in pinned memory."""
         if name not in self._names or self._mesh is None:
             return placed
         assert isinstance(placed, DTensor)
         local = local_of(placed).to(HOST).pin_memory()
-        about: dict[str, Any] = {"shape": placed.shape, "stride": placed.stride()}
-        return DTensor.from_local(local, self._mesh, placed.placements, run_check=False, **about)
+        return DTensor.from_local(
+            local,
+            self._mesh,
+            placed.placements,
+            run_check=False,
+            shape=placed.shape,
+            stride=placed.stride(),
+        )

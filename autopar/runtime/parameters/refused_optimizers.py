@@ -1,7 +1,7 @@
-"""Optimizers of torch that do not work on the parameters of a parallel module, refused up front.
+"""Refuse the optimizers of torch that do not work on the parameters of a parallel module.
 
-On processes parameters are DTensors, and on a rank of a pipeline they are those of its stages.
-Optimizers that go element by element, or by parameter, do there what they do on one device.
+On processes parameters are DTensors, and a rank of a pipeline has those of its stages. Optimizers
+that go element by element, or by parameter, do the same there as on one device.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import InvalidInput
 
-# Those on processes, and whether other ranks have other parameters.
+# Parallel modules on processes, and whether other ranks have other parameters.
 _registered: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
-def register_module(module: nn.Module, has_stages: bool) -> None:
-    """Of a parallel module on processes; `has_stages`: other ranks have other parameters."""
+def register_module(module: nn.Module, *, has_stages: bool) -> None:
+    """Remember a parallel module on processes, and whether other ranks have other parameters."""
     _watch_optimizers()
     _registered[module] = has_stages
 
@@ -33,7 +33,7 @@ def _watch_optimizers() -> None:
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse a step that would break off in the middle, or be another on each rank."""
+    """Refuse a step that would fail in the middle, or differ between ranks."""
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     is_fused_sgd = isinstance(optimizer, SGD) and is_fused
     if not (is_fused_sgd or isinstance(optimizer, LBFGS | Adafactor | Rprop)):
@@ -41,17 +41,17 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     of_stages = {
         id(p): stages for module, stages in _registered.items() for p in module.parameters()
     }
-    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = [one for one in given if id(one) in of_stages and isinstance(one, DTensor)]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    dtensors = [p for p in parameters if id(p) in of_stages and isinstance(p, DTensor)]
     kind, pieces = type(optimizer).__name__, 'states="whole" with mode="data", or another optimizer'
-    is_cut = any(not placed.is_replicate() for one in own for placed in one.placements)
-    if isinstance(optimizer, LBFGS) and any(of_stages[id(one)] for one in own):
+    is_cut = any(not placed.is_replicate() for p in dtensors for placed in p.placements)
+    if isinstance(optimizer, LBFGS) and any(of_stages[id(p)] for p in dtensors):
         got, remedy = "parameters of some stages of a pipeline", "pipeline=None, or " + pieces
     elif isinstance(optimizer, LBFGS | Adafactor) and is_cut:
         got, remedy = "parameters that are kept in pieces", pieces
-    elif isinstance(optimizer, Rprop) and own:
+    elif isinstance(optimizer, Rprop) and dtensors:
         got, remedy = "DTensors", "another optimizer"
-    elif is_fused_sgd and own:
+    elif is_fused_sgd and dtensors:
         kind, got, remedy = f"{kind}(fused=True)", "DTensors", "foreach=True instead of fused=True"
     else:
         return

@@ -1,9 +1,8 @@
-"""Tensors: the parameters and buffers of a parallel module, read from its tree, which owns them.
+"""Read the parameters and buffers of a parallel module from its tree, before every step.
 
-Every step reads them anew. What a user does to a module between two steps (freeze a parameter, put
-another in its place, load a state with `assign=True`) so has the effect that it has on the model,
-or is refused before the step: the modules, what is tied, what may learn and of which kind each
-tensor is belong to the program.
+So changes between two steps (freezing or replacing a parameter, `load_state_dict(assign=True)`)
+have the effect that they have on the model. Changes of what belongs to the program are refused: of
+modules, tied tensors, trainable parameters, and of a tensor's shape, dtype or device.
 """
 
 from __future__ import annotations
@@ -28,15 +27,19 @@ _SHAPE, _LEARNS = map(attrgetter, ("shape", "requires_grad"))
 
 
 class ModuleTensors:
-    """What a module's tree holds by name, as it was last accepted."""
+    """The tensors of a module's tree by name, as they were last accepted."""
 
     def __init__(
         self, root: nn.Module, tied: Mapping[str, str], learns: Mapping[str, bool]
     ) -> None:
-        """`tied`: other names of a parameter or buffer; `learns`: of the parameters that the
-        program reads, whether it makes their gradients."""
+        """Accept the tree of `root`.
+
+        `tied` maps other names of a tensor to its first; `learns` has for each parameter that the
+        program reads whether it makes the gradient."""
         self._root, self._learns = root, learns
-        self._held = [vars(module)[kind].values() for module in root.modules() for kind in HOLDERS]
+        self._entries = [
+            vars(module)[kind].values() for module in root.modules() for kind in HOLDERS
+        ]
         self._planned = self._contents()
         self._kinds = {name: _describe_kind(value) for name, value in self._planned.items()}
         self._shapes = {name: _shape_or_none(value) for name, value in self._planned.items()}
@@ -44,16 +47,16 @@ class ModuleTensors:
         self._accept(self._planned)
 
     @property
-    def changed(self) -> bool:
-        """Whether the tree holds anything else than `values`, or lets other parameters learn."""
-        return self._look() != self._seen
+    def has_changed(self) -> bool:
+        """Return whether the tree holds other tensors than `values`, or other parameters learn."""
+        return self._fingerprint() != self._accepted
 
-    def take(self) -> None:
-        """Accept what the tree holds now, or refuse it."""
-        found = self._contents()
-        for name in dict.fromkeys([*self._planned, *found]):
-            self._check_kind(name, found.get(name))
-        for name, value in found.items():
+    def accept_changes(self) -> None:
+        """Accept the tensors that the tree holds now, or refuse them."""
+        contents = self._contents()
+        for name in dict.fromkeys([*self._planned, *contents]):
+            self._check_kind(name, contents.get(name))
+        for name, value in contents.items():
             if isinstance(value, Tensor):
                 self._check_data(name, value)
                 if value.requires_grad and not isinstance(value, nn.Parameter):
@@ -63,16 +66,16 @@ class ModuleTensors:
                         remedy="make it a parameter of the model, then parallelize that",
                     )
         for alias, name in self._tied.items():
-            if found[alias] is not found[name]:
+            if contents[alias] is not contents[name]:
                 raise InvalidInput(
                     "tensors that are tied in the program stay tied",
                     got=f"{alias} is another tensor than {name}",
                     remedy="put one tensor in both places, or untie the model first",
                 )
-        self._accept(found)
+        self._accept(contents)
 
-    def _accept(self, found: TreeContents) -> None:
-        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    def _accept(self, contents: TreeContents) -> None:
+        tensors = {name: value for name, value in contents.items() if isinstance(value, Tensor)}
         self.values = {name: value for name, value in tensors.items() if name not in self._tied}
         self._data = {
             name: (local_of(value), _data_identity(value)) for name, value in tensors.items()
@@ -82,21 +85,20 @@ class ModuleTensors:
         self.are_frozen = not any(value is None or value.requires_grad for value in read)
         # Parameters that learn now, and did not when they were planned.
         learns = [name for name, planned in self._learns.items() if not planned]
-        found_now = {name: self.values.get(name) for name in learns}
-        self.unfrozen = frozenset(
-            n for n, v in found_now.items() if v is not None and v.requires_grad
-        )
+        now = {name: self.values.get(name) for name in learns}
+        self.unfrozen = frozenset(n for n, v in now.items() if v is not None and v.requires_grad)
         # As long as these live, other memory has other addresses.
         self._memory = [value.untyped_storage() for value in tensors.values()]
-        self._found, self._seen = found, self._look()
+        self._last_contents, self._accepted = contents, self._fingerprint()
 
-    def _look(self) -> list[object]:
-        """What tells two states of the tree apart; every step looks, so no line of Python runs for
-        each parameter."""
+    def _fingerprint(self) -> list[object]:
+        """Return values that differ between two states of the tree.
+
+        Every step calls this, so no line of Python runs for each parameter."""
         tensors = self.values.values()
         with plain_attributes():
             return [
-                *map(id, chain.from_iterable(self._held)),
+                *map(id, chain.from_iterable(self._entries)),
                 *map(id, map(piece_of, self._placed)),
                 *map(id, map(Tensor.untyped_storage, tensors)),
                 *map(Tensor.storage_offset, tensors),
@@ -132,7 +134,7 @@ class ModuleTensors:
             raise InvalidInput(rule, got=got, remedy=PARALLELIZE_AGAIN)
 
     def _check_data(self, name: str, value: Tensor) -> None:
-        if not isinstance(value, DTensor) or self._found.get(name) is not value:
+        if not isinstance(value, DTensor) or self._last_contents.get(name) is not value:
             return
         local, data = self._data[name]
         if local_of(value) is local and _data_identity(value) != data:
@@ -144,7 +146,7 @@ class ModuleTensors:
 
 
 def _data_identity(value: Tensor) -> object:
-    """What tells that a tensor's `.data` was set, to a view of what it was too."""
+    """Return values that differ after a tensor's `.data` was set, also to a view of itself."""
     return memory_of(value), value.storage_offset(), value.shape, value.stride()
 
 
@@ -153,9 +155,9 @@ def _shape_or_none(value: Tensor | nn.Module | None) -> tuple[int, ...] | None:
 
 
 def validate_replacement(module: nn.Module, name: str, value: object = None) -> None:
-    """Refuse what may not take the place of that name in a module, where `None` takes it away.
+    """Refuse to set attribute `name` of a module to `value`; None removes the attribute.
 
-    Modules are not replaced, and tensors keep their shape.
+    Modules may not be replaced, and tensors keep their shape.
     """
     submodule = module._modules.get(name)
     if value is not submodule and (submodule is not None or isinstance(value, nn.Module)):
@@ -164,17 +166,17 @@ def validate_replacement(module: nn.Module, name: str, value: object = None) -> 
             got=f"{name} is {_describe_change(submodule, value)}",
             remedy=PARALLELIZE_AGAIN,
         )
-    held = module._parameters.get(name, module._buffers.get(name))
-    if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape != value.shape:
+    old = module._parameters.get(name, module._buffers.get(name))
+    if isinstance(old, Tensor) and isinstance(value, Tensor) and old.shape != value.shape:
         raise InvalidInput(
             "what takes the place of a tensor has its shape",
-            got=f"{name}: {tuple(value.shape)}; planned was {tuple(held.shape)}",
+            got=f"{name}: {tuple(value.shape)}; planned was {tuple(old.shape)}",
             remedy=PARALLELIZE_AGAIN,
         )
 
 
 def _describe_kind(value: Tensor | nn.Module | None) -> str:
-    """What a tensor has in common with those that may take its place."""
+    """Describe the kind, shape, dtype and placement that a tensor's replacement must have."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     what = "a parameter" if isinstance(value, nn.Parameter) else "a tensor"

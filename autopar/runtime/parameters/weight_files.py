@@ -1,15 +1,15 @@
-"""Weights: values from safetensors files or a mapping, of which a rank reads its slices alone.
+"""Read weights from safetensors files or a mapping, so that a rank reads its slices alone.
 
     weights = open_weights("checkpoint/")
-    weights.held["head.weight"]                      # its shape and dtype; nothing is read yet
+    weights.tensors["head.weight"]                   # its shape and dtype; nothing is read yet
     weights.read("head.weight", ((0, 16), (0, 64)))  # rows 0 to 15, and no other byte
 
 A file is the length of its header (8 bytes), the header (JSON: by name dtype, shape and the first
-and last byte of the data) and the data, row-major, without gaps. A file of a checkpoint has digests
-in its header, of this and of each tensor.
+and last byte of the data) and the data, row-major, without gaps. In checkpoints headers have
+digests.
 
-What an index names lies in its folder, or below it. Links there are followed wherever they lead, as
-those of Hugging Face's cache: who has the folder has set them, and anybody may have sent the index.
+The files of an index lie in or below its folder. Links there are followed wherever they lead, as
+those of Hugging Face's cache: the owner of the folder set them, but anybody may send an index.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SUFFIX = ".safetensors"
 _LOAD_BY_TORCH = "weights=torch.load(path, weights_only=True) if it was written by torch.save"
-DIGEST, DIGESTS = "header crc32", "crc32"  # in what a file says of itself
+DIGEST, DIGESTS = "header crc32", "crc32"  # keys of a file's metadata
 _SHARD = re.compile(rf".*-\d{{5}}-of-\d{{5}}{re.escape(SUFFIX)}")
 INDEX = "model.safetensors.index.json"
 CHECKPOINT = "checkpoint.json"  # lies in the folder of a checkpoint
@@ -65,12 +65,12 @@ MAX_READ_BYTES = 4 * 2**20  # bytes that are read at once so
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that weights hold."""
+    """The type of a tensor in weights, and its place in a file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    path: Path | None = None  # of its file
-    start: int = 0  # the place of its first byte there
+    path: Path | None = None  # of its file; None: it is in memory
+    start: int = 0  # the position of its first byte in the file
 
     @property
     def size(self) -> int:
@@ -80,14 +80,14 @@ class StoredTensor:
 class WeightSource:
     """Tensors by name, which are read in parts."""
 
-    held: Mapping[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor]
 
     def read(self, name: str, bounds: Bounds) -> Tensor:
-        """A part of a tensor in memory of its own."""
+        """Return the part of a tensor inside `bounds`, in memory of its own."""
         raise NotImplementedError
 
-    def read_alike(self, names: Sequence[str], bounds: Bounds) -> Tensor:
-        """The same of a tensor that is here under several names, with one value."""
+    def read_tied(self, names: Sequence[str], bounds: Bounds) -> Tensor:
+        """Read a part of a tensor with several names; refuse names with different values."""
         part = self.read(names[0], bounds)
         for name in names[1:]:
             other = self.read(name, bounds).to(part.dtype)
@@ -103,53 +103,53 @@ class WeightSource:
 class MappedTensors(WeightSource):
     """A mapping of names to tensors."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self.held = {name: StoredTensor(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self._values = values
+        self.tensors = {name: StoredTensor(tuple(t.shape), t.dtype) for name, t in values.items()}
 
     def read(self, name: str, bounds: Bounds) -> Tensor:
-        part = narrow_to(self._tensors[name].detach(), bounds)
+        part = narrow_to(self._values[name].detach(), bounds)
         return part.clone(memory_format=torch.contiguous_format)
 
 
 class SafetensorsFiles(WeightSource):
-    """What lies in some files."""
+    """The tensors of several safetensors files."""
 
     def __init__(self, paths: list[Path]) -> None:
-        found: dict[str, StoredTensor] = {}
-        self.metadata: dict[str, Any] = {}  # what the files say of themselves
-        self.have_digests = True  # of their headers, which are right
+        tensors: dict[str, StoredTensor] = {}
+        self.metadata: dict[str, Any] = {}  # of all files
+        self.have_digests = True  # the headers have digests, and these are right
         self._stamps: dict[Path, tuple[int, ...]] = {}
         for path in paths:
             with self._open(path) as file:
                 header = _read_header(path, file)
-            self.metadata |= header.words
-            self.have_digests &= header.words.get(DIGEST) == header.digest
-            for name, held in header.held.items():
-                if name in found:
-                    raise _malformed(path, f"{name}, which is in {found[name].path} too")
-                found[name] = held
-        self.held = found
+            self.metadata |= header.metadata
+            self.have_digests &= header.metadata.get(DIGEST) == header.digest
+            for name, stored in header.tensors.items():
+                if name in tensors:
+                    raise _malformed(path, f"{name}, which is in {tensors[name].path} too")
+                tensors[name] = stored
+        self.tensors = tensors
 
     def read(self, name: str, bounds: Bounds) -> Tensor:
-        held = self.held[name]
-        assert held.path is not None
+        stored = self.tensors[name]
+        assert stored.path is not None
         shape = [length for _, length in bounds]
-        part = torch.empty(shape, dtype=held.dtype, device="cpu")
+        part = torch.empty(shape, dtype=stored.dtype, device="cpu")
         if part.numel():
-            with self._open(held.path) as file:
-                _read_bounds(file.fileno(), held, bounds, part)
+            with self._open(stored.path) as file:
+                _read_bounds(file.fileno(), stored, bounds, part)
         return part
 
     def digest(self, name: str) -> str:
         """Compute the digest of a tensor's bytes, as they lie in its file now."""
-        held, crc = self.held[name], 0
-        assert held.path is not None
-        with self._open(held.path) as file:
-            for start in range(0, held.size, MAX_READ_BYTES):
-                size = min(MAX_READ_BYTES, held.size - start)
+        stored, crc = self.tensors[name], 0
+        assert stored.path is not None
+        with self._open(stored.path) as file:
+            for start in range(0, stored.size, MAX_READ_BYTES):
+                size = min(MAX_READ_BYTES, stored.size - start)
                 block = torch.empty(size, dtype=torch.uint8, device="cpu")
-                _read_bytes(file.fileno(), held, held.start + start, block)
+                _read_bytes(file.fileno(), stored, stored.start + start, block)
                 crc = zlib.crc32(block.numpy().data, crc)
         return f"{crc:08x}"
 
@@ -164,24 +164,24 @@ class SafetensorsFiles(WeightSource):
         return file
 
 
-def open_weights(given: Any) -> WeightSource:
-    """The weights of a path or a mapping; or refuse it."""
+def open_weights(source: Any) -> WeightSource:
+    """Open the weights of a path or a mapping, or refuse it."""
     try:
-        return _open_source(given)
+        return _open_source(source)
     except OSError as error:
-        raise _not_weights(f"{given}, which cannot be read: {error}") from error
+        raise _not_weights(f"{source}, which cannot be read: {error}") from error
 
 
-def _open_source(given: Any) -> WeightSource:
-    if isinstance(given, Mapping):
-        if not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in given.items()):
+def _open_source(source: Any) -> WeightSource:
+    if isinstance(source, Mapping):
+        if not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in source.items()):
             raise _not_weights("a mapping with other things than names and tensors")
-        if nameless := [name for name, tensor in given.items() if tensor.device.type == "meta"]:
-            raise _not_weights(f"{', '.join(nameless[:4])} on the meta device")
-        return MappedTensors(given)
-    if not isinstance(given, str | os.PathLike):
-        raise _not_weights(f"a value of type {type(given).__name__}")
-    path = Path(given)
+        if empty := [name for name, tensor in source.items() if tensor.device.type == "meta"]:
+            raise _not_weights(f"{', '.join(empty[:4])} on the meta device")
+        return MappedTensors(source)
+    if not isinstance(source, str | os.PathLike):
+        raise _not_weights(f"a value of type {type(source).__name__}")
+    path = Path(source)
     if not path.exists():
         raise _not_weights(f"{path}, where nothing is")
     if not path.is_dir():
@@ -215,7 +215,7 @@ def _malformed(path: Path, why: str) -> InvalidInput:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    """The files that an index names."""
+    """Return the files that an index names, or refuse one outside of its folder."""
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         files = [index.parent / name for name in names]
@@ -231,15 +231,15 @@ def _indexed_files(index: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class _Header:
-    """What a file says of its tensors and of itself."""
+    """The header of a file: its tensors, its metadata, and the digest that belongs to both."""
 
-    held: Mapping[str, StoredTensor]
-    words: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, Any]
     digest: str
 
 
 def _read_header(path: Path, file: BinaryIO) -> _Header:
-    """Read the header of a file, if it tells of all that is there and nothing else."""
+    """Read the header of a file, and refuse one that does not cover exactly the file's bytes."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little") if size >= 8 else MAX_HEADER_BYTES + 1
     if path.suffix != SUFFIX and file.read(1) != b"{":
@@ -250,18 +250,18 @@ def _read_header(path: Path, file: BinaryIO) -> _Header:
     text = file.read(length)
     try:
         entries = json.loads(text)
-        words = dict(entries.pop("__metadata__", None) or {})
-        found = {name: _parse_entry(path, 8 + length, entry) for name, entry in entries.items()}
+        metadata = dict(entries.pop("__metadata__", None) or {})
+        tensors = {name: _parse_entry(path, 8 + length, entry) for name, entry in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _malformed(path, f"no header ({type(error).__name__}: {error})") from None
     end = 8 + length
-    for name, held in sorted(found.items(), key=lambda item: (item[1].start, item[1].size)):
-        if held.start != end:
-            raise _malformed(path, f"{name} begins at byte {held.start}, not {end}")
-        end += held.size
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].size)):
+        if stored.start != end:
+            raise _malformed(path, f"{name} begins at byte {stored.start}, not {end}")
+        end += stored.size
     if end != size:
         raise _malformed(path, f"{size} bytes, of which the header tells {end}")
-    return _Header(found, words, _digest_of_header(entries, words))
+    return _Header(tensors, metadata, _digest_of_header(entries, metadata))
 
 
 def _parse_entry(path: Path, begin: int, entry: Any) -> StoredTensor:
@@ -269,82 +269,82 @@ def _parse_entry(path: Path, begin: int, entry: Any) -> StoredTensor:
     shape = tuple(entry["shape"])
     if not all(type(number) is int and number >= 0 for number in (first, last, *shape)):
         raise ValueError(f"sizes {shape} from {first} to {last}")
-    held = StoredTensor(shape, DTYPES[entry["dtype"]], path, begin + first)
-    if held.size != last - first:
+    stored = StoredTensor(shape, DTYPES[entry["dtype"]], path, begin + first)
+    if stored.size != last - first:
         raise ValueError(f"{last - first} bytes for {entry['dtype']} {list(shape)}")
-    return held
+    return stored
 
 
-def _read_bounds(descriptor: int, held: StoredTensor, bounds: Bounds, part: Tensor) -> None:
-    """Fill `part` with the elements inside `bounds`: run by run, or where these are short, from
-    whole rows."""
-    shape, item = held.shape, held.dtype.itemsize
+def _read_bounds(descriptor: int, stored: StoredTensor, bounds: Bounds, part: Tensor) -> None:
+    """Fill `part` with the elements inside `bounds`, run by run; short runs from full rows."""
+    shape, item = stored.shape, stored.dtype.itemsize
     strides = [item * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     cut = [dim for dim, (_, length) in enumerate(bounds) if length != shape[dim]]
     last = cut[-1] if cut else 0
     run = bounds[last][1] * strides[last] if bounds else item
     rows = last - 1 if run < SHORTEST_RUN and last > 0 else last  # the dim that is read in runs
     into = part.reshape(-1).view(torch.uint8)
-    begin = held.start + sum(start * stride for (start, _), stride in zip(bounds, strides))
+    begin = stored.start + sum(start * stride for (start, _), stride in zip(bounds, strides))
     outer = [range(length) for _, length in bounds[:rows]]
     for number, place in enumerate(itertools.product(*outer)):
         at = begin + sum(index * stride for index, stride in zip(place, strides))
         if rows == last:
-            _read_bytes(descriptor, held, at, into[number * run : (number + 1) * run])
+            _read_bytes(descriptor, stored, at, into[number * run : (number + 1) * run])
             continue
         count, stride = bounds[rows][1], strides[rows]
         piece = into[number * count * run : (number + 1) * count * run].view(count, run)
         offset = bounds[last][0] * strides[last]
-        most = max(1, MAX_READ_BYTES // stride)
-        for first in range(0, count, most):
-            block = piece[first : first + most]
-            whole = torch.empty(len(block), stride, dtype=torch.uint8, device="cpu")
-            _read_bytes(descriptor, held, at - offset + first * stride, whole.view(-1))
-            block.copy_(whole[:, offset : offset + run])
+        block_rows = max(1, MAX_READ_BYTES // stride)
+        for first in range(0, count, block_rows):
+            block = piece[first : first + block_rows]
+            full = torch.empty(len(block), stride, dtype=torch.uint8, device="cpu")
+            _read_bytes(descriptor, stored, at - offset + first * stride, full.view(-1))
+            block.copy_(full[:, offset : offset + run])
 
 
-def _read_bytes(descriptor: int, held: StoredTensor, at: int, into: Tensor) -> None:
+def _read_bytes(descriptor: int, stored: StoredTensor, at: int, into: Tensor) -> None:
     """Read as many bytes as `into` takes, from byte `at` of the file."""
     view, done = memoryview(into.numpy().data), 0
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], at + done)
         if count == 0:
-            assert held.path is not None
-            raise _malformed(held.path, "it has become shorter since it was opened")
+            assert stored.path is not None
+            raise _malformed(stored.path, "it has become shorter since it was opened")
         done += count
 
 
 def require_dtype(name: str, dtype: torch.dtype) -> None:
-    """Refuse what the format has no name for."""
+    """Refuse a dtype that the format has no name for."""
     if dtype not in NAMES:
         raise InvalidInput(
             "a safetensors file holds tensors of the dtypes that it has names for",
             got=f"{name} of {dtype}",
-            remedy=f"use one of {', '.join(str(one) for one in NAMES)}",
+            remedy=f"use one of {', '.join(map(str, NAMES))}",
         )
 
 
 def split_shards(
-    kinds: Mapping[str, StoredTensor], most: float
+    tensors: Mapping[str, StoredTensor], max_bytes: float
 ) -> dict[str, dict[str, StoredTensor]]:
-    """The tensors of each of several files of at most `most` bytes, or of one tensor, by the file's
-    name: those that other programs give them."""
+    """Divide tensors among files of at most `max_bytes`, or of one tensor, by the file's name.
+
+    The names are the usual ones of safetensors checkpoints."""
     shards: list[dict[str, StoredTensor]] = [{}]
     size = 0
-    for name, held in kinds.items():
-        if shards[-1] and size + held.size > most:
+    for name, stored in tensors.items():
+        if shards[-1] and size + stored.size > max_bytes:
             shards.append({})
             size = 0
-        shards[-1][name] = held
-        size += held.size
+        shards[-1][name] = stored
+        size += stored.size
     count = len(shards)
     if count == 1:
         return {f"model{SUFFIX}": shards[0]}
-    return {f"model-{i:05}-of-{count:05}{SUFFIX}": one for i, one in enumerate(shards, 1)}
+    return {f"model-{i:05}-of-{count:05}{SUFFIX}": shard for i, shard in enumerate(shards, 1)}
 
 
 def require_file(path: Path) -> None:
-    """Refuse what a file of weights does not take the place of."""
+    """Refuse to write weights over a folder, or over a file that is no weights."""
     if path.is_dir():
         raise InvalidInput(
             "a whole model is one file, or several in a folder",
@@ -352,14 +352,14 @@ def require_file(path: Path) -> None:
             remedy='"model.safetensors", or max_shard_size=5e9 for files in a folder',
         )
     if path.exists():
-        open_weights(path)  # anything else does not go away
+        open_weights(path)
 
 
-def require_folder(path: Path, most: Any) -> None:
-    """Refuse what shards cannot be written into, or no size of theirs."""
+def require_folder(path: Path, size: Any) -> None:
+    """Refuse a path that shards cannot be written into, or a wrong `max_shard_size`."""
     rule = "shards are files of at most so many bytes, in a folder"
-    if not isinstance(most, int | float) or isinstance(most, bool) or not most > 0:
-        raise InvalidInput(rule, got=f"max_shard_size={most!r}", remedy="max_shard_size=5e9")
+    if not isinstance(size, int | float) or isinstance(size, bool) or not size > 0:
+        raise InvalidInput(rule, got=f"max_shard_size={size!r}", remedy="max_shard_size=5e9")
     if path.exists() and not path.is_dir():
         raise InvalidInput(rule, got=f"{path}, which is a file", remedy="give the path of a folder")
     if (path / CHECKPOINT).is_file():
@@ -371,7 +371,7 @@ def require_folder(path: Path, most: Any) -> None:
 
 
 def remove_old_shards(folder: Path, names: Collection[str]) -> None:
-    """Take away an earlier model's, but for those that `names` replace."""
+    """Remove an earlier model's index and shards, but for those that `names` replace."""
     (folder / INDEX).unlink(missing_ok=True)
     for file in folder.glob(f"model*{SUFFIX}"):
         is_shard = re.fullmatch(r"model(-\d{5}-of-\d{5})?", file.stem)
@@ -380,60 +380,59 @@ def remove_old_shards(folder: Path, names: Collection[str]) -> None:
 
 
 def make_index(shards: Mapping[str, Mapping[str, StoredTensor]]) -> bytes:
-    """Which tensor is in which file."""
-    places = {name: file for file, held in shards.items() for name in held}
-    size = sum(one.size for held in shards.values() for one in held.values())
-    told = {"metadata": {"total_size": size}, "weight_map": places}
-    return json.dumps(told, indent=2, sort_keys=True).encode() + b"\n"
+    """Write the JSON that says in which file each tensor is."""
+    places = {name: file for file, tensors in shards.items() for name in tensors}
+    size = sum(stored.size for tensors in shards.values() for stored in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    return json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def write_safetensors(
     file: BinaryIO,
-    kinds: Mapping[str, StoredTensor],
+    tensors: Mapping[str, StoredTensor],
     values: Iterable[Tensor],
     metadata: Mapping[str, str] | None = None,
     *,
     has_digests: bool = False,
 ) -> None:
-    """Write tensors of some kinds, whose `values` come one by one in their order.
+    """Write `tensors`, whose `values` come one by one in their order, and `metadata`.
 
-    `metadata`: what the file says of itself; with digests, of its header and of each tensor too,
-    which take their places when all has been written."""
+    With `has_digests` the metadata gets those of the header and of each tensor at the end."""
     entries, end = {}, 0
-    for name, held in kinds.items():
-        begin, end = end, end + held.size
+    for name, stored in tensors.items():
+        begin, end = end, end + stored.size
         entries[name] = {
-            "dtype": NAMES[held.dtype],
-            "shape": list(held.shape),
+            "dtype": NAMES[stored.dtype],
+            "shape": list(stored.shape),
             "data_offsets": [begin, end],
         }
-    words = {"format": "pt", **(metadata or {})}
+    all_metadata = {"format": "pt", **(metadata or {})}
     blank = "0" * 8
-    digests = [blank] * len(kinds)
+    digests = [blank] * len(tensors)
     if has_digests:
-        words |= {DIGESTS: " ".join(digests), DIGEST: blank}
-    _write_header(file, entries, words)
+        all_metadata |= {DIGESTS: " ".join(digests), DIGEST: blank}
+    _write_header(file, entries, all_metadata)
     for number, value in enumerate(values):
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         file.write(data)
         if has_digests:
             digests[number] = f"{zlib.crc32(data):08x}"
     if has_digests:
-        words[DIGESTS] = " ".join(digests)
-        words[DIGEST] = _digest_of_header(entries, words)
+        all_metadata[DIGESTS] = " ".join(digests)
+        all_metadata[DIGEST] = _digest_of_header(entries, all_metadata)
         file.seek(0)
-        _write_header(file, entries, words)
+        _write_header(file, entries, all_metadata)
 
 
-def _write_header(file: BinaryIO, entries: Mapping[str, Any], words: Mapping[str, str]) -> None:
-    text = json.dumps({"__metadata__": words, **entries}).encode()
+def _write_header(file: BinaryIO, entries: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    text = json.dumps({"__metadata__": metadata, **entries}).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
 
 
-def _digest_of_header(entries: Mapping[str, Any], words: Mapping[str, str]) -> str:
-    """Compute the digest of all that a header says but this."""
-    return digest_of([entries, {key: word for key, word in words.items() if key != DIGEST}])
+def _digest_of_header(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> str:
+    """Compute the digest of a header's entries and metadata without the digest itself."""
+    return digest_of([entries, {key: word for key, word in metadata.items() if key != DIGEST}])
 
 
 def digest_of(data: Any) -> str:
