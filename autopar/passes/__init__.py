@@ -52,7 +52,7 @@ PassFunction = Callable[[fx.Graph, Any], fx.Graph]
 
 @dataclass(frozen=True)
 class Pass:
-    """One step of a table."""
+    """Describe one step of a table: its function, its place, what its result satisfies."""
 
     run: PassFunction  # with the `Setting` of its table
     after: tuple[PassFunction, ...]  # what must come before it
@@ -81,12 +81,12 @@ LOCAL_PASSES = (
 
 
 def rewrite(
-    captured: Captured, decisions: Decisions, price: Price, *, each: bool = True
+    captured: Captured, decisions: Decisions, price: Price, *, verify_each: bool = True
 ) -> fx.Graph:
-    """The program that all ranks run: every collective a node, every value with its type.
-
-    It is verified after each pass, or after the last, which gives what all of them give."""
-    return _run(PASSES, captured.graph, Setting(captured, decisions, price), each)
+    """Return the program that all ranks run: every collective a node, every value typed.
+    It is verified after each pass, or without `verify_each` after the last."""
+    setting = Setting(captured, decisions, price)
+    return _run(PASSES, captured.graph, setting, verify_each=verify_each)
 
 
 def change_recomputation(
@@ -96,39 +96,43 @@ def change_recomputation(
     price: Price,
     repeats: EqualBlocks = NO_EQUAL_BLOCKS,
 ) -> fx.Graph:
-    """A rewritten program of the same layouts in which other regions are recomputed. `repeats`: its
-    equal blocks, if none is yet."""
-    made = copy_subgraph(graph, graph.nodes)
-    return mark_recomputed(made, Setting(captured, decisions, price), repeats.moved_to(made))
+    """Return a rewritten program of the same layouts with other regions recomputed.
+    `repeats`: its equal blocks, if none is recomputed yet."""
+    copy = copy_subgraph(graph, graph.nodes)
+    return mark_recomputed(copy, Setting(captured, decisions, price), repeats.moved_to(copy))
 
 
 def change_state_places(
     graph: fx.Graph, captured: Captured, decisions: Decisions, price: Price
 ) -> fx.Graph:
-    """A rewritten program of the same layouts whose parameters have had one place so far, with the
-    places of these decisions."""
-    setting, found = Setting(captured, decisions, price), copy_subgraph(graph, graph.nodes)
-    for node in found.find_nodes(op="placeholder"):
+    """Return a rewritten program of the same layouts with these decisions' places of states.
+    Its parameters have had one place each so far."""
+    setting, copy = Setting(captured, decisions, price), copy_subgraph(graph, graph.nodes)
+    for node in copy.find_nodes(op="placeholder"):
         if node.name in decisions.apart:
             info(node).places = decisions.apart[node.name]
     if not any(places.storage != places.working for places in decisions.apart.values()):
-        return found
-    found = mark_times(measure_movements(gather_parameters(found, setting), setting), setting)
-    found = mark_recomputed(found, setting)
-    verify(found, "moved", setting.mesh)
-    return found
+        return copy
+    copy = mark_times(measure_movements(gather_parameters(copy, setting), setting), setting)
+    copy = mark_recomputed(copy, setting)
+    verify(copy, "moved", setting.mesh)
+    return copy
 
 
 def run_local_passes(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
-    """What one rank runs, in place: as few calls and as little waiting as eager code needs."""
+    """Rewrite one rank's program in place, to few calls and little waiting in eager mode."""
     return _run(LOCAL_PASSES, graph, setting)
 
 
 def _run(
-    table: tuple[Pass, ...], graph: fx.Graph, setting: Setting | LocalSetting, each: bool = True
+    table: tuple[Pass, ...],
+    graph: fx.Graph,
+    setting: Setting | LocalSetting,
+    *,
+    verify_each: bool = True,
 ) -> fx.Graph:
-    for step in table:
-        graph = step.run(graph, setting)
-        if each or step is table[-1]:
-            verify(graph, step.gives, setting.mesh)
+    for pass_ in table:
+        graph = pass_.run(graph, setting)
+        if verify_each or pass_ is table[-1]:
+            verify(graph, pass_.gives, setting.mesh)
     return graph

@@ -1,6 +1,6 @@
 """The cut of a program into micro-batches: what each value is to them, and the program of one.
 
-The work of `microbatches.cut_batch`, one live operator after the other, by their rules.
+`microbatches.cut_batch` drives it: one live operator after another, by the rules of operators.
 """
 
 from __future__ import annotations
@@ -44,44 +44,44 @@ SAME, OWN, SUM = "the same for all", "a micro-batch's own", "a sum"
 
 
 class BatchDim(NamedTuple):
-    """A dim that micro-batches cut, as a whole or each of its parts."""
+    """Describe a dim that micro-batches cut, as a whole or each of its parts."""
 
     dim: int
     parts: int = 1
 
     @classmethod
     def of(cls, layout: Layout) -> BatchDim | None:
-        """Read what micro-batches cut of a tensor; `None` of one that they leave whole."""
+        """Read what micro-batches cut of a tensor; `None` if they leave it whole."""
         dim = layout.dim_of(AXIS)
         return None if dim is None else cls(dim, parts_of(layout.dims[dim]) or 1)
 
     def layout(self, ndim: int) -> Layout:
-        """The layout of a tensor of so many dims over micro-batches."""
+        """Return the layout over micro-batches of a tensor of `ndim` dims."""
         cut = (f"/{self.parts}", AXIS) if self.parts > 1 else (AXIS,)
         return Layout.replicated(ndim).with_dim(self.dim, cut)
 
     def shares(self, value: Tensor, count: int) -> list[Tensor]:
-        """The piece of each of `count` micro-batches."""
+        """Return the piece of each of `count` micro-batches."""
         sizes = (self.parts, count, value.shape[self.dim] // (self.parts * count))
-        apart = value.unflatten(self.dim, sizes).unbind(self.dim + 1)
-        return [one.flatten(self.dim, self.dim + 1) for one in apart]
+        blocks = value.unflatten(self.dim, sizes).unbind(self.dim + 1)
+        return [share.flatten(self.dim, self.dim + 1) for share in blocks]
 
 
 Status = BatchDim | str  # SAME, OWN (statistics), SUM, or the dim that is cut
 
 
 class InseparableBatch(InvalidInput):
-    """Samples meet before the loss, so that a step has one micro-batch, whatever else it has."""
+    """Refuse micro-batches because samples meet before the loss."""
 
 
 class BatchCutter:
-    """The working state: what each value is across micro-batches, and the new graph."""
+    """Hold what each value is across micro-batches, and the program of one as it grows."""
 
     def __init__(
         self, captured: Captured, count: int, *, tells: bool = False, keeps: bool = True
     ) -> None:
-        """`tells`: the new program gives all outputs, not the loss alone; `keeps`: and what forward
-        leaves behind in Python."""
+        """Start with the inputs. `tells`: give all outputs, not the loss alone; `keeps`: also give
+        what forward leaves behind in Python."""
         self.captured, self.count, self.tells = captured, count, tells
         self.mesh = Mesh(**{AXIS: count})
         results: Any = captured.graph.output_node().args[0]
@@ -95,7 +95,7 @@ class BatchCutter:
         self.live = ancestors([*self.outputs, *_mutated(captured)])
         self.tables: list[fx.Node] = []  # refused last, when it helps to hand them over as inputs
         self.status: dict[str, Status] = {}
-        self.given: dict[fx.Node, tuple[Status, ...]] = {}  # of each result of an operator
+        self.results: dict[fx.Node, tuple[Status, ...]] = {}  # of each result of an operator
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.constants = dict(captured.constants)
@@ -114,39 +114,39 @@ class BatchCutter:
     def visit(self, node: fx.Node) -> None:
         """Find the status of one live operator, and copy it."""
         if is_result(node):
-            status = self.status[node.name] = self.given[maker(node)][result_index(node)]
+            status = self.status[node.name] = self.results[maker(node)][result_index(node)]
             self._copy(node, (status,), node.args, {})
             return
         inputs = tensor_inputs(node)
         self.read.clear()
         values = info(node).values
-        given = self._given(node, inputs) if self.count > 1 else (SAME,) * len(values)
-        if given == (SUM,) and traits_of(node).counts and self._of_inputs(node):
+        statuses = self._given(node, inputs) if self.count > 1 else (SAME,) * len(values)
+        if statuses == (SUM,) and traits_of(node).counts and self._of_inputs(node):
             self._total(node)
             self.status[node.name], self.copies[node] = SAME, self.summed[node]
             return
-        self.given[node] = given
+        self.results[node] = statuses
         if not has_results(node):
-            self.status[node.name] = given[0]
+            self.status[node.name] = statuses[0]
         types = tuple(
             TensorType.of(value, _layout(value, status))
-            for value, status in zip(values, given)
+            for value, status in zip(values, statuses)
             if isinstance(value, Tensor)
         )
         args, kwargs = localize_arguments(node, types, self.mesh, 0)
         if (place := traits_of(node).count) is not None:
             args = (*args[:place], args[place] // self.count, *args[place + 1 :])
-        if isinstance(given[0], BatchDim):
-            at, parts = given[0]
+        if isinstance(statuses[0], BatchDim):
+            at, parts = statuses[0]
             args = tuple(
                 a.in_batches(at, self.count, parts) if isinstance(a, DrawPlace) else a for a in args
             )
-        if given == (SUM,):
+        if statuses == (SUM,):
             args, kwargs = self._numbers_shared(node, args, kwargs)
-        self._copy(node, given, args, kwargs)
+        self._copy(node, statuses, args, kwargs)
 
     def finish(self) -> Captured:
-        """The program of one micro-batch."""
+        """Return the program of one micro-batch."""
         loss = self.loss
         if self.count > 1 and loss is not None and self.status[loss.name] != SUM:
             _refuse(loss, "the loss is not a sum over the samples of the batch")
@@ -188,27 +188,25 @@ class BatchCutter:
         _refuse(node, f"{table} is a constant that differs from sample to sample", TABLE)
 
     def joins(self) -> tuple[Status, ...]:
-        """Of each output, what it is to micro-batches: how theirs make that of the batch."""
-        found = tuple(self.status[node.name] for node in self.outputs)
-        for node, status in zip(self.outputs, found):
+        """Return the status of each output: how those of micro-batches make that of the batch."""
+        joins = tuple(self.status[node.name] for node in self.outputs)
+        for node, status in zip(self.outputs, joins):
             if status == OWN and node is not self.loss:
                 _refuse(node, "an output is made of a micro-batch's own statistics alone")
-        return found
+        return joins
 
     def once(self) -> frozenset[str]:
-        """The buffers whose new value is the same for all micro-batches.
-
-        Those beside a batch norm's own statistics count how often these have changed: not they.
-        """
-        new = {
+        """Return the buffers whose new value is the same for all micro-batches.
+        Not so a batch norm's count of changes: its statistics change with each micro-batch."""
+        statuses = {
             buffer: self.status[node.name]
             for buffer, node in zip(self.captured.mutations, _mutated(self.captured))
         }
-        norms = {buffer.rpartition(".")[0] for buffer, status in new.items() if status == OWN}
-        return frozenset(buffer for buffer in new if buffer.rpartition(".")[0] not in norms)
+        norms = {buffer.rpartition(".")[0] for buffer, status in statuses.items() if status == OWN}
+        return frozenset(buffer for buffer in statuses if buffer.rpartition(".")[0] not in norms)
 
     def counts(self) -> fx.Graph | None:
-        """From the inputs of a whole batch to the totals, as a graph of its own."""
+        """Return the graph from the batch's inputs to the totals; `None` without totals."""
         if not self.summed:
             return None
         graph = copy_subgraph(self.captured.graph, self.summed)
@@ -233,21 +231,21 @@ class BatchCutter:
         self.copies[node] = copy
 
     def _given(self, node: fx.Node, inputs: tuple[fx.Node, ...]) -> tuple[Status, ...]:
-        """What each result of an operator is."""
+        """Return the status of each result of an operator."""
         count = len(info(node).values)
-        given = [self.status[value.name] for value in inputs]
+        input_statuses = [self.status[value.name] for value in inputs]
         strategy, rule = self.strategies.get(node.name), self.captured.rules[node.name]
         if rule is None or strategy is None:
-            if all(status in (SAME, OWN) for status in given):
-                return (OWN if OWN in given else SAME,) * count
+            if all(status in (SAME, OWN) for status in input_statuses):
+                return (OWN if OWN in input_statuses else SAME,) * count
             reason = f"{operator_of(node)} has no rule that says how it treats the batch"
             _refuse(node, reason, f"{rule_for(node)}; or microbatches=1")
         if not any(AXIS in axes for _, axes in strategy.cuts):
-            return (self._uncut(node, inputs, given),) * count
+            return (self._uncut(node, inputs, input_statuses),) * count
         if rule.kernel(strategy) is not None:
             _refuse(node, f"{operator_of(node)} looks at the place of a sample in the batch")
         signature = rule.signature(strategy)
-        for value, layout, status in zip(inputs, signature.inputs, given):
+        for value, layout, status in zip(inputs, signature.inputs, input_statuses):
             wanted = BatchDim.of(layout)
             if status == SUM and wanted is None:
                 self._total(value)
@@ -258,48 +256,47 @@ class BatchCutter:
         lacking = OWN if traits_of(node).statistics else SUM
         return tuple(BatchDim.of(layout) or lacking for layout in signature.outputs)
 
-    def _uncut(self, node: fx.Node, inputs: tuple[fx.Node, ...], given: list[Status]) -> Status:
-        """What an operator makes of values that no longer have the batch as a dim."""
-        if any(isinstance(status, BatchDim) for status in given):
+    def _uncut(self, node: fx.Node, inputs: tuple[fx.Node, ...], statuses: list[Status]) -> Status:
+        """Return the status of what an operator makes of values without the batch as a dim."""
+        if any(isinstance(status, BatchDim) for status in statuses):
             reason = f"{operator_of(node)} needs all samples of the batch together"
             _refuse(node, reason, _remedy_of(node))
         rule = self.captured.rules[node.name]
         assert rule is not None
-        summed = frozenset(index for index, status in enumerate(given) if status == SUM)
+        summed = frozenset(index for index, status in enumerate(statuses) if status == SUM)
         if summed not in rule.passes:
             for index in summed:
                 if self._of_inputs(inputs[index]):
                     self._total(inputs[index])
             summed = frozenset(i for i in summed if inputs[i] not in self.read)
         if not summed:
-            return OWN if OWN in given else SAME
+            return OWN if OWN in statuses else SAME
         terms = self._terms(node, summed)
-        if terms is None or OWN in given:
+        if terms is None or OWN in statuses:
             _refuse(node, f"{operator_of(node)} is not linear in a sum over the batch")
         for index in terms - summed:
             self._share(node, inputs[index])
         return SUM
 
     def _terms(self, node: fx.Node, summed: frozenset[int]) -> frozenset[int] | None:
-        """The inputs, `summed` among them, of whose sums an operator makes the sum; None: of none.
+        """Return the inputs of whose sums an operator is linear, or `None`; `summed` are of them.
 
-        Those that are the same for all become sums by their shares, as does a number that is added:
-        this takes fractions.
-        """
+        Inputs that are the same for all become sums by their shares, as does a number that is
+        added: this takes fractions."""
         rule = self.captured.rules[node.name]
         assert rule is not None
         if summed in rule.passes:
             return summed
         if not info(node).val.dtype.is_floating_point:
             return None
-        every = frozenset(range(len(rule.inputs)))
-        passes = [*rule.passes, every] if rule.added_numbers or rule.rounds else rule.passes
+        all_inputs = frozenset(range(len(rule.inputs)))
+        passes = [*rule.passes, all_inputs] if rule.added_numbers or rule.rounds else rule.passes
         return next((members for members in passes if summed <= members), None)
 
     def _numbers_shared(
         self, node: fx.Node, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """The arguments of a term of the sum, with its part of a number that is added."""
+        """Return the arguments of a term of the sum, with its part of a number that is added."""
         rule = self.captured.rules[node.name]
         if rule is None or not rule.added_numbers:
             return args, kwargs
@@ -310,7 +307,7 @@ class BatchCutter:
         return tuple(parts), named
 
     def _of_inputs(self, value: fx.Node) -> bool:
-        """Whether a value is made of the inputs and of constants, without gradient."""
+        """Return whether a value is made of the inputs and of constants, without gradient."""
         known = {*self.captured.constants, *self.captured.inputs}
         return not info(value).differentiable and all(
             node.op != "placeholder" or node.name in known for node in ancestors([value])
@@ -333,16 +330,16 @@ class BatchCutter:
         self.summed[value] = self.read[value] = total
 
     def _share(self, node: fx.Node, value: fx.Node) -> None:
-        """A term that is the same for all micro-batches, as a regulariser: each adds its part.
-
+        """Divide a term that all micro-batches have, as a regulariser: each adds its part.
         It is divided in the precision of the sum, if that is the finer one."""
-        whole, given = self.read.get(value, self.copies[value]), info(value).val
-        dtype = torch.promote_types(given.dtype, info(node).val.dtype)
+        term, original = self.read.get(value, self.copies[value]), info(value).val
+        dtype = torch.promote_types(original.dtype, info(node).val.dtype)
         if (value, dtype) not in self.parts:
-            if given.dtype != dtype:
-                whole = self._call(value, given.to(dtype), aten.to.dtype, whole, dtype)
-            divided = aten.div.Tensor, whole, self.count
-            self.parts[value, dtype] = self._call(value, info(whole).val, *divided)
+            if original.dtype != dtype:
+                term = self._call(value, original.to(dtype), aten.to.dtype, term, dtype)
+            self.parts[value, dtype] = self._call(
+                value, info(term).val, aten.div.Tensor, term, self.count
+            )
         self.read[value] = self.parts[value, dtype]
 
     def _call(self, like: fx.Node, value: Tensor, target: Any, *args: Any) -> fx.Node:
@@ -351,21 +348,21 @@ class BatchCutter:
         return call
 
     def _copy(
-        self, node: fx.Node, given: tuple[Status, ...], args: tuple, kwargs: dict[str, Any]
+        self, node: fx.Node, statuses: tuple[Status, ...], args: tuple, kwargs: dict[str, Any]
     ) -> None:
-        found = ChainMap(self.read, self.copies)
-        new_args, new_kwargs = fx.map_arg((args, kwargs), found.__getitem__)
+        arguments = ChainMap(self.read, self.copies)
+        new_args, new_kwargs = fx.map_arg((args, kwargs), arguments.__getitem__)
         # A shape in place of its own arguments is that of a reshape.
         is_reshape = traits_of(node).as_reshape and args is not node.args
         target = torch.ops.aten.reshape.default if is_reshape else node.target
         copy = self.graph.create_node("call_function", target, new_args, new_kwargs, node.name)
         copy.meta = dict(node.meta)
-        parts = tuple(map(self._part, info(node).values, given))
+        parts = tuple(map(self._part, info(node).values, statuses))
         info(copy).update(val=parts if has_results(node) else parts[0])
         self.copies[node] = copy
 
     def _part(self, value: Any, status: Status) -> Any:
-        """The value of one micro-batch."""
+        """Return the value of one micro-batch."""
         if not isinstance(status, BatchDim):
             return value
         key = tuple(value.shape), value.stride(), value.dtype, value.device, status.dim
@@ -394,7 +391,7 @@ def _mutated(captured: Captured) -> list[fx.Node]:
 
 
 def _remedy_of(node: fx.Node) -> str:
-    """What helps where an operator reads several samples at once."""
+    """Return the remedy for an operator that reads several samples at once."""
     if node.target is aten.cat.default:
         return JOINED
     if node.target is aten.slice.Tensor:

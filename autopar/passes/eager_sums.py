@@ -1,7 +1,7 @@
-"""Eager sums: which sums of a rank's program are made in place, and which its caller sees to.
+"""Eager sums: which sums of a rank's program are made in place, and which the caller completes.
 
-For graphs of one rank that run eagerly, after `localize`: the functions that are swapped in change
-what they are given, or leave a sum to be made.
+For graphs of one rank that run eagerly, after `localize`. The functions that are swapped in
+overwrite their input, or leave a sum to the caller.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from autopar.passes.pass_setting import LocalSetting
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import info
 
-own = torch.ops.autopar
+movements = torch.ops.autopar
 
 
 def choose_sums(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
-    """Swap in, in place, the quickest function for every sum; `defer_sum` where that is left."""
+    """Swap in the quickest function for every sum; `defer_sum` if the caller completes it."""
     for node in graph.nodes:
-        is_sum = node.target is own.all_reduce.default
+        is_sum = node.target is movements.all_reduce.default
         if is_sum and _is_returned(node, setting.late) and info(node).region is None:
             node.target = defer_sum
         elif setting.compiled:
             continue
-        elif is_sum and _is_fresh(node.args[0], setting.is_split) and _is_of(node, node.args[0]):
+        elif is_sum and _is_fresh(node.args[0], setting) and _is_of(node, node.args[0]):
             node.target = sum_in_place
-        elif node.target is own.identity.default and _has_fresh_gradient(node):
+        elif node.target is movements.identity.default and _has_fresh_gradient(node):
             node.target = identity_then_sum_in_place
     return graph
 
 
 def _is_returned(node: fx.Node, count: int) -> bool:
-    """Whether a number is summed for nobody but the caller, who sees to `count` results."""
+    """Return whether only the caller reads a sum, who completes the first `count` results."""
     if not count or info(node).val.ndim or node.args[2]:
         return False
     results: Any = node.graph.output_node().args[0]
@@ -46,13 +46,13 @@ def _is_returned(node: fx.Node, count: int) -> bool:
     )
 
 
-def _is_fresh(value: Any, is_split: bool) -> bool:
-    is_apart = is_split and info(value).weight_inputs is not None
+def _is_fresh(value: Any, setting: LocalSetting) -> bool:
+    is_apart = setting.is_split and info(value).weight_inputs is not None
     return traits_of(value).makes_new and len(value.users) == 1 and not is_apart
 
 
 def _is_of(node: fx.Node, value: Any) -> bool:
-    """Whether both stand in one region: what a region reads it reads again in backward."""
+    """Return whether both stand in one region: what a region reads it reads again in backward."""
     return info(node).region == info(value).region
 
 

@@ -1,4 +1,4 @@
-"""Flow: a rewritten program as one row of activations, and what crosses each point of it.
+"""Flow: a rewritten program as a row of activations, and the values that cross each point of it.
 
     inputs, constants ──▶ free        made again in each stage that reads them (masks, positions)
     parameters        ──▶ weights     made again in each stage that reads them (casts, gathers)
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TypeVar
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,72 +33,91 @@ Integers = NDArray[np.int64]
 T = TypeVar("T")
 
 
+class _ReadSpans(NamedTuple):
+    """Hold values with the first and the last position at which each is made or read."""
+
+    nodes: list[fx.Node]
+    first: Integers
+    last: Integers
+
+
+def _fact(compute: Callable[[Flow], T]) -> cached_property[T]:
+    """Cache a fact of a flow, which may be known from the flow that it is a copy of."""
+    name = compute.__name__
+
+    @wraps(compute)
+    def get(flow: Flow) -> T:
+        return flow.known[name] if name in flow.known else compute(flow)
+
+    return cached_property(get)
+
+
 @dataclass(frozen=True)
 class Flow:
-    """The parts of one program whose results are outputs, the loss among them, then new buffers."""
+    """Describe a program whose results are outputs, the loss among them, then new buffers."""
 
     graph: fx.Graph
     mutations: tuple[str, ...]  # the buffers' placeholders, in the order of the results
     loss: int | None = 0  # which of the outputs; None: nothing is differentiated
+    known: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # facts
 
     def moved_to(self, graph: fx.Graph) -> Flow:
-        """The same of a copy of the graph: of the same calls, of which it may say other things."""
+        """Return the flow of a copy of the graph: the same calls, perhaps with other marks."""
         to = {node.name: node for node in graph.nodes}
 
         def moved(rows: Mapping[fx.Node, T]) -> dict[fx.Node, T]:
             return {to[node.name]: row for node, row in rows.items()}
 
-        made = Flow(graph, self.mutations, self.loss)
-        vars(made).update(
-            updates=frozenset(to[node.name] for node in self.updates),
-            activations=tuple(to[node.name] for node in self.activations),
-            position=moved(self.position),
-            read_at=moved(self.read_at),
-            held_at=moved(self.held_at),
-            spans=moved(self.spans),
-            sources=moved(self.sources),
-            weight_inputs=moved(self.weight_inputs),
-            crossings=self.crossings,
-            _last_reader=moved(self._last_reader),
-        )
-        return made
+        facts = {
+            "updates": frozenset(to[node.name] for node in self.updates),
+            "activations": tuple(to[node.name] for node in self.activations),
+            "position": moved(self.position),
+            "read_at": moved(self.read_at),
+            "held_at": moved(self.held_at),
+            "spans": moved(self.spans),
+            "sources": moved(self.sources),
+            "weight_inputs": moved(self.weight_inputs),
+            "crossings": self.crossings,
+            "_last_reader": moved(self._last_reader),
+        }
+        return Flow(graph, self.mutations, self.loss, facts)
 
     @cached_property
     def outputs(self) -> tuple[fx.Node, ...]:
+        """Return the outputs of the program, without the new buffers."""
         return self._results[: len(self._results) - len(self.mutations)]
 
     @cached_property
     def new_values(self) -> dict[str, fx.Node]:
-        """The new value of each changed buffer, by its placeholder."""
+        """Return the new value of each changed buffer, by its placeholder."""
         return dict(zip(self.mutations, self._results[len(self.outputs) :]))
 
-    @cached_property
+    @_fact
     def updates(self) -> frozenset[fx.Node]:
-        """The operators that read what a step changes, as more than a shift, to change buffers.
-
-        What is made of a buffer alone (a movement) may be the shift of an activation besides."""
-        needed, made = ancestors(self.outputs, _evolving), ancestors(self.outputs)
+        """Return the operators that change buffers from other values that a step changes.
+        Shifts do not count: a movement of a buffer may be the shift of an activation, too."""
+        needed_now, behind_outputs = ancestors(self.outputs, _evolving), ancestors(self.outputs)
         changing = set(self.mutations)
-        found: set[fx.Node] = set()
+        updates: set[fx.Node] = set()
         for node in self.graph.nodes:
             if node.op != "call_function":
                 continue
-            reads = [v for v in _evolving(node) if v in found or v.name in changing]
+            reads = [v for v in _evolving(node) if v in updates or v.name in changing]
             if not reads:
                 continue
-            if node in needed or (node in made and "input" in self.sources[node]):
+            if node in needed_now or (node in behind_outputs and "input" in self.sources[node]):
                 raise InvalidInput(
                     "a buffer that a step changes is not read by the same step in a pipeline",
                     got=f"{reads[0].name} is read by {node.name}",
                     remedy="no pipeline, or change the buffer outside of forward",
                     source=info(node).source,
                 )
-            found.add(node)
-        return frozenset(found)
+            updates.add(node)
+        return frozenset(updates)
 
-    @cached_property
+    @_fact
     def activations(self) -> tuple[fx.Node, ...]:
-        """Operators, each with all the values that it gives."""
+        """Return the operators whose results are activations, each standing for all its values."""
         wanted = [*self.outputs, *(v for node in self.updates for v in node.all_input_nodes)]
         live = ancestors([*wanted, *self.new_values.values()]) - self.updates
         return tuple(
@@ -110,9 +129,9 @@ class Flow:
             and self._is_activation(node)
         )
 
-    @cached_property
+    @_fact
     def position(self) -> dict[fx.Node, int]:
-        """Where the operator of each activation stands among them."""
+        """Return the index of each activation's operator among the activations."""
         return {
             value: index
             for index, node in enumerate(self.activations)
@@ -121,68 +140,67 @@ class Flow:
 
     @cached_property
     def statistics(self) -> tuple[fx.Node, ...]:
-        """The activations that updates read."""
+        """Return the activations that updates read."""
         last = set(self.new_values.values())
         return tuple(
             node for node in self.position if node in last or node.users.keys() & self.updates
         )
 
-    @cached_property
+    @_fact
     def read_at(self) -> dict[fx.Node, tuple[int, ...]]:
-        """The positions at which each value is made that the results need.
+        """Return the places at which each value is made that the results need.
 
-        An activation is made at its own; what is made again where it is read, at those that read
-        it; an update at the last of its statistics, without any at those of its readers. An output
-        that is made again is read at none.
-        """
+        An activation is made at its own position; what is made again where it is read, at those
+        that read it; an update at the last of its statistics, or without any at those of its
+        readers. An output that is made again is read at none."""
         last = dict(self.position)
         for node in self.graph.nodes:
             made_of = [last[value] for value in node.all_input_nodes if value in last]
             if made_of and node in self.updates:
                 last[node] = max(made_of)
-        found: dict[fx.Node, set[int]] = {}
+        read_at: dict[fx.Node, set[int]] = {}
         changes = {*self.new_values.values()}
         for node in reversed(self.graph.nodes):
             if node in self.position:
-                found[node] = {last[node]}
+                read_at[node] = {last[node]}
                 continue
             readers = [
                 user
                 for user in node.users
                 if user.op != "output" and (node not in last or user in self.position)
             ]
-            places = [{last.get(node, 0)}] if node in last or node in changes else []
-            if at := set().union(*places, *(found.get(user, ()) for user in readers)):
-                found[node] = at
-        return {node: tuple(sorted(places)) for node, places in found.items()}
+            extra = [{last.get(node, 0)}] if node in last or node in changes else []
+            if places := set().union(*extra, *(read_at.get(user, ()) for user in readers)):
+                read_at[node] = places
+        return {node: tuple(sorted(places)) for node, places in read_at.items()}
 
-    @cached_property
+    @_fact
     def held_at(self) -> dict[fx.Node, tuple[int, ...]]:
-        """The positions that need each parameter and buffer; what none needs lies at the first."""
+        """Return the positions that need each parameter and buffer; the first if none does."""
         return {
             node: self.read_at.get(node, (0,))
             for node in self.graph.nodes
             if node.op == "placeholder" and info(node).origin[0] in ("parameter", "buffer")
         }
 
-    @cached_property
+    @_fact
     def spans(self) -> dict[fx.Node, tuple[int, int]]:
-        """The places in the graph of the first and last reader of each parameter; -1: none."""
-        place = {node: at for at, node in enumerate(self.graph.nodes)}
-        found = {}
+        """Return where in the graph each parameter is first and last read; -1 if it is not."""
+        index = {node: at for at, node in enumerate(self.graph.nodes)}
+        spans = {}
         for node in self.held_at:
             if info(node).places is not None:
-                reading = [place[user] for user in [node, *taken_copies(node)][-1].users]
-                found[node] = min(reading, default=-1), max(reading, default=-1)
-        return found
+                reader_indices = [index[user] for user in [node, *taken_copies(node)][-1].users]
+                spans[node] = min(reader_indices, default=-1), max(reader_indices, default=-1)
+        return spans
 
     @cached_property
     def repeats(self) -> EqualBlocks:
-        """The equal blocks of the program."""
+        """Return the equal blocks of the program."""
         return EqualBlocks.of(self.graph)
 
     def read_by(self, new_value: fx.Node) -> set[fx.Node]:
-        """The statistics that the new value of one buffer is made of."""
+        """Return the statistics that the new value of one buffer is made of."""
 
         def reads(node: fx.Node) -> list[fx.Node]:
             return node.all_input_nodes if node in self.updates else []
@@ -190,34 +208,34 @@ class Flow:
         return {node for node in ancestors([new_value], reads) if node in self.position}
 
     def made_in(self, start: int, end: int) -> list[fx.Node]:
-        """What a stage between two cut points makes, or holds, in the order of the graph."""
-        nodes, places, first, last = self._places
-        near = np.flatnonzero((first < end) & (last >= start)).tolist()
-        return [nodes[at] for at in near if any(start <= place < end for place in places[at])]
+        """Return what a stage between two cut points makes, or holds, in the order of the graph."""
+        nodes, first, last = self._made_spans
+        near = (nodes[at] for at in np.flatnonzero((first < end) & (last >= start)).tolist())
+        return [node for node in near if any(start <= at < end for at in self.read_at[node])]
 
     @cached_property
-    def _places(self) -> tuple[list[fx.Node], list[tuple[int, ...]], Integers, Integers]:
-        """The nodes that have places, in the order of the graph; these, the first and the last."""
+    def _made_spans(self) -> _ReadSpans:
+        """Return the nodes that are made, in the order of the graph."""
         nodes = [node for node in self.graph.nodes if node in self.read_at]
         places = [self.read_at[node] for node in nodes]
         first, last = (np.array([row[end] for row in places], np.int64) for end in (0, -1))
-        return nodes, places, first, last
+        return _ReadSpans(nodes, first, last)
 
     def crossing(self, point: int) -> list[fx.Node]:
-        """The activations before a cut point that are read after it, in their order."""
-        nodes, at, last = self._reach
+        """Return the activations before a cut point that are read after it, in their order."""
+        nodes, at, last = self._read_spans
         return [nodes[index] for index in np.flatnonzero((at < point) & (last >= point)).tolist()]
 
     @cached_property
-    def _reach(self) -> tuple[list[fx.Node], Integers, Integers]:
-        """Of each activation its position and that of its last reader."""
+    def _read_spans(self) -> _ReadSpans:
+        """Return the activations, from where each is made to its last reader."""
         at = np.array(list(self.position.values()), np.int64)
         last = np.array([self._last_reader[node] for node in self.position], np.int64)
-        return list(self.position), at, last
+        return _ReadSpans(list(self.position), at, last)
 
-    @cached_property
+    @_fact
     def crossings(self) -> list[int]:
-        """How many values cross each cut point."""
+        """Return the number of values that cross each cut point."""
         change = [0] * (len(self.activations) + 2)
         for node, last in self._last_reader.items():
             change[self.position[node] + 1] += 1
@@ -228,71 +246,70 @@ class Flow:
     def _results(self) -> tuple[fx.Node, ...]:
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
-    @cached_property
+    @_fact
     def _last_reader(self) -> dict[fx.Node, int]:
         return {
             node: max((self.position.get(user, index) for user in node.users), default=index)
             for node, index in self.position.items()
         }
 
-    @cached_property
+    @_fact
     def sources(self) -> dict[fx.Node, frozenset[str]]:
-        """Of what each value is made: "parameter", "input"."""
-        found: dict[fx.Node, frozenset[str]] = {}
+        """Return what each value is made of: "parameter", "input", both or neither."""
+        sources: dict[fx.Node, frozenset[str]] = {}
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 kind = info(node).origin[0]
-                found[node] = frozenset({kind} & {"parameter", "input"})
+                sources[node] = frozenset({kind} & {"parameter", "input"})
             else:
-                found[node] = frozenset().union(*(found[v] for v in node.all_input_nodes))
-        return found
+                sources[node] = frozenset().union(*(sources[v] for v in node.all_input_nodes))
+        return sources
 
     def is_weight(self, node: fx.Node) -> bool:
-        """Whether a value takes a gradient and is made of parameters alone."""
+        """Return whether a value takes a gradient and is made of parameters alone."""
         return self.sources[node] == {"parameter"} and info(node).differentiable
 
-    @cached_property
+    @_fact
     def weight_inputs(self) -> dict[fx.Node, WeightInputs]:
-        """What a split backward puts off.
-
-        These are products. Of norms, biases and tables it is what is itself made of parameters.
-        """
-        found, products = {}, dict[tuple[int, ...], bool]()  # by calls, which others have too
+        """Return the inputs of activations whose gradients a split backward puts off.
+        These are weights of products, and computed weights of norms, biases and tables."""
+        weight_inputs = {}
+        known_products: dict[tuple[int, ...], bool] = {}  # by calls, which equal blocks share
         for node in self.activations:
             calls = info(node).calls
             key = tuple(map(id, calls))
-            if key not in products:
+            if key not in known_products:
                 rules = [facts.rule for facts, _ in calls]
-                products[key] = any(rule.flops > 0 and rule.is_contraction for rule in rules)
-            product = products[key]
+                known_products[key] = any(rule.flops > 0 and rule.is_contraction for rule in rules)
+            is_product = known_products[key]
             positions = tuple(
                 position
                 for position, value in enumerate(tensor_arguments(node))
-                if self.is_weight(value) and (product or value.op == "call_function")
+                if self.is_weight(value) and (is_product or value.op == "call_function")
             )
             if positions and info(node).differentiable and info(node).joint is None:
-                found[node] = WeightInputs(positions, product)
-        return found
+                weight_inputs[node] = WeightInputs(positions, is_product)
+        return weight_inputs
 
     def weights_of(self, node: fx.Node) -> list[fx.Node]:
-        """The inputs of an activation whose gradients a split backward takes later."""
-        read = tensor_arguments(node)
-        return [read[position] for position in self.weight_inputs[node].positions]
+        """Return the inputs of an activation whose gradients a split backward takes later."""
+        inputs = tensor_arguments(node)
+        return [inputs[position] for position in self.weight_inputs[node].positions]
 
     def _is_activation(self, node: fx.Node) -> bool:
         sources = self.sources[node]
         return "input" in sources and ("parameter" in sources or info(node).differentiable)
 
 
-def flow_of(captured: Captured, graph: fx.Graph, learns: bool = True) -> Flow:
-    """The flow of the rewritten program of `captured`, which is differentiated if it `learns`."""
+def flow_of(captured: Captured, graph: fx.Graph, *, learns: bool = True) -> Flow:
+    """Return the flow of a rewritten program, which is differentiated if it `learns`."""
     placeholders = {name: placeholder for placeholder, name in captured.buffers.items()}
     mutations = tuple(placeholders[name] for name in captured.mutations)
     return Flow(graph, mutations, captured.differentiated[0] if learns else None)
 
 
 def _evolving(node: fx.Node) -> list[fx.Node]:
-    """The inputs of an operator without the one whose age does not matter."""
+    """Return the inputs of an operator without the one whose age does not matter."""
     shift = traits_of(node).shift
     values: list[fx.Node] = []
     args = [argument for index, argument in enumerate(node.args) if index != shift]
@@ -304,45 +321,45 @@ def ancestors(
     nodes: Iterable[fx.Node],
     reads: Callable[[fx.Node], list[fx.Node]] = lambda node: node.all_input_nodes,
 ) -> set[fx.Node]:
-    """The nodes and all that they are made of, as `reads` says of each."""
-    found: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting.extend(reads(node))
-    return found
+    """Return the nodes and all that they are made of, as `reads` says of each."""
+    visited: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in visited:
+            visited.add(node)
+            pending.extend(reads(node))
+    return visited
 
 
 def copy_subgraph(
-    source: fx.Graph, wanted: Iterable[fx.Node], given: Iterable[fx.Node] = ()
+    source: fx.Graph, wanted: Iterable[fx.Node], boundary: Iterable[fx.Node] = ()
 ) -> fx.Graph:
-    """A copy of the part of `source` that makes `wanted`, with `given` as placeholders."""
-    given = dict.fromkeys(given)
+    """Copy the part of `source` that makes `wanted`, with `boundary` as placeholders."""
+    boundary = dict.fromkeys(boundary)
     needed = ancestors(
-        [*wanted, *given], lambda node: [] if node in given else node.all_input_nodes
+        [*wanted, *boundary], lambda node: [] if node in boundary else node.all_input_nodes
     )
-    kept = [node for node in source.nodes if node in needed and node not in given]
-    placeholders = [node for node in kept if node.op == "placeholder"]
+    remaining = [node for node in source.nodes if node in needed and node not in boundary]
+    placeholders = [node for node in remaining if node.op == "placeholder"]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in [*placeholders, *given, *(n for n in kept if n.op != "placeholder")]:
-        copy = copies[node] = _copied(graph, node, copies, is_given=node in given)
+    for node in [*placeholders, *boundary, *(n for n in remaining if n.op != "placeholder")]:
+        copy = copies[node] = _copied(graph, node, copies, as_placeholder=node in boundary)
         if copy.op == "placeholder":
-            for fact in ("movement", "region", "remade", "dropped"):  # what is given is there
+            for fact in ("movement", "region", "remade", "dropped"):  # a boundary value is whole
                 copy.meta.pop(fact, None)
     return graph
 
 
 def _copied(
-    graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], is_given: bool
+    graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], *, as_placeholder: bool
 ) -> fx.Node:
-    """A copy of one node at the end of `graph`, a placeholder if it is given there."""
-    if is_given and node.op != "placeholder":
+    """Copy one node to the end of `graph`."""
+    if as_placeholder and node.op != "placeholder":
         copy = graph.placeholder(node.name)
     else:
-        # Arguments that are there later are not looked through for symbols, which takes longest.
+        # Arguments that are set later are not searched for symbols, which takes longest.
         copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
         if node.args:
             copy.args = fx.map_arg(node.args, copies.__getitem__)

@@ -5,10 +5,10 @@ a parameter share leaves the program: its placeholder is the copy then. They com
 
     have_copies(group, next)          before the first reader; the group after it is started
     leave_copies(group)               after the last reader in forward
-    watch_readers(y, groups, next)    before the backward of what made y, which reads them again
+    watch_readers(y, groups, next)    before the backward of the operator of y, which reads them
 
-Each reader knows its groups: what runs again in backward asks for them anew.
-What stands in the memory of a copy (views of it) is read as the copy is.
+Each reader knows its groups, so that recomputation can ask for them anew. A reader of a view of a
+copy counts as a reader of the copy.
 """
 
 from __future__ import annotations
@@ -28,50 +28,50 @@ from autopar.strategies.node_info import info
 from autopar.strategies.registry import has_rule
 from autopar.strategies.results import is_result
 
-NO_GROUP = -1  # no group
-# What may give its input itself.
+NO_GROUP = -1
+# Operators that may return their input itself.
 _PASSING = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 _PIECES = (operator.getitem, torch.unbind, torch.split_with_sizes)
 
 
 def have_copies(group: int, following: int) -> None:
-    """Where a group of copies is read first; the one that follows is started."""
+    """Mark the first reader of a group of copies; the group `following` is started."""
 
 
 def leave_copies(group: int) -> None:
-    """Where forward has read a group of copies for the last time."""
+    """Mark that forward has read a group of copies for the last time."""
 
 
-def watch_readers(made: Any, groups: tuple[int, ...], following: int) -> None:
-    """What was made by a reader whose backward reads these groups again."""
+def watch_readers(output: Any, groups: tuple[int, ...], following: int) -> None:
+    """Mark the output of a reader whose backward reads these groups again."""
 
 
 def take_gathers(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
     """Let the placeholders of parameters be the copies that the runtime makes of them."""
     for node in graph.find_nodes(op="placeholder"):
         kind, name = info(node).origin
-        made = copies_behind(node) if kind == "parameter" else []
-        made = made[: setting.copies.taken.get(name, 0)]
-        if made:
-            info(node).update(type=info(made[-1]).type, val=info(made[-1]).val)
-            made[-1].replace_all_uses_with(node)
-        for copy in reversed(made):
+        copies = copies_behind(node) if kind == "parameter" else []
+        copies = copies[: setting.copies.taken.get(name, 0)]
+        if copies:
+            info(node).update(type=info(copies[-1]).type, val=info(copies[-1]).val)
+            copies[-1].replace_all_uses_with(node)
+        for copy in reversed(copies):
             graph.erase_node(copy)
     return graph
 
 
 @dataclass
 class _Readers:
-    """Of one group of copies, in the order of the program."""
+    """Collect the readers of one group of copies, in the order of the program."""
 
     group: int
     all: list[fx.Node] = field(default_factory=list)
 
 
 def mark_copies(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
-    """Say where each group of copies is read, and where backward reads it again."""
-    found: dict[int, _Readers] = {}
-    again: dict[fx.Node, set[int]] = {}
+    """Mark where each group of copies is read, and where backward reads it again."""
+    by_group: dict[int, _Readers] = {}
+    read_again: dict[fx.Node, set[int]] = {}
     for node in graph.find_nodes(op="placeholder"):
         kind, name = info(node).origin
         group = setting.copies.groups.get(name) if kind == "parameter" else None
@@ -80,17 +80,17 @@ def mark_copies(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
         for reader, value in list(readers_of(node)):
             if reader.op == "output":
                 reader = _cloned(graph, reader, value)
-            found.setdefault(group, _Readers(group)).all.append(reader)
+            by_group.setdefault(group, _Readers(group)).all.append(reader)
             if group not in setting.copies.lasting:
                 info(reader).copies = tuple(sorted({*info(reader).copies, group}))
                 if is_read_again(reader, value):
-                    again.setdefault(reader, set()).add(group)
-    place = {node: at for at, node in enumerate(graph.nodes)}
-    for readers in found.values():
-        readers.all.sort(key=place.__getitem__)
-    order = sorted(found.values(), key=lambda readers: place[readers.all[0]])
+                    read_again.setdefault(reader, set()).add(group)
+    positions = {node: at for at, node in enumerate(graph.nodes)}
+    for readers in by_group.values():
+        readers.all.sort(key=positions.__getitem__)
+    order = sorted(by_group.values(), key=lambda readers: positions[readers.all[0]])
     _mark_forward(graph, order, setting.copies.lasting)
-    _mark_backward(graph, sorted(again, key=place.__getitem__), again)
+    _mark_backward(graph, sorted(read_again, key=positions.__getitem__), read_again)
     return graph
 
 
@@ -106,18 +106,16 @@ def _mark_forward(graph: fx.Graph, order: list[_Readers], lasting: frozenset[int
 
 
 def _mark_backward(
-    graph: fx.Graph, readers: list[fx.Node], again: Mapping[fx.Node, set[int]]
+    graph: fx.Graph, readers: list[fx.Node], read_again: Mapping[fx.Node, set[int]]
 ) -> None:
-    """Of each reader, and of the one before it whose groups are others: backward comes there next,
-    that of a step.
+    """Mark what backward reads at each reader, and the other group that it reads next in a step.
 
-    A weight that is read beside another is not put off: each gradient reads the other weight.
-    """
+    Gradients of two weights that are multiplied are not put off: each reads the other weight."""
     for at, reader in enumerate(readers):
-        groups = tuple(sorted(again[reader]))
-        earlier = [one for one in reversed(readers[:at]) if info(one).learns]
-        before = [group for one in earlier for group in sorted(again[one])]
-        following = next((one for one in before if one not in groups), NO_GROUP)
+        groups = tuple(sorted(read_again[reader]))
+        earlier = [other for other in reversed(readers[:at]) if info(other).learns]
+        earlier_groups = [group for other in earlier for group in sorted(read_again[other])]
+        following = next((group for group in earlier_groups if group not in groups), NO_GROUP)
         weights = info(reader).weight_inputs
         if weights is not None and weights.product and len(weights.positions) > 1:
             info(reader).weight_inputs = None
@@ -126,7 +124,7 @@ def _mark_backward(
 
 
 def readers_of(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Those of a value, and of all that stands in its memory, each with what it reads."""
+    """Yield the readers of a value and of all views of it, each with what it reads."""
     for reader in value.users:
         yield reader, value
         if reader.op != "output" and _may_alias(reader):
@@ -134,7 +132,7 @@ def readers_of(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _may_alias(reader: fx.Node) -> bool:
-    """Whether what is made may stand in the memory of an input."""
+    """Return whether the output may be a view of an input."""
     if reader.target in _PIECES or is_result(reader):
         return True
     if info(reader).movement is not None:
@@ -150,7 +148,7 @@ def _may_alias(reader: fx.Node) -> bool:
 
 
 def is_read_again(reader: fx.Node, value: fx.Node) -> bool:
-    """Whether the backward of a reader may read the elements of a value again."""
+    """Return whether the backward of a reader may read the elements of a value again."""
     if not info(reader).differentiable or reader.target in _PIECES or is_result(reader):
         return False
     if info(reader).movement is not None:
@@ -162,7 +160,7 @@ def is_read_again(reader: fx.Node, value: fx.Node) -> bool:
 
 
 def _cloned(graph: fx.Graph, output: fx.Node, value: fx.Node) -> fx.Node:
-    """What leaves the program lies in memory of its own."""
+    """Clone a copy that leaves the program, which has memory of its own then."""
     with graph.inserting_before(output):
         clone = graph.call_function(torch.ops.aten.clone.default, (value,))
     clone.meta = dict(value.meta)

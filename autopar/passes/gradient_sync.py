@@ -1,12 +1,12 @@
-"""Gradient synchronisation: what readers of a parameter ask of its gradient, asked once.
+"""Gradient synchronisation: the gradient sums that readers of a parameter need, once for each step.
 
 Comes after redistribution. An `identity` movement behind a parameter says that the gradient is a
 partial sum. It leaves the graph, and the parameter's `sync` names the axes: the runtime sums the
-finished gradients of a whole step, in buckets, while backward goes on. Other readers may give a
-whole gradient, as a penalty on weights does: what they read makes it one rank's term of that sum.
-A movement behind an operator that reads no other values than parameters is first lifted to these:
-every backward is linear, so the sum may come after it. The operator's own gradient stays a partial
-sum then, over the axes in its `pending`.
+finished gradients of a step in buckets, while backward goes on. Other readers may give a whole
+gradient, as a penalty on weights does; an inserted movement makes it one rank's term of that sum.
+A movement behind an operator that reads only parameters is first lifted to these: every backward is
+linear, so the sum may come after it. The gradient of the operator itself then stays a partial sum,
+over the axes in its `pending`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Axes = tuple[str, ...]
 def hoist_gradient_sync(graph: fx.Graph, setting: Setting) -> fx.Graph:
     """Move the summing of parameters' gradients from the graph to the end of the step."""
     for node in reversed(list(graph.nodes)):
-        axes = _asked_axes(node, setting.mesh)
+        axes = _reader_axes(node, setting.mesh)
         if axes and info(node).places is not None:
             _leave_pending(graph, node, axes)
             info(node).sync = tuple(sorted(axes))
@@ -39,28 +39,27 @@ def hoist_gradient_sync(graph: fx.Graph, setting: Setting) -> fx.Graph:
     return graph
 
 
-def _asked_axes(value: fx.Node, mesh: Mesh) -> Axes:
-    """The axes over which some reader asks for the sum of a value's gradient."""
-    asked = {axis for reader in value.users for axis in _summed_axes(reader)}
-    return tuple(axis for axis in mesh if axis in asked)
+def _reader_axes(value: fx.Node, mesh: Mesh) -> Axes:
+    """Return the axes over which some reader sums a value's gradient."""
+    summed = {axis for reader in value.users for axis in _summed_axes(reader)}
+    return tuple(axis for axis in mesh if axis in summed)
 
 
 def _summed_axes(node: fx.Node) -> Axes:
-    """The axes over which a node sums the gradient of what it reads, and moves nothing."""
+    """Return the axes over which a node sums the gradient of what it reads, and moves nothing."""
     movement = info(node).movement
     is_sum = movement is not None and movement.is_sum_back and info(node).differentiable
     return movement.axes if is_sum else ()  # type: ignore[union-attr]
 
 
 def _leave_pending(graph: fx.Graph, value: fx.Node, axes: Axes) -> None:
-    """Have every reader give the gradient of a value as a partial sum over all of some axes."""
+    """Have every reader give the gradient of a value as a partial sum over all of `axes`."""
     for reader in [user for user in value.users if info(user).differentiable]:
         read, known = value, info(reader)
-        if whole := tuple(axis for axis in axes if axis not in _summed_axes(reader)):
+        if unsummed := tuple(axis for axis in axes if axis not in _summed_axes(reader)):
             with graph.inserting_before(reader):
-                read = insert_movement(graph, value, Movement("identity", whole))
-            about = {"module": known.module, "source": known.source, "checkpoint": known.checkpoint}
-            info(read).update(**about)
+                read = insert_movement(graph, value, Movement("identity", unsummed))
+            info(read).update(module=known.module, source=known.source, checkpoint=known.checkpoint)
         if _summed_axes(reader):
             reader.replace_all_uses_with(read)
             graph.erase_node(reader)
@@ -69,8 +68,7 @@ def _leave_pending(graph: fx.Graph, value: fx.Node, axes: Axes) -> None:
 
 
 def _may_lift(value: fx.Node, axes: Axes) -> bool:
-    """Whether the gradients of the parameters that an operator reads are summed instead of that of
-    its value, at no more cost."""
+    """Return whether the gradients of the parameters that `value` reads cost no more to sum."""
     is_operator = value.op == "call_function" and not is_result(value)
     if not is_operator or info(value).movement is not None:
         return False
@@ -81,8 +79,7 @@ def _may_lift(value: fx.Node, axes: Axes) -> bool:
 
 
 def _has_room(node: fx.Node, axes: Axes, reader: fx.Node) -> bool:
-    """Whether summing the gradient of `node` instead of its reader's costs no more: it is no
-    larger, or summed anyway."""
+    """Return whether the gradient of `node` is no larger than its reader's, or is summed anyway."""
     if info(node).places is None and copied_parameter(node) is None:
         return False
     others = [user for user in node.users if user is not reader and info(user).differentiable]
@@ -91,7 +88,7 @@ def _has_room(node: fx.Node, axes: Axes, reader: fx.Node) -> bool:
 
 
 def _lift(graph: fx.Graph, value: fx.Node, axes: Axes) -> None:
-    """Ask for the sums of the gradients of what an operator reads: its own stays a partial sum."""
+    """Sum the gradients of what an operator reads; its output's stays a partial sum."""
     inputs = tensor_inputs(value)
     learned = {node for node in inputs if info(node).differentiable}
     for node in learned:
@@ -106,12 +103,12 @@ def _lift(graph: fx.Graph, value: fx.Node, axes: Axes) -> None:
 
 
 def pending_axes(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """For every value, the axes over which its gradient is still to be summed."""
+    """Return for every value the axes over which its gradient is still to be summed."""
     pending: dict[fx.Node, frozenset[str]] = {}
     for node in graph.nodes:
         pending[node] = frozenset((*info(node).sync, *info(node).pending))
         movement = info(node).movement
         if movement is not None:
-            before = pending[node.args[0]].difference(movement.axes)
-            pending[node] = before.union(movement.axes if movement.pending else ())
+            unsummed = pending[node.args[0]].difference(movement.axes)
+            pending[node] = unsummed.union(movement.axes if movement.pending else ())
     return pending

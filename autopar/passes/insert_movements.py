@@ -1,12 +1,14 @@
-"""Redistribution: where a reader wants another layout than a value has, movements are inserted.
+"""Redistribution: movements between the layout that a value has and those that its readers want.
 
-Comes after types. Readers that want the same share the movements, and a reader may start from any
-layout in which the value already exists. Afterwards every input is in the layout that is wanted.
+Comes after types. Readers that want the same layout share the movements. A reader may start from
+any layout in which the value already exists. Afterwards every input has the layout that is wanted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -17,12 +19,14 @@ from autopar.capture.origins import is_made_of_parameters, moved_dtype
 from autopar.collectives import Movement, Price, redistribute, redistribution_cost
 from autopar.collectives.redistribution import FREE
 from autopar.cost.joint_kernels import joint_call
-from autopar.layout import Placement, TensorType
+from autopar.layout import Layout, Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.pass_setting import Setting
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result
+
+T = TypeVar("T")
 
 
 def insert_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
@@ -33,7 +37,7 @@ def insert_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
             continue
         inputs, moved = _inputs(node), {}
         for value, want in zip(inputs, info(node).wants):
-            # What the search made readers share comes first; the rest of the way is from there.
+            # The placements that readers share come first, then the rest of the way.
             before: Placement | None = None
             for at in (*info(node).ways.get((value.name, want), ()), want):
                 moved[value, want] = insertion.bring(node, value, at, before)
@@ -46,11 +50,10 @@ def insert_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
 
 
 class _Insertion:
-    """The versions of every value that exist so far, by placement, and those that are wanted.
+    """Hold the versions of every value that exist so far, by placement, and those wanted.
 
     A marker is another name for the value that it marks: its readers start from that value, those
-    that want another layout than the marker's by way of the marker's.
-    """
+    that want another layout than the marker's by way of the marker's."""
 
     def __init__(self, graph: fx.Graph, mesh: Mesh, price: Price) -> None:
         self.graph, self.mesh, self.price = graph, mesh, price
@@ -60,28 +63,27 @@ class _Insertion:
         for node in graph.nodes:
             if _reads_tensors(node):
                 for value, want in zip(_inputs(node), info(node).wants):
-                    self._expect(value, want, info(node).learns)
+                    self._expect(value, want, learns=info(node).learns)
 
     def bring(
-        self, reader: fx.Node, value: fx.Node, want: Placement, before: Placement | None = None
+        self, reader: fx.Node, value: fx.Node, want: Placement, preferred: Placement | None = None
     ) -> fx.Node:
-        """The node that holds `value` as wanted, made from `before` or, if that does not exist,
-        from the cheapest version that does."""
-        own = Placement(info(value).type.layout)
+        """Return the node that holds `value` as wanted, from `preferred` or the nearest version."""
+        current = Placement(info(value).type.layout)
         if value.target is ANNOTATE:
             (marked,) = value.all_input_nodes
-            if want.layout == own.layout:
+            if want.layout == current.layout:
                 return self.bring(reader, marked, want)
             if value not in self.versions:
-                self.versions[value] = {own: self.bring(reader, marked, own)}
-        versions = self.versions.setdefault(value, {own: value})
+                self.versions[value] = {current: self.bring(reader, marked, current)}
+        versions = self.versions.setdefault(value, {current: value})
         if want in versions:
             return versions[want]
-        others = self.wanted[value] - {want}
-        if want.pending and any(other.layout == want.layout for other in others):
+        other_wants = self.wanted[value] - {want}
+        if want.pending and any(other.layout == want.layout for other in other_wants):
             self.bring(reader, value, Placement(want.layout))  # others want it too: it moves once
-        clear = [at for at in versions if not at.pending]
-        at = min(clear, key=lambda at: (at is not before, self._cost(value, at, want)))
+        complete = [at for at in versions if not at.pending]
+        at = min(complete, key=lambda at: (at is not preferred, self._cost(value, at, want)))
         node = versions[at]
         path = self._path(value, at, want)
         for movement in path:
@@ -92,52 +94,53 @@ class _Insertion:
                     info(versions[at]).alone = len(path) == 1
             node = versions[at]
             known = info(reader)
-            about = {"module": known.module, "source": known.source, "checkpoint": known.checkpoint}
-            info(node).update(**about)
+            info(node).update(module=known.module, source=known.source, checkpoint=known.checkpoint)
         return node
 
     def _path(self, value: fx.Node, at: Placement, want: Placement) -> tuple[Movement, ...]:
-        """The cheapest movements. Over the axes on which a parameter is stored whole its gradient
-        is summed last: then that need not wait in the program."""
-        start, about = at.layout, self._about(value, want)
-        late = tuple(axis for axis in self.mesh if axis in want.pending and axis not in start.axes)
-        if late and info(value).differentiable and is_made_of_parameters(value):
-            rest = Placement(want.layout, set(want.pending) - set(late))
-            path = redistribute(start, rest, *about)
-            if not any(set(movement.axes) & set(late) for movement in path):
-                return (Movement("identity", late, pending=True), *path)
-        return redistribute(start, want, *about)
+        """Return the cheapest movements from `at` to `want`.
+        A parameter's gradient is summed last over axes on which it is whole: after the program."""
+        start = at.layout
+        sums = set(want.pending) - set(start.axes)
+        deferred_axes = tuple(axis for axis in self.mesh if axis in sums)
+        if deferred_axes and info(value).differentiable and is_made_of_parameters(value):
+            rest = Placement(want.layout, set(want.pending) - set(deferred_axes))
+            path = self._route(redistribute, value, want, start, rest)
+            if not any(set(movement.axes) & set(deferred_axes) for movement in path):
+                return (Movement("identity", deferred_axes, pending=True), *path)
+        return self._route(redistribute, value, want, start, want)
 
-    def _expect(self, value: fx.Node, want: Placement, learns: bool) -> None:
+    def _expect(self, value: fx.Node, want: Placement, *, learns: bool) -> None:
         if value.target is ANNOTATE:
-            own = Placement(info(value).type.layout)
-            is_own = want.layout == own.layout
-            self._expect(value.all_input_nodes[0], want if is_own else own, learns)
-            if is_own:
+            marked_at = Placement(info(value).type.layout)
+            is_same = want.layout == marked_at.layout
+            self._expect(value.all_input_nodes[0], want if is_same else marked_at, learns=learns)
+            if is_same:
                 return
         self.wanted.setdefault(value, set()).add(want)
         self.learned |= {(value, want)} if learns else set()
 
     def _cost(self, value: fx.Node, at: Placement, want: Placement) -> float:
-        return redistribution_cost(at.layout, want, *self._about(value, want))
+        return self._route(redistribution_cost, value, want, at.layout, want)
 
-    def _about(
-        self, value: fx.Node, want: Placement
-    ) -> tuple[tuple[int, ...], int, Mesh, Price, bool, bool]:
-        type_, differentiable = info(value).type, info(value).differentiable
-        learns = (value, want) in self.learned
-        return type_.shape, type_.dtype.itemsize, self.mesh, self.price, differentiable, learns
+    def _route(
+        self, find: Callable[..., T], value: fx.Node, want: Placement, start: Layout, end: Placement
+    ) -> T:
+        """Find the cheapest way from `start` to `end`, as a part of the way to `want`."""
+        type_, back = info(value).type, info(value).differentiable
+        size, learns = type_.dtype.itemsize, (value, want) in self.learned
+        return find(start, end, type_.shape, size, self.mesh, self.price, back, learns)
 
 
 def insert_movement(graph: fx.Graph, value: fx.Node, movement: Movement) -> fx.Node:
-    """One movement of `value` at the graph's insertion point."""
+    """Insert one movement of `value` at the graph's insertion point."""
     operator = getattr(torch.ops.autopar, movement.kind).default
     node = graph.create_node("call_function", operator, (value,), name=movement.kind)
-    before = info(value).type
+    previous = info(value).type
     info(node).update(
         val=info(value).val,
-        type=TensorType(before.shape, before.dtype, movement.apply(before.layout)),
-        wants=(Placement(before.layout),),
+        type=TensorType(previous.shape, previous.dtype, movement.apply(previous.layout)),
+        wants=(Placement(previous.layout),),
         movement=movement,
         source=info(value).source,
         module=info(value).module,
@@ -149,8 +152,8 @@ def insert_movement(graph: fx.Graph, value: fx.Node, movement: Movement) -> fx.N
 
 
 def measure_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
-    """Write on every movement how many bytes it moves, the larger of a piece before and after, and
-    whether a gradient goes back through it in a step."""
+    """Write on every movement the bytes it moves, and whether a gradient goes back through it.
+    The bytes are those of the larger piece, before or after."""
     mark_learning(graph, setting.captured.differentiated)
     for node in graph.nodes:
         if info(node).movement is not None:
@@ -159,15 +162,15 @@ def measure_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
             kinds = {info(node).movement.kind, info(node).movement.backward}  # type: ignore[union-attr]
             info(node).bytes = 0 if kinds <= {*FREE} else max(sizes)
         elif info(node).joint is not None:
-            inside = (joint_call(*call, setting.mesh) for call in info(node).calls)
+            volumes = (joint_call(*call, setting.mesh) for call in info(node).calls)
             info(node).bytes = int(
-                sum(size for own in filter(None, inside) for _, size in own.traffic.forward)
+                sum(size for volume in filter(None, volumes) for _, size in volume.traffic.forward)
             )
     return graph
 
 
 def _reads_tensors(node: fx.Node) -> bool:
-    """Whether a node wants its inputs in certain layouts."""
+    """Return whether a node wants its inputs in certain layouts."""
     is_reader = node.op in ("call_function", "output")
     return is_reader and node.target is not ANNOTATE and not is_result(node)
 

@@ -36,7 +36,7 @@ from autopar.strategies.node_info import info
 
 
 class _Start:
-    """Stands for the start of a rank's piece until the rank is known."""
+    """Stand for the start of a rank's piece until the rank is known."""
 
     def __repr__(self) -> str:
         return "start"
@@ -68,7 +68,7 @@ def swap_kernels(graph: fx.Graph, setting: Setting) -> fx.Graph:
 def local_call(
     node: fx.Node, mesh: Mesh, rank: int, device: torch.device
 ) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
-    """What `rank`, which runs on `device`, calls for `node`; tensors still the nodes' own."""
+    """Return function, arguments and keywords that `rank` calls on `device`; tensors are nodes."""
     known = info(node)
     if known.joint is not None:
         return (
@@ -93,24 +93,24 @@ def local_call(
 def joint_call(
     node: fx.Node, mesh: Mesh, rank: int, drive: Driver | None = None, name: str = ""
 ) -> Callable[..., Any]:
-    """What `rank` calls for a call that it carries out with others: in their process group of that
-    `name`, or driven otherwise."""
+    """Return the function by which `rank` takes part in a joint kernel.
+    It uses the process group called `name`, or another `drive`."""
     call = info(node).joint
     assert call is not None
     kernel, group = call.joint, call.group(mesh, rank)
     driven = drive_on_process(name, group) if drive is None else drive
-    is_one = len(info(node).types) == 1
+    has_one_output = len(info(node).types) == 1
 
-    def together(**arguments: Any) -> Any:
+    def run_joint(**arguments: Any) -> Any:
         (outputs,) = run_joint_kernel(kernel, [group], driven, [arguments])
-        return outputs[0] if is_one else outputs
+        return outputs[0] if has_one_output else outputs
 
-    together.__name__ = kernel.forward.__name__
-    return together
+    run_joint.__name__ = kernel.forward.__name__
+    return run_joint
 
 
 def arguments_of(node: fx.Node, mesh: Mesh, rank: int) -> dict[str, Any]:
-    """With what `rank` calls what it carries out with others."""
+    """Return the keywords with which `rank` calls its part of a joint kernel."""
     call = info(node).joint
     assert call is not None
     return placed_arguments(node.kwargs, call.rule, call.strategy, mesh, rank)
@@ -121,15 +121,15 @@ def _expand(
 ) -> None:
     """Replace `node` by its part on each rank, an all-gather, and their combination."""
     axes = call.axes
-    parts, before = mesh.degree(axes), info(node).type
-    dtype = torch.promote_types(before.dtype, torch.float32)
+    parts, previous = mesh.degree(axes), info(node).type
+    dtype = torch.promote_types(previous.dtype, torch.float32)
     args, kwargs = expansion.part_call(
         tuple(node.args), dict(node.kwargs), START, call.rule.sizes[call.name]
     )
     with graph.inserting_before(node):
         part = graph.call_function(expansion.part, args, kwargs)
-        shape = (*before.shape, expansion.columns * parts)
-        cut = Layout(*before.layout.dims, axes)
+        shape = (*previous.shape, expansion.columns * parts)
+        cut = Layout(*previous.layout.dims, axes)
         part.meta = dict(node.meta)
         info(part).update(
             type=TensorType(shape, dtype, cut),
@@ -139,14 +139,14 @@ def _expand(
         )
         gathered = part
         for axis in reversed(axes):
-            movement = Movement("all_gather", (axis,), dim=len(before.shape))
+            movement = Movement("all_gather", (axis,), dim=len(previous.shape))
             gathered = insert_movement(graph, gathered, movement)
     inputs, wants = tensor_inputs(node), info(node).wants
     wanted = {value: Placement(want.layout) for value, want in zip(inputs, wants)}
     wanted[gathered] = Placement(info(gathered).type.layout)
     node.target = expansion.combine
     node.args, node.kwargs = expansion.combine_call(
-        gathered, tuple(node.args), dict(node.kwargs), parts, before.dtype
+        gathered, tuple(node.args), dict(node.kwargs), parts, previous.dtype
     )
     # The part has its calls and its start.
     info(node).update(rule=None, saved=(0, 1), calls=(), start_of=None)

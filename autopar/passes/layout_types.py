@@ -1,8 +1,8 @@
-"""Types: every value gets the layout that its strategy fixes, every reader says what it wants.
+"""Types: every value gets the layout that its strategy fixes, every reader the layouts it wants.
 
-Sets `type` (what the value is), `wants` (for each tensor input: its placement) and, on
-placeholders, `origin`. On operators `calls` has what their price follows from: the call and its
-strategy. Whatever a later pass makes of an operator keeps its calls.
+Sets `type` (shape, dtype and layout), `wants` (a placement for each tensor input) and, on
+placeholders, `origin`. On operators `calls` has what they are priced by: the call and its strategy.
+Whatever a later pass makes of an operator keeps its calls.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from autopar.strategies.rule import Facts
 
 
 def assign_types(source: fx.Graph, setting: Setting) -> fx.Graph:
-    """A copy of the captured graph with the decisions written on its nodes."""
+    """Copy the captured graph, with the decisions written on its nodes."""
     captured, decisions = setting.captured, setting.decisions
     graph = copy_subgraph(source, source.nodes)
     facts: dict[int, Facts] = {}  # of calls that are alike
-    taken: dict[tuple[int, Strategy], dict[str, object]] = {}  # what is said of these
-    parted = {reader for _, reader, _ in decisions.ways}
+    by_strategy: dict[tuple[int, Strategy], dict[str, object]] = {}  # what is said of these
+    shared_readers = {reader for _, reader, _ in decisions.ways}
     for node in graph.nodes:
         if node.op == "placeholder":
             info(node).origin = _origin(captured, node.name)
             if node.name in captured.parameters:
-                places, is_there = decisions.parameter(node.name), info(node).on_host
-                info(node).places = replace(places, on_host=ALL_PLACES) if is_there else places
+                places, on_host = decisions.parameter(node.name), info(node).on_host
+                info(node).places = replace(places, on_host=ALL_PLACES) if on_host else places
             _set_type(node, decisions.placeholders[node.name])
         elif is_result(node):
             call, place = maker(node), result_index(node)
@@ -46,15 +46,15 @@ def assign_types(source: fx.Graph, setting: Setting) -> fx.Graph:
             rule, kind = captured.priced[node.name], captured.classes[node.name]
             if rule is not None and kind not in facts:
                 facts[kind] = facts_of(node, rule, tensor_inputs(node))
-            _type_operator(node, facts.get(kind), decisions, taken)
-            if node.name in parted:
+            _type_operator(node, facts.get(kind), decisions, by_strategy)
+            if node.name in shared_readers:
                 _share_ways(node, decisions)
     _type_output(captured, graph, decisions)
     return graph
 
 
 def _under(node: fx.Node, facts: Facts, strategy: Strategy) -> dict[str, object]:
-    """What the rule of an operator says under a strategy."""
+    """Return the marks that the rule of an operator gives it under a strategy."""
     rule, signature = facts.rule, facts.rule.signature(strategy)
     learns = [info(value).differentiable for value in tensor_inputs(node)]
     saved = rule.saved_under(strategy)
@@ -73,22 +73,22 @@ def _type_operator(
     node: fx.Node,
     facts: Facts | None,
     decisions: Decisions,
-    taken: dict[tuple[int, Strategy], dict[str, object]],
+    by_strategy: dict[tuple[int, Strategy], dict[str, object]],
 ) -> None:
-    fixed = decisions.fixed.get(node.name)
-    if fixed is not None:
-        info(node).wants = (Placement(fixed),)
-        _set_type(node, fixed)
+    marked_layout = decisions.fixed.get(node.name)
+    if marked_layout is not None:
+        info(node).wants = (Placement(marked_layout),)
+        _set_type(node, marked_layout)
     elif facts is not None:
         key = id(facts), decisions.strategies.get(node.name, Strategy())
-        if key not in taken:
-            taken[key] = _under(node, facts, key[1])
-        info(node).update(**taken[key])
+        if key not in by_strategy:
+            by_strategy[key] = _under(node, facts, key[1])
+        info(node).update(**by_strategy[key])
     else:
         inputs = tensor_inputs(node)
         info(node).wants = tuple(Placement.whole(info(value).val.ndim) for value in inputs)
-        whole = (Layout.replicated(getattr(value, "ndim", 0)) for value in info(node).values)
-        _set_type(node, *whole)
+        layouts = (Layout.replicated(getattr(value, "ndim", 0)) for value in info(node).values)
+        _set_type(node, *layouts)
 
 
 def _share_ways(node: fx.Node, decisions: Decisions) -> None:

@@ -1,4 +1,4 @@
-"""Reductions: the gradient of what linears read travels while the gradients of weights are made.
+"""Reductions: the gradient of a linear's input travels while gradients of weights are computed.
 
 For graphs of one rank that run eagerly, after `localize`. A movement whose backward is a reduction,
 and the linears that alone read it, become one call (`collectives/deferred_linears.py`):
@@ -6,9 +6,8 @@ and the linears that alone read it, become one call (`collectives/deferred_linea
     x' = identity(x, "tp"); y = linear(x', w); z = linear(x', v)
     y, z = linears(x, identity, ("tp",), w, None, v, None)
 
-Where backward is split it has parted the two already, and is left as it is; so is a program that is
-compiled. This moves a collective of backward before others, so all ranks join the same: one without
-elements, too.
+A split backward has separated the two already, and is left as it is; so is a compiled program. A
+collective of backward comes before others here, so all ranks do the same, also without elements.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def hide_reductions(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
 
 
 def _join(movement: fx.Node, readers: list[fx.Node], last: fx.Node) -> None:
-    """`last`: of what the readers read."""
+    """Replace a movement and its readers by one call, after the `last` node that they read."""
     graph = movement.graph
     value, *arguments = movement.args
     pairs = [(*reader.args[1:], None)[:2] for reader in readers]
@@ -45,18 +44,18 @@ def _join(movement: fx.Node, readers: list[fx.Node], last: fx.Node) -> None:
     with graph.inserting_after(last):
         joined = graph.call_function(linears, call)
     joined.meta = {**readers[0].meta, "rule": None}
-    given = [joined]
+    results = [joined]
     if len(readers) > 1:
         values: Any = tuple(info(reader).val for reader in readers)
         info(joined).update(val=values, away={})
         with graph.inserting_after(joined):
-            given = [
+            results = [
                 graph.call_function(operator.getitem, (joined, index))
                 for index in reversed(range(len(readers)))
             ][::-1]
-    for reader, new in zip(readers, given):
-        if new is not joined:
-            new.meta = dict(reader.meta)
-        reader.replace_all_uses_with(new)
+    for reader, result in zip(readers, results):
+        if result is not joined:
+            result.meta = dict(reader.meta)
+        reader.replace_all_uses_with(result)
         graph.erase_node(reader)
     graph.erase_node(movement)

@@ -1,7 +1,7 @@
-"""Localize: the program of all ranks becomes the program of one, ready to run.
+"""Localize: the program of all ranks becomes the program of one rank, ready to run.
 
-The last step of the road: sizes become local, movements get their process group and this rank's
-index in it, functions that depend on where a piece starts get its offset.
+The last pass: sizes become local, movements get their process group and this rank's index in it,
+functions that depend on where a piece starts get its offset.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ GroupName = Callable[[Axes], str]
 def localize(
     graph: fx.Graph, mesh: Mesh, rank: int, device: torch.device, group_name: GroupName
 ) -> fx.Graph:
-    """A copy of `graph` for `rank` on `device`; `group_name` names its group over some axes."""
+    """Return a copy of `graph` for `rank`; `group_name` names its process group over axes."""
     local = copy_subgraph(graph, graph.nodes)
     for node in local.nodes:
         if (movement := info(node).movement) is not None:
             (value,) = node.all_input_nodes
-            before = info(value).type
+            type_ = info(value).type
             node.target, arguments = operator_call(
-                movement, before.layout, before.shape, mesh, rank, group_name(movement.axes)
+                movement, type_.layout, type_.shape, mesh, rank, group_name(movement.axes)
             )
             node.args = (value, *arguments)
         elif (joint := info(node).joint) is not None:
-            given = arguments_of(node, mesh, rank)
+            keywords = arguments_of(node, mesh, rank)
             node.target = joint_call(node, mesh, rank, name=group_name(joint.axes))
-            node.kwargs = given
+            node.kwargs = keywords
         elif node.op == "call_function":
             node.target, node.args, node.kwargs = local_call(node, mesh, rank, device)
     local.lint()
@@ -45,7 +45,7 @@ def localize(
 
 
 def axes_used(graph: fx.Graph) -> set[Axes]:
-    """The sets of axes over which a program moves data."""
+    """Return the sets of axes over which a program moves data."""
     used: set[Axes] = set()
     for node in graph.nodes:
         if (movement := info(node).movement) is not None:

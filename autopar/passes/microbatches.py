@@ -4,16 +4,10 @@
     totals = parts.totals(inputs)                    # counts over the whole batch, e.g. of targets
     for batch in parts.split(inputs, totals):
         loss += run(parts.captured, ..., batch)      # this micro-batch's share of the loss
-        ...                                          # gradients of the shares add up likewise
 
-Comes before all decisions: `parts.captured` is what they are made about. That the shares add up is
-shown by the rules, as if the micro-batches were ranks that cut the batch: each value is then the
-same for all, a part, or a term of a sum. What is the same for all and is added to such a sum (a
-regulariser, a number) is added by each in part. A sum that takes no gradient and comes from the
-inputs alone (the count under a mean) is a *total*, computed before the step from the whole batch.
-Any other place where samples meet before the loss is refused. Batch norm is the exception: each
-micro-batch is normalised by its own statistics, which is another loss. A buffer that changes in the
-same way in every micro-batch (a counter of steps) changes once a step.
+Rules prove that the shares add up, as if the micro-batches were ranks that cut the batch. A sum
+over the inputs alone (the count under a mean) is a *total* of the whole batch. Any other meeting of
+samples before the loss is refused, but for batch norm, which takes each micro-batch's statistics.
 """
 
 from __future__ import annotations
@@ -36,7 +30,7 @@ from autopar.strategies.node_info import info
 
 @dataclass(frozen=True)
 class Microbatches:
-    """The program of one micro-batch, and what it takes from the inputs of a whole batch."""
+    """Hold the program of one micro-batch, and what it takes from the inputs of a whole batch."""
 
     count: int
     captured: Captured  # it gives the share of the loss, and what is kept, if not all outputs
@@ -47,7 +41,7 @@ class Microbatches:
     joins: tuple[Status, ...] = ()  # of each output, what it is to micro-batches
 
     def totals(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The sums over the whole batch that every micro-batch needs, by placeholder."""
+        """Return the sums over the whole batch that every micro-batch needs, by placeholder."""
         if self.counts is None:
             return {}
         with torch.no_grad():
@@ -59,15 +53,15 @@ class Microbatches:
         totals: Mapping[str, Tensor] | None = None,
         parts: Mapping[str, int] | None = None,
     ) -> list[dict[str, Tensor]]:
-        """The inputs of every micro-batch, in order. `totals`, if they are not those of these
-        inputs. `parts`: of how many parts of an input each micro-batch takes its share, if not of
-        one."""
+        """Return the inputs of every micro-batch, in order.
+        `totals`: `None` to compute them from these inputs. `parts`: into how many parts each input
+        is divided before each part is shared out; `None` for one."""
         totals = self.totals(inputs) if totals is None else dict(totals)
         pieces = {
-            name: BatchDim(0, own * (1 if parts is None else parts[name])).shares(
+            name: BatchDim(0, blocks * (1 if parts is None else parts[name])).shares(
                 inputs[name], self.count
             )
-            for name, own in self.cut.items()
+            for name, blocks in self.cut.items()
         }
         return [
             {name: pieces[name][i] if name in self.cut else v for name, v in inputs.items()}
@@ -77,31 +71,31 @@ class Microbatches:
         ]
 
     def join(
-        self, outputs: Sequence[Sequence[Tensor]], wanted: Sequence[int], parts: int = 1
+        self, outputs: Sequence[Sequence[Tensor]], numbers: Sequence[int], parts: int = 1
     ) -> list[Tensor]:
-        """The outputs of the batch that are `wanted`, from those of all micro-batches in order,
-        each of which took its share of `parts` of the batch."""
+        """Return some outputs of the batch, by `numbers`, from those of all micro-batches in order.
+        Each micro-batch took its share of `parts` of the batch."""
 
         def joined(values: Sequence[Tensor], status: Status) -> Tensor:
             if isinstance(status, BatchDim):
                 pieces = [value.chunk(parts * status.parts, status.dim) for value in values]
-                return torch.cat([one for part in zip(*pieces) for one in part], status.dim)
+                return torch.cat([piece for row in zip(*pieces) for piece in row], status.dim)
             return reduce(torch.add, values) if status == SUM else values[0]
 
-        joins = (self.joins[number] for number in wanted)
+        joins = (self.joins[number] for number in numbers)
         return [joined(values, status) for values, status in zip(zip(*outputs), joins)]
 
     def _key(self, inputs: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
-        """What random numbers of a micro-batch follow from."""
+        """Return the key of a micro-batch's random numbers."""
         name = self.whole.key
         if name is None:
             return {}
         return {name: inputs[name] + torch.tensor([0, number], device=inputs[name].device)}
 
 
-def cut_batch(captured: Captured, count: int, tells: bool = False) -> Microbatches:
-    """The program of one of `count` equal micro-batches, which returns its share of the loss, and
-    its share or part of what forward keeps; if it `tells`, of every output."""
+def cut_batch(captured: Captured, count: int, *, tells: bool = False) -> Microbatches:
+    """Return the program of one of `count` equal micro-batches, which gives its share of the loss.
+    It also gives its part of what forward keeps in Python; if it `tells`, of every output."""
     try:
         return _cut_batch(captured, count, tells=tells)
     except InvalidInput as error:
@@ -110,7 +104,7 @@ def cut_batch(captured: Captured, count: int, tells: bool = False) -> Microbatch
         _cut_batch(captured, count, keeps=False)
         raise InvalidInput(
             "what forward keeps of a step in micro-batches is joined from those of each, or summed",
-            got=f"{', '.join(one.name for one in captured.effects if one.tensors)}: {error.got}",
+            got=f"{', '.join(e.name for e in captured.effects if e.tensors)}: {error.got}",
             remedy="microbatches=1, or keep what each sample gives, or a sum or mean over samples",
             source=error.source,
         ) from error
@@ -138,24 +132,23 @@ def _cut_batch(
             got=f"no input of the loss has the batch of {batch} as its first dim",
             remedy="put the batch first, or microbatches=1",
         )
-    about = cutter.counts(), captured, cutter.once(), cutter.joins()
-    return Microbatches(count, small, cut, *about)
+    return Microbatches(count, small, cut, cutter.counts(), captured, cutter.once(), cutter.joins())
 
 
 def batch_statistics(captured: Captured) -> tuple[fx.Node, ...]:
-    """The operators that take means over the batch, in micro-batches each over its own."""
+    """Return the operators that take means over the batch, in micro-batches each over its own."""
     return tuple(node for node in captured.graph.nodes if traits_of(node).statistics)
 
 
 def batch_size(captured: Captured) -> int | None:
-    """The first dim of the first input that has one."""
+    """Return the first dim of the first input that has one; `None` without any."""
     nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
     shapes = [info(nodes[name]).val.shape for name in captured.inputs if name is not None]
     return next((int(shape[0]) for shape in shapes if len(shape)), None)
 
 
 def _require_parts(captured: Captured, count: int) -> int:
-    """The batch, if it has so many equal parts."""
+    """Return the batch, if it has `count` equal parts."""
     batch = batch_size(captured)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise InvalidInput(
@@ -164,15 +157,16 @@ def _require_parts(captured: Captured, count: int) -> int:
             remedy="microbatches=4",
         )
     if batch is None or batch % count:
-        given, such = "no input with a batch", ""
+        batch_text, examples = "no input with a batch", ""
         if batch is not None:
-            some = [n for n in range(1, batch + 1) if batch % n == 0]
-            near = sorted(some, key=lambda n: abs(n - count))[:2]
-            given, such = f"a batch of {batch}", f", as {' or '.join(map(str, sorted(near)))}"
+            divisors = [n for n in range(1, batch + 1) if batch % n == 0]
+            nearest = sorted(divisors, key=lambda n: abs(n - count))[:2]
+            batch_text = f"a batch of {batch}"
+            examples = f", as {' or '.join(map(str, sorted(nearest)))}"
         raise InvalidInput(
             "the micro-batches of a step are equal parts of the batch",
-            got=f"{given} in {count} parts",
+            got=f"{batch_text} in {count} parts",
             remedy="a number of micro-batches (with schedules that halve them: twice the number) "
-            f"that divides the batch{such}",
+            f"that divides the batch{examples}",
         )
     return batch

@@ -1,9 +1,8 @@
-"""Parameter gathers: a parameter that is stored more cut than its readers start from is gathered.
+"""Parameter gathers: a parameter that is stored more cut than its readers want it is gathered.
 
-Comes after what reads parameters as they are worked with: up to here they have that layout. Behind
-the placeholder, which now has the layout of the storage, stands the gather that all readers share.
-Its backward scatters the sum of the gradient over the axes in the parameter's `sync`, which no
-longer names them.
+Comes after all passes that read parameters in their working layout. The placeholder now has the
+layout of the storage; behind it stands the gather that all readers share. Its backward scatters the
+sum of the gradient over axes of the parameter's `sync`, which no longer names them.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from autopar.strategies.node_info import info
 
 @dataclass(frozen=True)
 class _Scattering:
-    """By which a gradient is scattered, not summed whole and then cut, also where a machine was
-    measured to do that sooner: it is kept in pieces, and copies come in groups."""
+    """Price a gradient's reduction so that it is scattered, not summed whole and then cut.
+    So it is even on machines that are slower so: gradients stay in pieces, copies in groups."""
 
     price: Price
 
     def seconds(self, kind: str, axes: tuple[str, ...], size: Any) -> Any:
+        """Return the seconds of a movement; a reduce-scatter costs half an all-reduce."""
         if kind != "reduce_scatter":
             return self.price.seconds(kind, axes, size)
         return self.price.seconds("all_reduce", axes, size) / 2  # which scatters, and gathers
@@ -61,16 +61,17 @@ def _store(node: fx.Node) -> None:
 
 
 def _gather(graph: fx.Graph, setting: Setting, node: fx.Node, reader: fx.Node) -> fx.Node:
-    """The last of the movements from where a parameter is stored to where it is worked with."""
+    """Return the last of the movements from where a parameter is stored to its working layout."""
     places, type_ = info(node).places, info(node).type
     assert places is not None
-    cut = set(places.storage.axes) - set(places.working.axes)
-    summed = cut & set(info(node).sync)
+    extra_axes = set(places.storage.axes) - set(places.working.axes)
+    summed = extra_axes & set(info(node).sync)
     info(node).sync = tuple(axis for axis in info(node).sync if axis not in summed)
     _store(node)
-    about = type_.shape, type_.dtype.itemsize, setting.mesh, _Scattering(setting.price)
-    back = info(node).differentiable, info(node).learns
-    path = redistribute(places.storage, Placement(places.working, summed), *about, *back)
+    end, size = Placement(places.working, summed), type_.dtype.itemsize
+    price = _Scattering(setting.price)
+    back, learns = info(node).differentiable, info(node).learns
+    path = redistribute(places.storage, end, type_.shape, size, setting.mesh, price, back, learns)
     with graph.inserting_before(reader):
         for movement in path:
             node = insert_movement(graph, node, movement)

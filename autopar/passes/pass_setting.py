@@ -1,4 +1,4 @@
-"""Setting: what every pass is told besides the graph."""
+"""Settings: what every pass gets besides the graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.search.decisions import Decisions
 
 @dataclass(frozen=True)
 class Setting:
-    """The program that is rewritten, what was decided about it, and what collectives cost."""
+    """Hold the program that is rewritten, what was decided about it, and what collectives cost."""
 
     captured: Captured
     decisions: Decisions
@@ -23,12 +23,13 @@ class Setting:
 
     @property
     def mesh(self) -> Mesh:
+        """Return the mesh of the decisions."""
         return self.decisions.mesh
 
 
 @dataclass(frozen=True)
 class ParameterCopies:
-    """Of which parameters a rank's program reads copies, by their names in the model."""
+    """Name the parameters of which a rank's program reads copies, by their names in the model."""
 
     # So many gathers and casts behind a parameter are not the program's own.
     taken: Mapping[str, int] = field(default_factory=dict)
@@ -38,7 +39,7 @@ class ParameterCopies:
 
 @dataclass(frozen=True)
 class LocalSetting:
-    """What a pass on one rank's program is told besides it."""
+    """Hold what a pass on one rank's program gets besides it."""
 
     whole: fx.Graph | None = None  # the program of all ranks, if this rank has the whole inputs
     mesh: Mesh | None = None  # of these ranks

@@ -1,4 +1,4 @@
-"""Recombine: what capture took apart, and no cut needed apart, becomes one operator again.
+"""Recombine: operators that capture took apart, and no cut needed apart, become one again.
 
 - selections and slices that together are a whole value: one `unbind` or `split`, whose backward is
   one copy instead of a sum of padded ones;
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 def recombine(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
-    """Make one operator again of what can be, in place."""
+    """Replace groups of calls by the one operator that they amount to, in place."""
     _join_pieces(graph, aten.select.int, _unbind)
     _join_pieces(graph, aten.slice.Tensor, _split)
     for node in list(graph.nodes):
@@ -54,7 +54,7 @@ def reduced_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The cross-entropy of all elements, classes last."""
+    """Return the cross-entropy of all elements, reduced; classes are the last dim."""
     return F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]),
         target.reshape(-1),
@@ -66,7 +66,7 @@ def reduced_cross_entropy(
 
 
 def _follows(node: fx.Node, target: Any) -> bool:
-    """Whether the first input is a call of `target` that nothing else reads."""
+    """Return whether the first input is a call of `target` that nothing else reads."""
     value = node.args[0]
     if not isinstance(value, fx.Node) or info(value).weight_inputs is not None:
         return False
@@ -74,7 +74,7 @@ def _follows(node: fx.Node, target: Any) -> bool:
 
 
 def _plain(node: fx.Node) -> bool:
-    """Whether neither the node nor its first input has keywords."""
+    """Return whether neither the node nor its first input has keywords."""
     return not node.kwargs and not node.args[0].kwargs  # type: ignore[union-attr]
 
 
@@ -106,17 +106,19 @@ def _is_mean(node: fx.Node) -> bool:
 
 
 def _become(node: fx.Node, function: Any, args: tuple, dead: Iterable[fx.Node]) -> None:
-    """Let a call be another, which reads no more what is `dead`."""
+    """Let a node call another function, and erase the `dead` inputs that it no longer reads."""
     node.target, node.args, node.kwargs = function, args, {}
     for value in dead:
         node.graph.erase_node(value)
 
 
-Whole = tuple[Callable[..., Any], tuple, list[fx.Node]]  # function, arguments, pieces in order
+_WholeCall = tuple[Callable[..., Any], tuple, list[fx.Node]]  # function, arguments, pieces in order
 
 
 def _join_pieces(
-    graph: fx.Graph, piece: Any, whole: Callable[[fx.Node, int, int, list[fx.Node]], Whole | None]
+    graph: fx.Graph,
+    piece: Any,
+    find_whole: Callable[[fx.Node, int, int, list[fx.Node]], _WholeCall | None],
 ) -> None:
     """Replace calls of `piece` wherever they are all pieces of a value along a dim not cut."""
     for value in list(graph.nodes):
@@ -127,9 +129,9 @@ def _join_pieces(
         for dim, pieces in by_dim.items():
             if info(value).type.layout.dims[dim]:
                 continue
-            found = whole(value, dim, info(value).type.shape[dim], pieces)
-            if found is not None:
-                _join(graph, pieces, *found)
+            joined = find_whole(value, dim, info(value).type.shape[dim], pieces)
+            if joined is not None:
+                _join(graph, pieces, *joined)
 
 
 def _join(
@@ -153,14 +155,14 @@ def _join(
         graph.erase_node(old)
 
 
-def _unbind(value: fx.Node, dim: int, size: int, pieces: list[fx.Node]) -> Whole | None:
+def _unbind(value: fx.Node, dim: int, size: int, pieces: list[fx.Node]) -> _WholeCall | None:
     by_index = {OperatorCall(piece)["index"] % size: piece for piece in pieces}
     if len(pieces) != size or len(by_index) != size or size < 2:
         return None
     return torch.unbind, (value, dim), [by_index[index] for index in range(size)]
 
 
-def _split(value: fx.Node, dim: int, size: int, pieces: list[fx.Node]) -> Whole | None:
+def _split(value: fx.Node, dim: int, size: int, pieces: list[fx.Node]) -> _WholeCall | None:
     by_bounds = {}
     for piece in pieces:
         call = OperatorCall(piece)
@@ -174,4 +176,4 @@ def _split(value: fx.Node, dim: int, size: int, pieces: list[fx.Node]) -> Whole 
     if len(pieces) < 2 or len(bounds) != len(pieces):
         return None
     sizes = [end - start for start, end in bounds]
-    return torch.split_with_sizes, (value, sizes, dim), [by_bounds[each] for each in bounds]
+    return torch.split_with_sizes, (value, sizes, dim), [by_bounds[bound] for bound in bounds]

@@ -31,7 +31,7 @@ from autopar.strategies.node_info import ParameterReaders, info
 
 @dataclass(frozen=True)
 class StageCut:
-    """Where a program is cut into stages."""
+    """Cut a program into stages at certain points."""
 
     flow: Flow
     points: tuple[int, ...]  # the starts of the stages, and the end
@@ -44,26 +44,27 @@ class StageCut:
     def at(
         cls, flow: Flow, starts: Sequence[str], placement: tuple[tuple[int, ...], ...]
     ) -> StageCut:
-        """Stages that begin at these activations; the first at the first of all."""
+        """Cut into stages that begin at these activations; the first at the first of all."""
         places = {node.name: place for node, place in flow.position.items()}
         points = 0, *(places[name] for name in starts[1:]), len(flow.activations)
         return cls(flow, points, placement)
 
     @property
     def count(self) -> int:
+        """Return the number of stages."""
         return len(self.points) - 1
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Of a stage."""
+        """Return the start and the end of a stage, as positions of activations."""
         return self.points[index], self.points[index + 1]
 
     def stage_at(self, position: int) -> int:
-        """The stage that makes the activation at a position."""
+        """Return the stage that makes the activation at a position."""
         return bisect_right(self.points, position, hi=self.count) - 1
 
     @cached_property
     def stages(self) -> dict[fx.Node, tuple[int, ...]]:
-        """Those that read each parameter and buffer; what none reads lies with the first."""
+        """Return the stages that read each parameter and buffer; unread ones lie with the first."""
         if self.held is not None:
             return {node: self.held[info(node).origin[1]] for node in self.flow.held_at}
         return {
@@ -73,7 +74,7 @@ class StageCut:
 
     @cached_property
     def outputs(self) -> tuple[int, ...]:
-        """The stage that gives each output: where it is made, or what it is made of is held."""
+        """Return the stage that gives each output: its operator's, or its parameters' first."""
         flow = self.flow
         return tuple(
             self.stage_at(flow.position[node]) if node in flow.position else self._first_with(node)
@@ -81,34 +82,36 @@ class StageCut:
         )
 
     def _first_with(self, node: fx.Node) -> int:
-        """The first stage that holds all parameters and buffers that a value is made of."""
-        read = [self.stages[one] for one in ancestors([node]) if one in self.stages]
-        found = set(range(self.count)).intersection(*read)
-        if not found:
+        """Return the first stage that holds all parameters and buffers that a value is made of."""
+        holders = [self.stages[source] for source in ancestors([node]) if source in self.stages]
+        common = set(range(self.count)).intersection(*holders)
+        if not common:
             raise InvalidInput(
                 "what an output is made of is held by one stage",
                 got=f"{node.name}, made of parameters or buffers of several",
                 remedy="give them one by one, or no pipeline",
                 source=info(node).source,
             )
-        return min(found)
+        return min(common)
 
     @cached_property
     def readers(self) -> dict[fx.Node, ParameterReaders]:
-        """Of each parameter."""
+        """Return the stages that read each parameter, and the places that hold these."""
         return {
             node: ParameterReaders(self.stages[node], self._holders[self.stages[node]], *span)
             for node, span in self.flow.spans.items()
         }
 
     def shared(self, index: int) -> tuple[Hashable, ...]:
-        """What of a stage others hold too: all of it, or some parameters."""
-        found = ((name, one) for name, one in self._shared if index in one.stages)
-        return len(self._holders_of((index,))) > 1, *found
+        """Return whether others hold the stage, too, and its parameters that others hold."""
+        shared = ((name, readers) for name, readers in self._shared if index in readers.stages)
+        return len(self._holders_of((index,))) > 1, *shared
 
     @cached_property
     def _shared(self) -> list[tuple[str, ParameterReaders]]:
-        return [(node.name, one) for node, one in self.readers.items() if not one.is_own]
+        return [
+            (node.name, readers) for node, readers in self.readers.items() if not readers.is_own
+        ]
 
     @cached_property
     def _holders(self) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -120,7 +123,7 @@ class StageCut:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage's program: its results are `sends`, some outputs, `statistics`."""
+    """Hold one stage's program: its results are `sends`, some outputs, `statistics`."""
 
     index: int
     graph: fx.Graph
@@ -133,27 +136,28 @@ class Stage:
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:
+        """Return the nodes of the program by name."""
         return {node.name: node for node in self.graph.nodes}
 
     @cached_property
     def learns_received(self) -> tuple[bool, ...]:
-        """Which of the received values take a gradient."""
+        """Return a flag for each received value: whether it takes a gradient."""
         return tuple(info(self.nodes[name]).differentiable for name in self.receives)
 
     @cached_property
     def learns_sent(self) -> tuple[bool, ...]:
-        """Which of the sent values take a gradient."""
+        """Return a flag for each sent value: whether it takes a gradient."""
         return tuple(info(self.nodes[name]).differentiable for name in self.sends)
 
     def holds(self, kind: str) -> list[str]:
-        """The names in the model of the parameters (buffers) of this stage."""
+        """Return the names in the model of this stage's parameters or buffers, as `kind` says."""
         graphs = [self.graph, *([self.update] if self.update is not None else [])]
         nodes = [node for graph in graphs for node in graph.nodes if node.op == "placeholder"]
         return list(dict.fromkeys(info(n).origin[1] for n in nodes if info(n).origin[0] == kind))
 
 
 def split_stages(cut: StageCut, mesh: Mesh) -> tuple[Stage, ...]:
-    """The stages of a program."""
+    """Return the verified stages of a program."""
     flow, stages = cut.flow, []
     for index in range(cut.count):
         stage = cut_stage(cut, index)
@@ -164,14 +168,14 @@ def split_stages(cut: StageCut, mesh: Mesh) -> tuple[Stage, ...]:
 
 
 def cut_stage(cut: StageCut, index: int) -> Stage:
-    """The stage between two cut points."""
+    """Return the stage with this index."""
     flow, (start, end) = cut.flow, cut.bounds(index)
-    own = [node for node, position in flow.position.items() if start <= position < end]
+    computed = [node for node, position in flow.position.items() if start <= position < end]
     received, sent = flow.crossing(start), flow.crossing(end)
-    statistics = [node for node in own if node in flow.statistics]
-    outputs = tuple(at for at, stage in enumerate(cut.outputs) if stage == index)
-    results = [*sent, *(flow.outputs[at] for at in outputs), *statistics]
-    graph = copy_subgraph(flow.graph, [*results, *own], received)
+    statistics = [node for node in computed if node in flow.statistics]
+    outputs = tuple(number for number, stage in enumerate(cut.outputs) if stage == index)
+    results = [*sent, *(flow.outputs[number] for number in outputs), *statistics]
+    graph = copy_subgraph(flow.graph, [*results, *computed], received)
     copies = {node.name: node for node in graph.nodes}
     for node in received:
         info(copies[node.name]).origin = ("received", node.name)
@@ -179,7 +183,7 @@ def cut_stage(cut: StageCut, index: int) -> Stage:
     for node, readers in cut.readers.items():
         if index in readers.stages and node.name in copies:
             info(copies[node.name]).readers = readers
-    for node in own:
+    for node in computed:
         if node in flow.weight_inputs:
             info(copies[node.name]).weight_inputs = flow.weight_inputs[node]
     _end(graph, [copies[node.name] for node in results])
@@ -195,12 +199,12 @@ def cut_stage(cut: StageCut, index: int) -> Stage:
     )
 
 
-def _update(flow: Flow, statistics: set[fx.Node], is_first: bool) -> fx.Graph | None:
-    """The changes of buffers from the statistics of one stage; in the first, from none too."""
+def _update(flow: Flow, statistics: set[fx.Node], *, is_first: bool) -> fx.Graph | None:
+    """Return the changes of buffers from one stage's statistics; in the first also from none."""
     changed = {}
     for buffer, value in flow.new_values.items():
-        read = flow.read_by(value)
-        if read <= statistics and (read or is_first):
+        statistics_read = flow.read_by(value)
+        if statistics_read <= statistics and (statistics_read or is_first):
             changed[buffer] = value
     if not changed:
         return None
@@ -215,35 +219,34 @@ def _update(flow: Flow, statistics: set[fx.Node], is_first: bool) -> fx.Graph | 
 
 
 def _read_shifts_as_they_were(graph: fx.Graph) -> None:
-    """Sums of batch norm go with the running mean that the step began with.
-
+    """Let batch norms' sums go with the running mean that the step began with.
     What a shift is made of (a movement of the running mean) is made again from that."""
     nodes = list(graph.nodes)
     places = {node: place for node in nodes if (place := traits_of(node).shift) is not None}
     shifts = [node.args[place] for node, place in places.items()]
-    made = ancestors([shift for shift in shifts if isinstance(shift, fx.Node)])
+    shift_sources = ancestors([shift for shift in shifts if isinstance(shift, fx.Node)])
     first_call = next((node for node in nodes if node.op == "call_function"), None)
-    before: dict[fx.Node, fx.Node] = {}
+    originals: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         if node in places:
             place = places[node]
-            shift = fx.map_arg(node.args[place], before.__getitem__)
+            shift = fx.map_arg(node.args[place], originals.__getitem__)
             node.args = (*node.args[:place], shift, *node.args[place + 1 :])
-        if node not in made:
+        if node not in shift_sources:
             continue
         if node.op == "placeholder" and info(node).origin[0] == "buffer":
             assert first_call is not None
             with graph.inserting_before(first_call):
-                before[node] = graph.placeholder(f"{node.name}_before")
-            before[node].meta = {**node.meta, "origin": ("before", info(node).origin[1])}
+                originals[node] = graph.placeholder(f"{node.name}_before")
+            originals[node].meta = {**node.meta, "origin": ("before", info(node).origin[1])}
         elif node.op == "placeholder":
-            before[node] = node
+            originals[node] = node
         else:
             with graph.inserting_after(node):
-                before[node] = graph.node_copy(node, before.__getitem__)
-            before[node].meta = dict(node.meta)
+                originals[node] = graph.node_copy(node, originals.__getitem__)
+            originals[node].meta = dict(node.meta)
     for node in reversed(nodes):
-        if node in made and node.op == "call_function" and not node.users:
+        if node in shift_sources and node.op == "call_function" and not node.users:
             graph.erase_node(node)
 
 

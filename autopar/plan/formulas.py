@@ -16,7 +16,7 @@ from autopar.cost.operator_costs import rooflines
 from autopar.cost.rooflines import COLLECTIVES, HIDDEN, collective_values
 from autopar.layout import Placement, TensorType
 from autopar.search.candidates import Candidates
-from autopar.search.reshard_table import reshard_table
+from autopar.search.reshard_table import ReshardTerms, reshard_table
 from autopar.strategies import KernelCall
 from autopar.strategies.node_info import info
 
@@ -63,7 +63,8 @@ def price_change(
     table = reshard_table(mesh, val.ndim, tuple(sorted(parts)))
     seconds = math.inf
     if first is second or (first in table.index and second in table.index and not first.pending):
-        all_pairs = table.seconds(shape, itemsize, price, differentiable, learns)
+        terms = ReshardTerms(itemsize, price, differentiable, learns)
+        all_pairs = table.seconds(shape, terms)
         seconds = float(all_pairs[table.index[first], table.index[second]])
     added = tuple(axis for axis in second.pending if axis not in first.pending)
     lines: list[str] = []

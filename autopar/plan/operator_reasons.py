@@ -214,7 +214,7 @@ class _Explainer:
             chosen = offered.outputs.index(whole) if whole in offered.outputs else 0
             return offered, chosen
         if strategy not in offered.strategies:
-            offered = self.kinds.candidates(node, every=True)
+            offered = self.kinds.candidates(node, in_all_orders=True)
         if strategy in offered.strategies:
             return offered, offered.strategies.index(strategy)
         return offered, -1

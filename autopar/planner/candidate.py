@@ -171,7 +171,7 @@ class Candidate:
             about = self.captured, self.decisions, self.prices.price
             source, is_same = self._source.rewritten, not self.decisions.apart
             return source if is_same else change_state_places(source, *about)
-        return rewrite(self.captured, self.decisions, self.prices.price, each=False)
+        return rewrite(self.captured, self.decisions, self.prices.price, verify_each=False)
 
     @cached_property
     def _source(self) -> Candidate | None:

@@ -1,4 +1,8 @@
-"""Candidates: the strategies of one operator that the search weighs, and what each costs alone."""
+"""Candidates: the strategies of one operator that the search weighs, with the seconds of each.
+
+Calls of one kind, as those of equal blocks, share their candidates. What it takes to move values
+between operators is not in here: `edge_costs` has that.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """The strategies of one kind of call. Calls of one kind share this object."""
+    """Hold the strategies of one kind of call. Calls of one kind share this object."""
 
     facts: Facts | None  # None: a mark, which computes nothing
     strategies: tuple[Strategy, ...]
@@ -56,41 +60,43 @@ class Candidates:
 
     @property
     def outputs(self) -> Placements:
-        """What each strategy gives, of the first output."""
+        """Return the placement that each strategy gives the first output."""
         return self.results[0]
 
     @cached_property
     def cost(self) -> Array:
+        """Return the seconds of each strategy both ways, movements of kernels included."""
         return self.forward + self.backward + self.inside
 
     @cached_property
     def weight_seconds(self) -> Array:
-        """Of a linear, what the gradient of its weight takes."""
+        """Return the seconds that the gradient of a linear's weight takes under each strategy."""
         assert self.facts is not None
         return weight_gradient_seconds(self.facts, self.backward)
 
     @cached_property
     def least(self) -> float:
+        """Return the seconds of the fastest strategy."""
         return float(self.cost.min())
 
-    def taken(self, kept: list[int]) -> Candidates:
-        """Only the strategies at `kept`."""
+    def taken(self, indices: list[int]) -> Candidates:
+        """Return the candidates with only the strategies at `indices`."""
         return Candidates(
             self.facts,
-            tuple(self.strategies[i] for i in kept),
-            tuple(Placements(states[i] for i in kept) for states in self.inputs),
-            tuple(Placements(states[i] for i in kept) for states in self.results),
-            self.forward[kept],
-            self.backward[kept],
-            self.inside[kept],
-            self.inside_forward[kept],
-            self.extra[kept],
-            OperatorWork(*(part[kept] for part in self.work)),
+            tuple(self.strategies[i] for i in indices),
+            tuple(Placements(states[i] for i in indices) for states in self.inputs),
+            tuple(Placements(states[i] for i in indices) for states in self.results),
+            self.forward[indices],
+            self.backward[indices],
+            self.inside[indices],
+            self.inside_forward[indices],
+            self.extra[indices],
+            OperatorWork(*(part[indices] for part in self.work)),
         )
 
 
 class NodeClasses:
-    """All kinds of calls of one captured graph on one mesh, each looked at once."""
+    """Find the candidates of all calls of one captured graph on one mesh, once for each kind."""
 
     def __init__(
         self,
@@ -100,49 +106,49 @@ class NodeClasses:
         price: ClusterPrice,
         microbatches: int = 1,
     ) -> None:
-        """The seconds are those of one of so many runs in a step."""
+        """Price a run of the program for one of the step's `microbatches`, in seconds."""
         self.mesh, self.device, self.price, self.microbatches = mesh, device, price, microbatches
         self._classes, self._rules = captured.classes, captured.priced
         self._candidates: dict[tuple[int, bool, bool], Candidates] = {}
         self._places: dict[int, list[int]] = {}
 
     def inputs(self, node: fx.Node) -> list[fx.Node]:
-        """The tensor inputs of a call, in the order of its rule."""
-        kind, given = self._classes[node.name], node.all_input_nodes
+        """Return the tensor inputs of a call, in the order of its rule."""
+        kind, arguments = self._classes[node.name], node.all_input_nodes
         if kind not in self._places:
-            found: list[fx.Node] = []
+            tensors: list[fx.Node] = []
             if self.rule(node) is not None:
-                found.extend(tensor_inputs(node))
+                tensors.extend(tensor_inputs(node))
             else:
-                fx.map_arg((node.args, node.kwargs), found.append)
-            self._places[kind] = [given.index(value) for value in found]
-        return [given[place] for place in self._places[kind]]
+                fx.map_arg((node.args, node.kwargs), tensors.append)
+            self._places[kind] = [arguments.index(value) for value in tensors]
+        return [arguments[place] for place in self._places[kind]]
 
     def rule(self, node: fx.Node) -> Rule | None:
-        """What a call costs follows from it."""
+        """Return the rule from which a call is priced; `None` for a mark."""
         return self._rules[node.name]
 
-    def candidates(self, node: fx.Node, every: bool = False) -> Candidates:
-        """The candidates of a call; `every` strategy, in every order, if asked."""
-        kind = (self._classes[node.name], every, copied_parameter(node) is not None)
+    def candidates(self, node: fx.Node, *, in_all_orders: bool = False) -> Candidates:
+        """Return the candidates of a call, if `in_all_orders` with every order of axes on a dim."""
+        kind = (self._classes[node.name], in_all_orders, copied_parameter(node) is not None)
         if kind not in self._candidates:
             try:
-                self._candidates[kind] = self._make(node, every)
+                self._candidates[kind] = self._make(node, in_all_orders=in_all_orders)
             except Exception as error:
                 raise unforeseen("the search weighs", node, error) from error
         return self._candidates[kind]
 
-    def _make(self, node: fx.Node, every: bool) -> Candidates:
+    def _make(self, node: fx.Node, *, in_all_orders: bool) -> Candidates:
         rule, inputs = self.rule(node), tuple(self.inputs(node))
         if rule is None:
             return _mark(node, inputs)
         facts = facts_of(node, rule, inputs)
-        strategies = rule.strategies(self.mesh, ordered=every)
-        if rule.is_heavy and not every:
+        strategies = rule.strategies(self.mesh, ordered=in_all_orders)
+        if rule.is_heavy and not in_all_orders:
             strategies = [strategy for strategy in strategies if not strategy.passes]
         pieces = ShardSizes(rule, strategies, self.mesh)
-        done = operator_work(facts, pieces)
-        forward, backward = operator_seconds(facts, done, self.device)
+        operations = operator_work(facts, pieces)
+        forward, backward = operator_seconds(facts, operations, self.device)
         if copied_parameter(node) is not None:  # made once a step
             forward = forward / self.microbatches
         learns = tuple(info(value).differentiable for value in inputs)
@@ -154,7 +160,7 @@ class NodeClasses:
             backward,
             *self._moved(node, facts, strategies, pieces, (forward, backward)),
             extra_saved_bytes(facts, pieces),
-            done,
+            operations,
         )
 
     def _moved(
@@ -165,20 +171,22 @@ class NodeClasses:
         pieces: ShardSizes,
         computed: tuple[Array, Array],
     ) -> tuple[Array, Array]:
-        """Seconds of what the kernel of a call moves, both ways, and forward with others."""
-        found, forward = np.zeros(len(strategies)), np.zeros(len(strategies))
+        """Return the seconds of a kernel's movements: in all, and forward in joint kernels."""
+        moved, forward = np.zeros(len(strategies)), np.zeros(len(strategies))
         if facts.rule.kernels or facts.rule.joints:
-            for i, (strategy, *own) in enumerate(zip(strategies, *computed)):
-                together = self._together(facts, strategy, ComputeSeconds(*map(float, own)))
-                expanded = self._inside(node, facts, strategy, pieces, i)
-                found[i] = expanded + together.forward + together.backward
-                forward[i] = together.forward
-        return found, forward
+            for i, (strategy, *compute_seconds) in enumerate(zip(strategies, *computed)):
+                joint_cost = self._together(
+                    facts, strategy, ComputeSeconds(*map(float, compute_seconds))
+                )
+                gather_seconds = self._inside(node, facts, strategy, pieces, i)
+                moved[i] = gather_seconds + joint_cost.forward + joint_cost.backward
+                forward[i] = joint_cost.forward
+        return moved, forward
 
     def _inside(
         self, node: fx.Node, facts: Facts, strategy: Strategy, pieces: ShardSizes, index: int
     ) -> float:
-        """What the all-gathers of an expanding kernel take."""
+        """Return the seconds of the all-gathers in an expanding kernel."""
         call = KernelCall.of(facts.rule, strategy)
         if call is None or (expansion := call.kernel.expand) is None:
             return 0.0
@@ -191,7 +199,7 @@ class NodeClasses:
         return total
 
     def _together(self, facts: Facts, strategy: Strategy, computed: ComputeSeconds) -> NodeCost:
-        """What a joint kernel takes besides."""
+        """Return the cost of the messages in a joint kernel that computation does not hide."""
         return joint_message_cost(facts, strategy, self.price, self.device.overlap, computed)
 
 
@@ -199,14 +207,15 @@ class NodeClasses:
 def _layouts(
     signatures: LayoutSignatures, strategies: tuple[Strategy, ...], learns: tuple[bool, ...]
 ) -> tuple[tuple[Placements, ...], tuple[Placements, ...]]:
-    """For each input, what each strategy wants; for each output, what each gives."""
-    found = [signatures.of(strategy) for strategy in strategies]
-    wanted = zip(*(each.wants(learns) for each in found))
-    given = zip(*(map(Placement, each.outputs) for each in found))
-    return tuple(map(Placements, wanted)), tuple(map(Placements, given))
+    """Return what each strategy wants of each input, and what each gives for each output."""
+    under = [signatures.of(strategy) for strategy in strategies]
+    wanted = zip(*(signature.wants(learns) for signature in under))
+    results = zip(*(map(Placement, signature.outputs) for signature in under))
+    return tuple(map(Placements, wanted)), tuple(map(Placements, results))
 
 
 def _mark(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:
+    """Return the one candidate of a mark, which keeps its value whole and takes no time."""
     nothing = np.zeros(1)
     whole = tuple(Placements([Placement.whole(info(i).val.ndim)]) for i in inputs)
     return Candidates(
@@ -220,13 +229,14 @@ def _mark(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:
 
 
 def uncut(candidates: Candidates) -> int:
-    """The strategy that runs an operator whole on every rank."""
+    """Return the index of the strategy that runs an operator whole on every rank."""
     return next(i for i, strategy in enumerate(candidates.strategies) if not strategy.axes)
 
 
 def storage_states(shape: tuple[int, ...], mesh: Mesh, parts: Parts = ()) -> Placements:
-    """The layouts in which a parameter may be stored: each axis cuts one dim, or none; one dim is
-    in parts at most, which one axis cuts, as DTensors can be made whole."""
+    """Return the layouts in which a parameter may be stored.
+    Each axis cuts one dim, or none. One dim at most is in parts, which one axis cuts, as DTensors
+    can be made whole."""
     return Placements(
         state
         for state in reshard_table(mesh, len(shape), parts).starts
@@ -236,5 +246,6 @@ def storage_states(shape: tuple[int, ...], mesh: Mesh, parts: Parts = ()) -> Pla
 
 
 def _fits(dim: tuple[str, ...], size: int, mesh: Mesh) -> bool:
+    """Return whether a dim of `size` elements is large enough to be cut so."""
     pieces, parts = mesh.degree(axes_of(dim)), parts_of(dim)
     return size % (parts * pieces) == 0 if parts else not dim or pieces <= size

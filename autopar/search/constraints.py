@@ -28,7 +28,7 @@ Marked = tuple[fx.Node, Annotation]  # a marker, and what it says
 
 @dataclass(frozen=True)
 class LayoutConstraint:
-    """A layout that one value must have, and where that was said."""
+    """Fix the layout of one value, with the source line that asked for it."""
 
     layout: Layout
     source: str
@@ -36,7 +36,7 @@ class LayoutConstraint:
 
 @dataclass(frozen=True)
 class Constraints:
-    """All layouts that annotations fix."""
+    """Hold all layouts that annotations fix."""
 
     values: Mapping[str, LayoutConstraint] = field(default_factory=dict)  # by marker node
     parameters: Mapping[str, LayoutConstraint] = field(default_factory=dict)  # by name in the model
@@ -53,17 +53,17 @@ class Constraints:
 
     @property
     def fixed(self) -> dict[str, Layout]:
-        """The layout of each marker."""
+        """Return the layout of each marker."""
         return {name: constraint.layout for name, constraint in self.values.items()}
 
     @property
     def axes(self) -> frozenset[str]:
-        """Every axis that some annotation names."""
+        """Return every axis that some annotation names."""
         constraints = [*self.values.values(), *self.parameters.values(), *self.inputs.values()]
         return frozenset(axis for constraint in constraints for axis in constraint.layout.axes)
 
     def agrees(self, operator: str, strategy: Strategy) -> bool:
-        """Whether the axis that cuts the batch cuts nothing else of an operator."""
+        """Return whether the axis that cuts the batch cuts nothing else of an operator."""
         cut = {factor for factor, axes in strategy.cuts if self.batch_axis in axes}
         return cut == self.batch_cuts.get(operator, cut)
 
@@ -72,26 +72,26 @@ def read_constraints(
     captured: Captured,
     mesh: Mesh,
     parameters: Mapping[str, Sequence[Annotation]],
-    known: Mapping[str, Layout] | None = None,
+    known_layouts: Mapping[str, Layout] | None = None,
 ) -> Constraints:
-    """Resolve the markers of a graph and the annotations of parameters. `known`: the layouts of
-    markers that another program has as well."""
-    known = known or {}
+    """Resolve the markers of a graph and the annotations of parameters.
+    `known_layouts`: those of markers that another program has as well."""
+    known_layouts = known_layouts or {}
     calls: dict[int, list[Marked]] = {}
     for node, annotation in markers_of(captured):
         calls.setdefault(annotation.call, []).append((node, annotation))
     values: dict[str, LayoutConstraint] = {}
     bound: dict[str, dict[int, LayoutConstraint]] = {}
     for group in calls.values():
-        inputs = [pair for pair in group if pair[1].role in ("input", "leaf")]
-        operator = _only_reader([node for node, _ in inputs]) if inputs else None
+        input_markers = [pair for pair in group if pair[1].role in ("input", "leaf")]
+        operator = _only_reader([node for node, _ in input_markers]) if input_markers else None
         rule = rule_of(operator) if operator is not None else None
-        if all(node.name in known for node, _ in group):
+        if all(node.name in known_layouts for node, _ in group):
             for node, annotation in group:
-                values[node.name] = LayoutConstraint(known[node.name], annotation.source)
-            bound |= _bound_as_known(inputs, operator, values, mesh)
+                values[node.name] = LayoutConstraint(known_layouts[node.name], annotation.source)
+            bound |= _bound_as_known(input_markers, operator, values, mesh)
         elif operator is not None and rule is not None:
-            resolved = _bind(operator, rule, inputs, mesh)
+            resolved = _bind(operator, rule, input_markers, mesh)
             bound[operator.name] = resolved
             arguments = tensor_inputs(operator)
             for position, constraint in resolved.items():
@@ -108,12 +108,14 @@ def read_constraints(
 
 
 def require_used(model: nn.Module, captured: Captured, mode: str, stages: int | None) -> None:
-    """Refuse annotations that no plan keeps: layouts beside `mode="data"`, those of parameters that
-    the model no longer has or of modules that forward does not run, and stages without a pipeline.
-    `stages`: how many there are to be; None where that is open."""
+    """Refuse annotations that no plan keeps.
+    These are layouts with `mode="data"`, those of parameters that the model no longer has or of
+    modules that forward does not run, and stages without a pipeline. `stages`: how many there are
+    to be; `None` if that is open."""
     marked, parameters = markers_of(captured), parameter_annotations(model)
     if mode == "data":
-        for annotation in (*(one for _, one in marked), *itertools.chain(*parameters.values())):
+        marks = [annotation for _, annotation in marked]
+        for annotation in itertools.chain(marks, *parameters.values()):
             raise InvalidInput(
                 'mode="data" cuts the batch, and nothing else',
                 got=f"an annotation of {annotation.what}",
@@ -157,9 +159,9 @@ def _parameters(
         if node.op == "placeholder" and node.name in captured.parameters
     }
     constraints: dict[str, LayoutConstraint] = {}
-    for alias, said in parameters.items():
+    for alias, marks in parameters.items():
         name = captured.tied.get(alias, alias)
-        for annotation in said:
+        for annotation in marks:
             constraint = LayoutConstraint(
                 _resolve(annotation, shapes[name], mesh), annotation.source
             )
@@ -175,7 +177,7 @@ def _parameters(
 
 
 def markers_of(captured: Captured) -> list[Marked]:
-    """The markers of a graph, in order."""
+    """Return the markers of a graph, in order, each with its annotation."""
     nodes = (node for node in captured.graph.nodes if node.target is ANNOTATE)
     return [(node, Annotation.decode(node.args[1])) for node in nodes]
 
@@ -186,7 +188,7 @@ def _bound_as_known(
     values: Mapping[str, LayoutConstraint],
     mesh: Mesh,
 ) -> dict[str, dict[int, LayoutConstraint]]:
-    """What known layouts of inputs bind: readers that can be cut so at the sizes they have."""
+    """Return the known layouts of inputs by reader, if its sizes can be cut so."""
     bound: dict[str, dict[int, LayoutConstraint]] = {}
     for node, annotation in inputs:
         for reader in node.users if annotation.role == "leaf" or operator is not None else ():
@@ -207,7 +209,7 @@ def _bound_as_known(
 
 
 def _only_reader(markers: Sequence[fx.Node]) -> fx.Node | None:
-    """The one operator that reads all markers of a call, if there is one."""
+    """Return the one operator that reads all markers of a call; `None` if there are several."""
     readers = {user for marker in markers for user in marker.users}
     if len(readers) != 1 or any(len(marker.users) != 1 for marker in markers):
         return None
@@ -251,8 +253,8 @@ def _bind(
     axes: dict[str, tuple[str, ...]] = {}
     used: dict[str, tuple[str, Annotation]] = {}
     for factor, (entry, annotation) in chosen.items():
-        both = {axis for axis, (other, _) in used.items() if rule.joint_of({other, factor})}
-        axes[factor] = _axes(entry, rule.sizes[factor], mesh, set(used) - both, annotation)
+        compatible = {axis for axis, (other, _) in used.items() if rule.joint_of({other, factor})}
+        axes[factor] = _axes(entry, rule.sizes[factor], mesh, set(used) - compatible, annotation)
         for axis in axes[factor]:
             if axis in used and rule.joint_of({used[axis][0], factor}) is None:
                 earlier_factor, other = used[axis]
@@ -278,8 +280,7 @@ def _bind(
 def _require_joints(
     rule: Rule, axes: Mapping[str, tuple[str, ...]], mesh: Mesh, annotation: Annotation
 ) -> None:
-    """Refuse a cut that only a joint makes, without the rest of the joint; and joints that do not
-    go with one another, or with what else is cut."""
+    """Refuse a cut that only a joint makes without the rest of the joint, and joints that clash."""
     for factor in axes:
         cut = {other for other in axes if {*axes[other]} & {*axes[factor]}}
         reason = rule.why_whole(factor) if rule.cut_alone(factor) == factor else None
@@ -297,13 +298,15 @@ def _require_joints(
                 source=annotation.source,
             )
     choices = dict[str | None, list[str]]()
-    for axis in dict.fromkeys(axis for own in axes.values() for axis in own):
+    for axis in dict.fromkeys(axis for names in axes.values() for axis in names):
         choice = rule.joint_of({factor for factor in axes if axis in axes[factor]})
         choices.setdefault(choice, []).append(axis)
-    known = {choice: own for choice, own in choices.items() if choice is not None}
-    fit = all(rule.fits(name, mesh.degree(known[name])) for name in known.keys() & rule.joints)
-    if len(known) < len(choices) or not fit or not rule.can_combine(known, mesh):
-        cuts = ", ".join(f"{factor!r} by {'@'.join(own)}" for factor, own in axes.items() if own)
+    joints = {choice: names for choice, names in choices.items() if choice is not None}
+    fits = all(rule.fits(name, mesh.degree(joints[name])) for name in joints.keys() & rule.joints)
+    if len(joints) < len(choices) or not fits or not rule.can_combine(joints, mesh):
+        cuts = ", ".join(
+            f"{factor!r} by {'@'.join(names)}" for factor, names in axes.items() if names
+        )
         raise InvalidInput(
             "an operator has one joint, whose factors are large enough for all their axes",
             got=f"{cuts} of {annotation.what} on {mesh}; the rule is {rule.text!r} with "
@@ -314,21 +317,21 @@ def _require_joints(
 
 
 def _resolve(annotation: Annotation, shape: Sequence[int], mesh: Mesh) -> Layout:
-    """The layout that one annotation asks of one tensor."""
+    """Return the layout that one annotation asks of one tensor."""
     dims: list[tuple[str, ...]] = []
-    said = [axis for entry in annotation.dims for axis in _names(entry)]
-    named = [part for axis in said for part in mesh.split_axes(axis) or (axis,)]
-    for axis in named:
-        if named.count(axis) > 1:
+    entry_axes = [axis for entry in annotation.dims for axis in _names(entry)]
+    axes = [part for axis in entry_axes for part in mesh.split_axes(axis) or (axis,)]
+    for axis in axes:
+        if axes.count(axis) > 1:
             raise InvalidInput(
                 "an axis may be used once on one tensor",
-                got=f"{annotation.dims} for {annotation.what} uses {axis!r} {named.count(axis)} "
+                got=f"{annotation.dims} for {annotation.what} uses {axis!r} {axes.count(axis)} "
                 "times",
                 remedy="keep one of the uses",
                 source=annotation.source,
             )
     for entry, size in zip(annotation.dims, shape):
-        used = {axis for dim in dims for axis in dim} | set(named)
+        used = {axis for dim in dims for axis in dim} | set(axes)
         dims.append(_axes(entry, size, mesh, used, annotation))
     return Layout(*dims)
 
@@ -340,17 +343,17 @@ def _names(entry: Entry) -> tuple[str, ...]:
 
 
 def _lacking(axis: str, mesh: Mesh) -> str:
-    """What helps where an annotation names an axis that the mesh lacks."""
+    """Return the remedy for an annotation that names an axis which the mesh lacks."""
     names = ", ".join(map(repr, mesh.names))
-    use = f"use one of {names}; or " if names else ""
-    with_it = ", ".join(f"{name}={size}" for name, size in {**mesh.sizes, axis: 1}.items())
-    return f"{use}give the mesh that axis, {axis}=1 to cut nothing: ap.Mesh({with_it})"
+    suggestion = f"use one of {names}; or " if names else ""
+    sizes = ", ".join(f"{name}={size}" for name, size in {**mesh.sizes, axis: 1}.items())
+    return f"{suggestion}give the mesh that axis, {axis}=1 to cut nothing: ap.Mesh({sizes})"
 
 
 def _axes(
     entry: Entry, size: int, mesh: Mesh, used: set[str], annotation: Annotation
 ) -> tuple[str, ...]:
-    """The axes of one entry: as named, or the first free ones that multiply to the number."""
+    """Return the axes of one entry: as named, or the first free ones of its number."""
     for axis in _names(entry):
         if not mesh.split_axes(axis):
             raise InvalidInput(
@@ -360,16 +363,16 @@ def _axes(
                 source=annotation.source,
             )
     if not isinstance(entry, int):
-        named = tuple(part for axis in _names(entry) for part in mesh.split_axes(axis))
-        if named and mesh.degree(named) > size:
+        axes = tuple(part for axis in _names(entry) for part in mesh.split_axes(axis))
+        if axes and mesh.degree(axes) > size:
             raise InvalidInput(
                 "a dim is cut into at most as many pieces as it has elements",
                 got=f"{entry!r} in {annotation.dims} for {annotation.what} cuts {size} into "
-                f"{mesh.degree(named)}",
+                f"{mesh.degree(axes)}",
                 remedy="use fewer or smaller axes on this dim",
                 source=annotation.source,
             )
-        return tuple(axis for axis in named if mesh[axis] > 1)
+        return tuple(axis for axis in axes if mesh[axis] > 1)
     if size % entry:
         raise InvalidInput(
             "a number of slices must divide the dim",
@@ -379,10 +382,10 @@ def _axes(
             source=annotation.source,
         )
     free = [axis for axis in mesh.names if axis not in used and mesh[axis] > 1]
-    whole = dict.fromkeys(axis.partition(".")[0] for axis in free)  # a split axis counts as one
-    for count in range(len(whole) + 1):
-        for chosen in itertools.combinations(whole, count):
-            axes = tuple(axis for axis in free if axis.partition(".")[0] in chosen)
+    origins = dict.fromkeys(axis.partition(".")[0] for axis in free)  # a split axis counts as one
+    for count in range(len(origins) + 1):
+        for selected in itertools.combinations(origins, count):
+            axes = tuple(axis for axis in free if axis.partition(".")[0] in selected)
             if mesh.degree(axes) == entry:
                 return axes
     raise InvalidInput(

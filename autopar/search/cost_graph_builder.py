@@ -1,9 +1,10 @@
-"""Build: the cost graph of a captured model on one mesh.
+"""Cost graph builder: the cost graph of a captured model on one mesh.
 
-An operator is a node: its strategies, what each takes and keeps. A parameter is a node: the layouts
-it may be stored in, and the bytes of its states. A value with several readers gets a node for the
-layout in which they share it, and one more for readers that work on cut data and so ask for a
-gradient that is summed: what they share is moved once. An edge costs the shortest redistribution.
+An operator is a node: its strategies, their seconds and the bytes they keep. A parameter is a node:
+the layouts it may be stored in, and the bytes of its states. A value with several readers gets a
+node for the layout in which they share it, so that the movement there is paid once. Readers that
+work on cut data ask for a gradient that is summed: they get a second node. An edge costs the
+shortest redistribution.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates, NodeClasses, storage_states, uncut
 from autopar.search.constraints import Constraints
 from autopar.search.counted_bytes import Use, bytes_of, count_moments, uses_of_input
-from autopar.search.edge_costs import DeferredReduction, EdgeCosts
+from autopar.search.edge_costs import DeferredReduction, EdgeCosts, EdgeQuery
 from autopar.search.overlapped_work import ReaderWork, overlapped_seconds
 from autopar.search.prologue import find_prologue, is_whole
 from autopar.search.reshard_table import Placements
@@ -48,22 +49,22 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Variable:
-    """What a node of the cost graph decides: of an operator, of a value that is stored or shared,
-    or of what some readers of it share."""
+    """Describe a node of the cost graph: an operator, or a value that is stored or shared."""
 
     number: int
     states: Placements  # of an operator those of its first result
     candidates: Candidates | None = None  # of operators
-    readings: tuple[Use, ...] = ()  # of a group of readers
+    uses: tuple[Use, ...] = ()  # of a group of readers
+    reader: str = ""  # of one reader, which is an operator
 
     def chosen(self, choice: Sequence[int]) -> Placement:
-        """What a choice of strategies says of it."""
+        """Return the placement that a choice of strategies gives it."""
         return self.states[choice[self.number]]
 
 
 @dataclass
 class MeshCostGraph:
-    """A cost graph and what its nodes mean."""
+    """Hold the cost graph on one mesh, with the meaning of its nodes."""
 
     captured: Captured
     mesh: Mesh
@@ -81,10 +82,10 @@ class MeshCostGraph:
 
 @dataclass
 class CostGraphBuilder:
-    """Makes the cost graph of `captured` on `mesh`, with `constraints` kept and `states` cut.
+    """Build the cost graph of `captured` on `mesh`, with `constraints` kept and `states` cut.
 
     `captured` is the program of one of the step's `microbatches`; the costs are those of one.
-    Operators are looked at first: what they take `alone` may be enough to know."""
+    Operators are priced first: their seconds `alone` may be enough to rule the mesh out."""
 
     captured: Captured
     mesh: Mesh
@@ -99,14 +100,14 @@ class CostGraphBuilder:
         self.classes = NodeClasses(
             self.captured, self.mesh, self.cluster.device, price, self.microbatches
         )
-        given, named = self.constraints.parameters, self.captured.parameters
-        parts = {node: given[name].layout.parts for node, name in named.items() if name in given}
+        fixed, names = self.constraints.parameters, self.captured.parameters
+        parts = {node: fixed[name].layout.parts for node, name in names.items() if name in fixed}
         self.edges = EdgeCosts(
             self.mesh, self.cluster, price, self.microbatches, self.states, parts
         )
         self.built = MeshCostGraph(self.captured, self.mesh, self.constraints)
         self.nodes = {node.name: node for node in self.captured.graph.nodes}
-        self.readings: dict[str, list[Use]] = {}
+        self.uses: dict[str, list[Use]] = {}
         self._shared: dict[tuple, Placements] = {}
         self._stored: dict[tuple, tuple[Placements, Array]] = {}
         self._offers: dict[str, tuple[Candidates, Array]] = {}
@@ -119,17 +120,18 @@ class CostGraphBuilder:
             region = RecomputeRegion(name, decided[name], number)
             self.regions |= {node.name: region for node in nodes}
         calls = self.captured.operators
-        asked = {*self.constraints.values, *self.constraints.bound}
-        self.prologue = find_prologue(self.captured, calls, self.classes, asked)
+        annotated_values = {*self.constraints.values, *self.constraints.bound}
+        self.prologue = find_prologue(self.captured, calls, self.classes, annotated_values)
         self.built.prologue, self.built.slack = self.prologue.names, self.prologue.slack
         for node in calls:
             self._look_at(node)
         facts = {name: candidates.facts for name, (candidates, _) in self._offers.items()}
-        self.saved = SavedTensors(facts, self.readings, self.regions)
+        self.saved = SavedTensors(facts, self.uses, self.regions)
         full = [nodes for _, nodes in self.runs if self.regions[nodes[0].name].is_full]
         self.remade = set[str]().union(*map(self.saved.remade, full))
-        about = self.captured, self.readings, self.saved, self.microbatches
-        self.counts_activations, self.counts_gradients = count_moments(*about)
+        self.counts_activations, self.counts_gradients = count_moments(
+            self.captured, self.uses, self.saved, self.microbatches
+        )
         for node in calls:
             cost = self._cost(node.name)
             self.built.alone += float(cost.min()) * info(node).times
@@ -137,33 +139,34 @@ class CostGraphBuilder:
     @deferred_collection()
     def run(self) -> MeshCostGraph:
         # Nodes stand in the order of the program, so that repeated blocks can be found.
+        """Add all nodes and edges, and return the graph."""
         for node in self.captured.graph.nodes:
             if node.op == "placeholder" and node.name in self.captured.parameters:
                 self._add_parameter(node)
             elif node.op == "placeholder":
                 self._add_bytes(node)
-                if node.name in self.readings:
+                if node.name in self.uses:
                     self._add_input(node)
             elif node.name in self.captured.classes:
                 self._add_operator(node)
-            if len(self.readings.get(node.name, ())) > 1:
+            if len(self.uses.get(node.name, ())) > 1:
                 self._add_shares(node)
         if self.captured.times > 1:
             self.built.graph.repeat(self._repeated(), self.captured.times)
-        for name, readings in self.readings.items():
-            self._connect(self.nodes[name], readings)
+        for name, uses in self.uses.items():
+            self._connect(self.nodes[name], uses)
         self._add_results()
         return self.built
 
     def _repeated(self) -> list[int]:
-        """The nodes of what stands for several."""
-        made, groups = self.built, self.built.groups
-        found = []
+        """Return the nodes of the block that stands for several."""
+        graph, groups = self.built, self.built.groups
+        numbers = []
         for name in (node.name for node in self.nodes.values() if info(node).times > 1):
-            for every in (made.operators, made.parameters, made.values):
-                found += [every[name].number] if name in every else []
-            found += [group.number for group in groups.get(name, ())]
-        return found
+            for variables in (graph.operators, graph.parameters, graph.values):
+                numbers += [variables[name].number] if name in variables else []
+            numbers += [group.number for group in groups.get(name, ())]
+        return numbers
 
     # Nodes
 
@@ -171,8 +174,8 @@ class CostGraphBuilder:
         name, known = self.captured.parameters[node.name], info(node)
         constraint = self.constraints.parameters.get(name)
         shape = tuple(known.val.shape)
-        back = known.differentiable, known.learns
-        key = shape, known.val.dtype, *back, constraint and constraint.layout, known.parts
+        gradient_flags = known.differentiable, known.learns
+        key = shape, known.val.dtype, *gradient_flags, constraint and constraint.layout, known.parts
         if key not in self._stored:
             states = (
                 Placements([Placement(constraint.layout)])
@@ -180,22 +183,22 @@ class CostGraphBuilder:
                 else self._stored_at(shape, known.parts)
             )
             places = [self.edges.places(node, state.layout) for state in states]
-            held = [self._held(node, at) for at in places]
-            self._stored[key] = states, np.array(held)
+            held_bytes = [self._held(node, at) for at in places]
+            self._stored[key] = states, np.array(held_bytes)
         states, memory = self._stored[key]
         number = self.built.graph.add_node(self.edges.zeros(len(states)), memory, name=name)
         self.producers[node.name] = self.built.parameters[node.name] = Variable(number, states)
 
     def _stored_at(self, shape: tuple[int, ...], parts: Parts) -> Placements:
-        """The layouts of a parameter of which nothing was said."""
+        """Return the layouts of a parameter that no annotation fixes."""
         states = storage_states(shape, self.mesh, parts)
-        left = self.constraints.batch_axis
-        return Placements(state for state in states if left not in state.layout.axes)
+        batch_axis = self.constraints.batch_axis
+        return Placements(state for state in states if batch_axis not in state.layout.axes)
 
     def _held(self, node: fx.Node, places: ParameterPlacement) -> float:
-        """The bytes of a parameter at the moment that is counted."""
-        held = dict(zip(HELD_KINDS, parameter_bytes(node, places, self.mesh)))
-        return float(sum(held.values()) - (0 if self.counts_gradients else held["gradients"]))
+        """Return the bytes of a parameter at the moment that is counted."""
+        by_kind = dict(zip(HELD_KINDS, parameter_bytes(node, places, self.mesh)))
+        return float(sum(by_kind.values()) - (0 if self.counts_gradients else by_kind["gradients"]))
 
     def _look_at(self, node: fx.Node) -> None:
         """Find the candidates of an operator, and who reads what."""
@@ -207,15 +210,15 @@ class CostGraphBuilder:
             if is_whole(value, self.captured, self.prologue):
                 cost = cost + self.edges.from_whole(candidates, position, value)
             else:
-                reading = Use(value.name, node.name, position)
-                self.readings.setdefault(value.name, []).append(reading)
+                use = Use(value.name, node.name, position)
+                self.uses.setdefault(value.name, []).append(use)
         self._offers[node.name] = candidates, cost
 
     def _cost(self, name: str) -> Array:
-        """Of each candidate of an operator, with what runs again."""
+        """Return the seconds of each candidate of an operator, recomputation included."""
         candidates, cost = self._offers[name]
-        again = candidates.forward + candidates.inside_forward
-        return cost + again if name in self.remade else cost
+        recompute = candidates.forward + candidates.inside_forward
+        return cost + recompute if name in self.remade else cost
 
     def _add_operator(self, node: fx.Node) -> None:
         candidates, cost = self._offers[node.name][0], self._cost(node.name)
@@ -239,28 +242,28 @@ class CostGraphBuilder:
             self.producers[value.name] = replace(variable, states=states)
 
     def _add_bytes(self, node: fx.Node) -> None:
-        """What an input or a buffer takes: a piece of it, where all its readers want that one. Of
-        several readers no less than the smallest is known."""
-        readings, size = uses_of_input(self.captured, node), bytes_of(node) * info(node).times
-        if readings is not None and len(readings) == 1:
-            (reading,) = readings
-            self.pieces.setdefault(reading.reader, []).append(reading)
+        """Count the bytes of an input or a buffer: a piece, if its only reader wants one.
+        With several readers the smallest piece is a lower bound."""
+        uses, size = uses_of_input(self.captured, node), bytes_of(node) * info(node).times
+        if uses is not None and len(uses) == 1:
+            (use,) = uses
+            self.pieces.setdefault(use.reader, []).append(use)
         else:
-            self.built.fixed_bytes += size / (self.mesh.size if readings else 1)
+            self.built.fixed_bytes += size / (self.mesh.size if uses else 1)
 
     def _add_input(self, node: fx.Node) -> None:
-        """An input of the model that wants a gradient: whole on every rank."""
+        """Add an input of the model that wants a gradient: whole on every rank."""
         whole = Placements([Placement.whole(info(node).val.ndim)])
         self.producers[node.name] = self._share(node.name, whole)
 
     def _add_shares(self, value: fx.Node) -> None:
-        """A node for the layout that the readers of a value share, and one for each group."""
-        readings = self.readings[value.name]
+        """Add a node for the layout that the readers of a value share, and one for each group."""
+        uses = self.uses[value.name]
         is_parameter = value.name in self.built.parameters
         groups: dict[bool, list[Use]] = {}
-        for reading in readings:
-            groups.setdefault(is_parameter or self._sums(reading), []).append(reading)
-        base = self._states(self.producers[value.name].states, readings, pending=False)
+        for use in uses:
+            groups.setdefault(is_parameter or self._sums(use), []).append(use)
+        base = self._states(self.producers[value.name].states, uses, pending=False)
         self.built.values[value.name] = self._share(f"{value.name} value", base)
         for members in groups.values():
             if len(members) > 1:
@@ -268,24 +271,24 @@ class CostGraphBuilder:
                 group = self._share(f"{value.name} group", states, tuple(members))
                 self.built.groups.setdefault(value.name, []).append(group)
 
-    def _share(self, name: str, states: Placements, readings: tuple[Use, ...] = ()) -> Variable:
-        """A layout that costs nothing in itself."""
+    def _share(self, name: str, states: Placements, uses: tuple[Use, ...] = ()) -> Variable:
+        """Add a node for a layout that costs nothing in itself."""
         number = self.built.graph.add_node(self.edges.zeros(len(states)), name=name)
-        return Variable(number, states, readings=readings)
+        return Variable(number, states, uses=uses)
 
-    def _states(self, given: Placements, readings: Sequence[Use], pending: bool) -> Placements:
-        """The `given` states and those that readers want, found once for all equal blocks."""
-        wants = [self._offers[r.reader][0].inputs[r.position] for r in readings]
-        key = (given, *wants, pending)
+    def _states(self, base: Placements, uses: Sequence[Use], *, pending: bool) -> Placements:
+        """Return the `base` states and those that readers want, once for all equal blocks."""
+        wants = [self._offers[r.reader][0].inputs[r.position] for r in uses]
+        key = (base, *wants, pending)
         if key not in self._shared:
-            found = dict.fromkeys(given)
+            states = dict.fromkeys(base)
             for state in itertools.chain(*wants):
-                found[state if pending else Placement(state.layout)] = None
-            self._shared[key] = Placements(found)
+                states[state if pending else Placement(state.layout)] = None
+            self._shared[key] = Placements(states)
         return self._shared[key]
 
     def _add_results(self) -> None:
-        """What the output wants: no partial sums; new values of buffers whole."""
+        """Add what the output wants: no partial sums; new values of buffers whole."""
         output = self.captured.graph.output_node()
         results = output.args[0]
         first_mutation = len(results) - len(self.captured.mutations)  # type: ignore[arg-type]
@@ -294,7 +297,7 @@ class CostGraphBuilder:
                 continue
             variable = self.producers[value.name]
             learns = index in self.captured.differentiated
-            table, seconds = self.edges.seconds(value, learns)
+            table, seconds = self.edges.seconds(value, learns=learns)
             costs = np.zeros(len(variable.states))
             for number, state in enumerate(variable.states):
                 target = Placement(state.layout.with_partial(()))
@@ -307,17 +310,17 @@ class CostGraphBuilder:
                 self.built.graph.add_edge(variable.number, sink, costs)
 
     def _allowed(self, node: fx.Node, candidates: Candidates) -> Candidates:
-        """The candidates that keep the annotations, and leave the batch its axis."""
+        """Return the candidates that keep the annotations, and leave the batch its axis."""
         constraint = self.constraints.values.get(node.name) if node.target is ANNOTATE else None
         bound = self.constraints.bound.get(node.name, {})
         if constraint is None and not bound:
             if not self.constraints.batch_axis or node.name in self.prologue.names:
                 return candidates
             agrees = partial(self.constraints.agrees, node.name)
-            kept = [i for i, way in enumerate(candidates.strategies) if agrees(way)]
-            return candidates.taken(kept) if kept else candidates
-        for offered in (candidates, self.classes.candidates(node, every=True)):
-            kept = [
+            allowed = [i for i, strategy in enumerate(candidates.strategies) if agrees(strategy)]
+            return candidates.taken(allowed) if allowed else candidates
+        for offered in (candidates, self.classes.candidates(node, in_all_orders=True)):
+            allowed = [
                 index
                 for index in range(len(offered.strategies))
                 if (constraint is None or offered.outputs[index].layout == constraint.layout)
@@ -326,111 +329,111 @@ class CostGraphBuilder:
                     for position, w in bound.items()
                 )
             ]
-            if kept:
-                return offered.taken(kept)
-        asked = constraint or next(iter(bound.values()))
+            if allowed:
+                return offered.taken(allowed)
+        request = constraint or next(iter(bound.values()))
         raise InvalidInput(
             "an annotation asks for what no strategy of the operator gives",
-            got=f"{asked.layout} for {operator_of(node)} in {info(node).module or 'the model'}",
+            got=f"{request.layout} for {operator_of(node)} in {info(node).module or 'the model'}",
             remedy="cut dims that the operator can cut, and shared dims the same way",
-            source=asked.source,
+            source=request.source,
         )
 
     # Edges
 
-    def _connect(self, value: fx.Node, readings: Sequence[Use]) -> None:
-        """Edges from the producer of a value to its readers, by way of what they share."""
-        late = DeferredReduction() if is_of_parameters(value, self.captured) else None
+    def _connect(self, value: fx.Node, uses: Sequence[Use]) -> None:
+        """Add edges from the producer of a value to its readers, by way of what they share."""
+        deferred = DeferredReduction() if is_of_parameters(value, self.captured) else None
         producer, shared = self.producers[value.name], self.built.values.get(value.name)
         groups = self.built.groups.get(value.name, [])
-        grouped = {reading for group in groups for reading in group.readings}
-        alone = [reading for reading in readings if reading not in grouped]
-        # Those that may ask for the sum of the gradient stand together: there its states count.
-        last = late and DeferredReduction(summed_parameter(value))
-        asking = [reading for reading in readings if self._sums(reading)] or readings
+        grouped = {use for group in groups for use in group.uses}
+        ungrouped = [use for use in uses if use not in grouped]
+        # Readers that may ask for the sum of the gradient share an edge: its states count there.
+        summed = deferred and DeferredReduction(summed_parameter(value))
+        asking = [use for use in uses if self._sums(use)] or uses
         if shared is None:
-            self._join(value, producer, readings[0], last, "always")
+            self._join(value, producer, uses[0], summed, "always")
             return
-        kept_at_all = self._keeps(readings)
-        # What several readers keep is counted once: where they part.
-        storing = [group for group in groups if self._keeps(group.readings)]
-        early = self._keeps(alone) or len(storing) > 1 or not self._makes(value)
-        self._link(value, producer, shared, late, "always" if early and kept_at_all else "")
+        is_kept = self._keeps(uses)
+        # A value that several readers keep is counted once: where their ways part.
+        storing = [group for group in groups if self._keeps(group.uses)]
+        at_producer = self._keeps(ungrouped) or len(storing) > 1 or not self._makes(value)
+        self._link(value, producer, shared, deferred, "always" if at_producer and is_kept else "")
         for group in groups:
-            kept = "" if group not in storing else "moved" if early else "always"
-            sums = last if asking[0] in group.readings else late
-            self._link(value, shared, group, sums, kept)
+            kept_when = "" if group not in storing else "moved" if at_producer else "always"
+            sums = summed if asking[0] in group.uses else deferred
+            self._link(value, shared, group, sums, kept_when)
         for group in groups:
-            for reading in group.readings:
-                self._join(value, group, reading, late, "moved")
-        for reading in alone:
-            sums = last if reading in asking else late
-            self._join(value, shared, reading, sums, "moved")
+            for use in group.uses:
+                self._join(value, group, use, deferred, "moved")
+        for use in ungrouped:
+            sums = summed if use in asking else deferred
+            self._join(value, shared, use, sums, "moved")
 
-    def _keeps(self, readings: Sequence[Use]) -> bool:
+    def _keeps(self, uses: Sequence[Use]) -> bool:
+        """Return whether some reader keeps the value for backward."""
         return self.counts_activations and any(
             self.saved.keeps(r.value, r.reader, r.position)
             and copied_parameter(self.nodes[r.value]) is None
-            for r in readings
+            for r in uses
         )
 
-    def _sums(self, reading: Use) -> bool:
-        """Whether a reader may ask for a summed gradient: it has factors that this input lacks."""
-        facts = self._offers[reading.reader][0].facts
+    def _sums(self, use: Use) -> bool:
+        """Return whether a reader may ask for a summed gradient: it lacks some factor."""
+        facts = self._offers[use.reader][0].facts
         if facts is None:
             return False
-        own = {factor for dim in facts.rule.inputs[reading.position] for factor in dim}
-        return not set(facts.rule.cuttable) <= own
+        factors = {factor for dim in facts.rule.inputs[use.position] for factor in dim}
+        return not set(facts.rule.cuttable) <= factors
 
     def _link(
         self,
         value: fx.Node,
         first: Variable,
         second: Variable,
-        late: DeferredReduction | None,
-        kept: str,
-        reader: str | None = None,
+        deferred: DeferredReduction | None,
+        kept_when: str,
     ) -> None:
-        """An edge between two layouts of one value; `kept` "always", or only if it is "moved".
-        What the readings of the second compute runs beside what brings the gradient back. The
-        second is a `reader` alone, a group of them, or what all share."""
-        kept = "moved" if kept and not self._makes(value) else kept
-        ways = [
+        """Add an edge between two layouts of one value, kept for backward as `EdgeQuery` has it.
+        What the uses of the second compute overlaps with the gradient's way back."""
+        kept_when = "moved" if kept_when and not self._makes(value) else kept_when
+        readers = [
             ReaderWork(self.nodes[r.reader], self._offers[r.reader][0], r.position)
-            for r in second.readings
+            for r in second.uses
         ]
-        parts = overlapped_seconds(value, ways, second.states, bool(late))
+        parts = overlapped_seconds(value, readers, second.states, is_deferred=bool(deferred))
         forward, backward = (self.edges.same(part, "beside") for part in parts)
-        readings = second.readings or self.readings[value.name]
-        names = [reader] if reader else [reading.reader for reading in readings]
-        beside = OverlappedWork(
+        uses = second.uses or self.uses[value.name]
+        names = [second.reader] if second.reader else [use.reader for use in uses]
+        overlapped = OverlappedWork(
             forward, backward, any(info(self.nodes[name]).learns for name in names)
         )
         regions = {self.regions[name].name if name in self.remade else None for name in names}
-        again = late is None and len(regions) == 1 and None not in regions
-        about = first.states, second.states, late, kept, beside, again
-        cost, memory = self.edges.table(value, *about)
+        again = deferred is None and len(regions) == 1 and None not in regions
+        start, end = first.states, second.states
+        query = EdgeQuery(value, start, end, deferred, kept_when, overlapped, again)
+        cost, memory = self.edges.table(query)
         self.built.graph.add_edge(first.number, second.number, cost, memory)
 
     def _join(
         self,
         value: fx.Node,
         first: Variable,
-        reading: Use,
-        late: DeferredReduction | None,
-        kept: str,
+        use: Use,
+        deferred: DeferredReduction | None,
+        kept_when: str,
     ) -> None:
-        """An edge from a layout of a value to a reader."""
-        wants = self._offers[reading.reader][0].inputs[reading.position]
-        # What several share is hidden where it is moved: on the way to all of them.
-        alone = () if first.readings and not late else (reading,)
-        number = self.built.operators[reading.reader].number
-        reader = Variable(number, wants, readings=alone)
-        kept = kept if self._keeps([reading]) else ""
-        self._link(value, first, reader, late, kept, reading.reader)
+        """Add an edge from a layout of a value to one reader."""
+        wants = self._offers[use.reader][0].inputs[use.position]
+        # What several readers share is hidden on the way to all of them.
+        overlapping = () if first.uses and not deferred else (use,)
+        number = self.built.operators[use.reader].number
+        reader = Variable(number, wants, uses=overlapping, reader=use.reader)
+        kept_when = kept_when if self._keeps([use]) else ""
+        self._link(value, first, reader, deferred, kept_when)
 
     def _makes(self, value: fx.Node) -> bool:
-        """Whether a value has memory that nothing else has counted yet."""
+        """Return whether a value has memory that nothing else has counted yet."""
         if value.op == "placeholder" or self.saved.keeps_output(maker(value).name):
             return False
         facts = self._offers[maker(value).name][0].facts

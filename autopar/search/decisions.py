@@ -27,13 +27,13 @@ class Fallback:
 
     @classmethod
     def of(cls, node: fx.Node) -> Fallback:
-        """Of an operator without a rule."""
+        """Describe an operator without a rule."""
         return cls(node.name, operator_of(node), "no rule", info(node).source)
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """What the passes need to know: where every tensor of a captured graph lives."""
+    """Hold where every tensor of a captured graph lives, as the passes need it."""
 
     mesh: Mesh
     placeholders: Mapping[str, Layout]  # where each parameter, buffer, constant and input is read
@@ -49,18 +49,18 @@ class Decisions:
 
     @property
     def keeps_on_host(self) -> bool:
-        """Whether what some region keeps for backward goes there."""
+        """Return whether some region offloads to the host what it keeps for backward."""
         return any(how.keep == "host" for how in self.recompute.values())
 
     def parameter(self, placeholder: str) -> ParameterPlacement:
-        """The places of a parameter."""
+        """Return the places of a parameter: where it is stored, read, summed and optimized."""
         working = self.placeholders[placeholder]
         return self.apart.get(placeholder) or ParameterPlacement.tied(working)
 
 
 @dataclass(frozen=True)
 class TypedDecisions:
-    """Decisions as they stand in a file: tensors with their types, so that a person can read it."""
+    """Hold decisions as they stand in a file: with full types, so that a person can read them."""
 
     mesh: Mesh
     placeholders: Mapping[str, TensorType]
@@ -73,7 +73,7 @@ class TypedDecisions:
 
     @classmethod
     def of(cls, decisions: Decisions, types: Mapping[str, TensorType]) -> TypedDecisions:
-        """`types` are those of the placeholders and markers."""
+        """Add types to decisions; `types` are those of the placeholders and markers."""
         laid = {**decisions.placeholders, **decisions.fixed}
         typed = {name: replace(types[name], layout=layout) for name, layout in laid.items()}
         return cls(
@@ -89,7 +89,7 @@ class TypedDecisions:
 
     @property
     def untyped(self) -> Decisions:
-        """The decisions alone."""
+        """Return the decisions without the types."""
         return Decisions(
             self.mesh,
             {name: type_.layout for name, type_ in self.placeholders.items()},

@@ -1,13 +1,12 @@
-"""Edges: what it takes to bring a value from some layouts to others, and to keep it there.
+"""Edge costs: the seconds to bring a value from some layouts to others, and the bytes to keep it.
 
-Tables that are equal are one object, so that the cost graph knows them again at once.
+Equal tables are one object, so that the cost graph recognises them at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from autopar.cost.state_price import NodeCost, OverlappedWork, StatePrice
 from autopar.layout import ALL_PLACES, Layout, ParameterPlacement, Parts, Placement, axes_of
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates
-from autopar.search.reshard_table import Placements, ReshardTable, reshard_table
+from autopar.search.reshard_table import Placements, ReshardTable, ReshardTerms, reshard_table
 from autopar.states import WHOLE, States
 from autopar.strategies.node_info import info
 
@@ -32,149 +31,153 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class DeferredReduction:
-    """The gradient of a value is summed when backward has gone past it: of the `parameter` that
-    the value is, or that alone it is made of, as its states say."""
+    """Sum the gradient of a value when backward has gone past it.
+
+    `parameter`: the one that the value is, or is made of; its states say how. `None`: elsewhere."""
 
     parameter: fx.Node | None = None
 
 
-class EdgeCosts:
-    """The tables of one mesh; a step runs the program once for each of its `microbatches`."""
+@dataclass(frozen=True)
+class EdgeQuery:
+    """Ask for the costs of bringing a value from each `first` state to each `second` state."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        cluster: Cluster,
-        price: ClusterPrice,
-        microbatches: int,
-        states: States,
-        parts: Mapping[str, Parts] = MappingProxyType({}),
-    ) -> None:
-        """`parts`: of values whose layout is given."""
-        self.mesh, self.price, self.states, self.parts = mesh, price, states, parts
-        self.share = 1 / microbatches  # of what is done once a step
-        self.state_price = StatePrice(price, cluster.device.overlap)
+    value: fx.Node
+    first: Placements
+    second: Placements
+    deferred: DeferredReduction | None  # of the gradient
+    kept: str  # for backward: "always", only if "moved", or "" for never
+    overlapped: (
+        OverlappedWork  # the readers' work meanwhile, in each `second` state; whether they learn
+    )
+    is_remade: bool  # the value is moved forward in backward, too
+
+
+@dataclass(eq=False)
+class EdgeCosts:
+    """Price the edges on one mesh; a step runs the program once for each of its `microbatches`."""
+
+    mesh: Mesh
+    cluster: Cluster
+    price: ClusterPrice
+    microbatches: int
+    states: States
+    parts: Mapping[str, Parts] = field(default_factory=dict)  # of values whose layout is fixed
+
+    def __post_init__(self) -> None:
+        self.share = 1 / self.microbatches  # of what is done once a step
+        self.state_price = StatePrice(self.price, self.cluster.device.overlap)
         self._arrays: dict[tuple, Array] = {}
         self._tables: dict[tuple, tuple[Array, Array | None]] = {}
         self._places: dict[tuple, tuple[ParameterPlacement, float]] = {}
         self._types: dict[fx.Node, tuple] = {}
 
-    def table(
-        self,
-        value: fx.Node,
-        first: Placements,
-        second: Placements,
-        late: DeferredReduction | None,
-        kept: str,
-        beside: OverlappedWork,
-        again: bool = False,
-    ) -> tuple[Array, Array | None]:
-        """Seconds and bytes from each of the `first` states to each of the `second`.
-
-        `kept`: whether what arrives is kept for backward: "always", or only if it was "moved".
-        `beside`: what is computed meanwhile, in each of the `second` states, by those who want
-        them; and whether they learn. `again`: it is moved forward in backward too."""
-        about = late and self._about(late)
-        meanwhile = id(beside.forward), id(beside.backward)
-        key = (self._type(value), first, second, about, kept, *meanwhile, beside.learns, again)
+    def table(self, query: EdgeQuery) -> tuple[Array, Array | None]:
+        """Return the seconds and the bytes from each state to each state; computed once."""
+        value, deferred, work = query.value, query.deferred, query.overlapped
+        key = (
+            self._type(value),
+            query.first,
+            query.second,
+            deferred and self._deferred_key(deferred),
+            query.kept,
+            id(work.forward),
+            id(work.backward),
+            work.learns,
+            query.is_remade,
+        )
         if key not in self._tables:
-            table, seconds = self.seconds(value, beside.learns)
-            rows, columns = table.rows(first), table.rows(second)
-            cost = seconds[np.ix_(rows, columns)]
-            # From a pending copy nothing but that copy can be had.
-            stuck = table.pending[rows][:, None] & (rows[:, None] != columns[None, :])
-            if late and np.any(stuck):
-                joins, stuck = _summed_together(first, second)
-                whole = [table.rows(Placement(s.layout) for s in some) for some in (first, second)]
-                cost = np.where(joins, seconds[np.ix_(*whole)], cost)
-            same = table.data[rows][:, None] == table.data[columns][None, :]
-            learns = beside.learns and info(value).learns
-            if late and learns:
-                cost = self._summed_late(value, first, second, cost, late, beside)
-            elif learns and np.any(beside.backward):
-                cost = cost - self._hidden(value, first, second, cost, beside)
-            if again:
-                cost = cost + self.seconds(value, learns=False)[1][np.ix_(rows, columns)]
-            size = np.broadcast_to(self.bytes(value, second), cost.shape)
-            memory = np.where(same & (kept != "always"), 0.0, size) if kept else None
-            if late and late.parameter is not None and not self.states.is_whole:
-                more = self._states(value, late.parameter, first, second, beside)
-                cost, memory = cost + more[0], more[1] + (0.0 if memory is None else memory)
-            self._tables[key] = np.where(stuck, np.inf, cost), memory
+            self._tables[key] = self._table(query)
         return self._tables[key]
+
+    def _table(self, query: EdgeQuery) -> tuple[Array, Array | None]:
+        value, first, second = query.value, query.first, query.second
+        deferred, work = query.deferred, query.overlapped
+        table, seconds = self.seconds(value, learns=work.learns)
+        rows, columns = table.rows(first), table.rows(second)
+        cost = seconds[np.ix_(rows, columns)]
+        # From a pending copy nothing but that copy can be had.
+        stuck = table.pending[rows][:, None] & (rows[:, None] != columns[None, :])
+        if deferred and np.any(stuck):
+            joins, stuck = _summed_together(first, second)
+            unsummed = [
+                table.rows(Placement(s.layout) for s in states) for states in (first, second)
+            ]
+            cost = np.where(joins, seconds[np.ix_(*unsummed)], cost)
+        same = table.data[rows][:, None] == table.data[columns][None, :]
+        learns = work.learns and info(value).learns
+        if deferred and learns:
+            cost = self._summed_late(query, deferred, cost)
+        elif learns and np.any(work.backward):
+            cost = cost - self._hidden(query, cost)
+        if query.is_remade:
+            cost = cost + self.seconds(value, learns=False)[1][np.ix_(rows, columns)]
+        size = np.broadcast_to(self.bytes(value, second), cost.shape)
+        memory = np.where(same & (query.kept != "always"), 0.0, size) if query.kept else None
+        if deferred and deferred.parameter is not None and not self.states.is_whole:
+            more = self._states(query, deferred.parameter)
+            cost, memory = cost + more[0], more[1] + (0.0 if memory is None else memory)
+        return np.where(stuck, np.inf, cost), memory
 
     def places(
         self, value: fx.Node, layout: Layout, pending: Iterable[str] | None = None
     ) -> ParameterPlacement:
-        """Of a parameter that is read at `layout`, with a gradient to sum over `pending`; None:
-        over all axes on which it is a replica."""
+        """Return the places of a parameter that is read at `layout`.
+        Its gradient is summed over `pending`; `None` for all axes on which it is a replica."""
         known, shape = info(value), tuple(info(value).val.shape)
-        is_told = pending is not None and known.differentiable
-        asked = tuple(pending or ()) if is_told else self.mesh.names
-        axes = [axis for axis in self.mesh if axis in asked and axis not in layout.axes]
-        about = layout, shape, axes, self.mesh, known.learns
+        is_known = pending is not None and known.differentiable
+        summed = tuple(pending or ()) if is_known else self.mesh.names
+        axes = [axis for axis in self.mesh if axis in summed and axis not in layout.axes]
         states = self.states if value.users else WHOLE  # as `planner/state_places.py` has it
-        return states.places(*about, is_there=known.on_host)
+        return states.places(layout, shape, axes, self.mesh, known.learns, is_there=known.on_host)
 
-    def _about(self, late: DeferredReduction) -> tuple:
-        if late.parameter is None:
+    def _deferred_key(self, deferred: DeferredReduction) -> tuple:
+        if deferred.parameter is None:
             return (None,)
-        known = info(late.parameter)
-        return self._type(late.parameter), state_bytes(late.parameter), known.on_host
+        known = info(deferred.parameter)
+        return self._type(deferred.parameter), state_bytes(deferred.parameter), known.on_host
 
-    def _states(
-        self,
-        value: fx.Node,
-        parameter: fx.Node,
-        first: Placements,
-        second: Placements,
-        beside: OverlappedWork,
-    ) -> tuple[Array, Array]:
-        """Seconds that cutting the states of the `parameter` that a value is, or is made of, adds
-        to summing its gradient, and bytes that are more than those of states that are cut over all
-        replicas."""
-        val, is_there = info(parameter).val, info(parameter).on_host
-        about = tuple(val.shape), state_bytes(parameter), info(parameter).learns
+    def _states(self, query: EdgeQuery, parameter: fx.Node) -> tuple[Array, Array]:
+        """Return the seconds that cutting a parameter's states adds to summing its gradient.
+        Return also the bytes above those of states that are cut over all replicas."""
+        value, first, second = query.value, query.first, query.second
+        val, on_host = info(parameter).val, info(parameter).on_host
+        kind = tuple(val.shape), state_bytes(parameter), info(parameter).learns
         cost, memory = (np.zeros((len(first), len(second))) for _ in range(2))
         for i, state in enumerate(first):
             if (layout := _made_of(parameter, value, state)) is None:
                 continue
             least = sum(parameter_bytes(parameter, self.places(parameter, layout), self.mesh))
-            found: dict[tuple[str, ...], tuple[Array, float]] = {}
+            by_pending: dict[tuple[str, ...], tuple[Array, float]] = {}
             for j, end in enumerate(second):
-                if (pending := end.pending) not in found:
+                if (pending := end.pending) not in by_pending:
                     summed = [axis for axis in pending if axis not in layout.axes]
-                    key = (*self._type(parameter), about[1], layout, pending, is_there)
+                    key = (*self._type(parameter), kind[1], layout, pending, on_host)
                     if key not in self._places:
                         places = self.places(parameter, layout, summed)
                         held = sum(parameter_bytes(parameter, places, self.mesh))
                         self._places[key] = places, float(held - least)
                     places, held_more = self._places[key]
-                    tied = ParameterPlacement.tied(layout, ALL_PLACES * is_there)
-                    more = self._seconds(self.state_price.whole(places, about, summed, beside))
-                    less = self._seconds(self.state_price.whole(tied, about, summed, beside))
-                    all_ = np.broadcast_to(more - less, (len(second),))
-                    found[pending] = all_, held_more
-                cost[i, j], memory[i, j] = found[pending][0][j], found[pending][1]
+                    tied = ParameterPlacement.tied(layout, ALL_PLACES * on_host)
+                    more, less = (
+                        self._seconds(self.state_price.whole(at, kind, summed, query.overlapped))
+                        for at in (places, tied)
+                    )
+                    extra = np.broadcast_to(more - less, (len(second),))
+                    by_pending[pending] = extra, held_more
+                cost[i, j], memory[i, j] = by_pending[pending][0][j], by_pending[pending][1]
         return cost, memory
 
     def _seconds(self, cost: NodeCost) -> Any:
-        """Of one micro-batch, what nothing hides."""
-        once = cost.summed + cost.gathered - cost.covered
-        there = cost.updated - cost.behind
-        return cost.forward + cost.backward + (once + there) * self.share
+        """Return the seconds of one micro-batch that nothing hides."""
+        moved = cost.summed + cost.gathered - cost.covered
+        updated = cost.updated - cost.behind
+        return cost.forward + cost.backward + (moved + updated) * self.share
 
-    def _hidden(
-        self,
-        value: fx.Node,
-        first: Placements,
-        second: Placements,
-        cost: Array,
-        beside: OverlappedWork,
-    ) -> Array:
-        """What gradients of weights hide of the reduction that brings back the gradient of a value.
-
-        Only where the way between two states is one movement: of longer ways nothing is told."""
+    def _hidden(self, query: EdgeQuery, cost: Array) -> Array:
+        """Return the seconds of reductions of a value's gradient that gradients of weights hide.
+        Only single movements between two states count: longer ways are not analysed."""
+        value, first, second = query.value, query.first, query.second
         reduced = np.zeros(cost.shape)
         before, after = self.bytes(value, first), self.bytes(value, second)
         wanted = [(j, state) for j, state in enumerate(second) if state.pending]
@@ -186,32 +189,25 @@ class EdgeCosts:
             for j, state in wanted:
                 if (movement := single.get(state)) is None or movement.backward in FREE:
                     continue
-                about = movement.axes, float(max(before[i], after[j]))
-                back = self.price.seconds(movement.backward, *about)
+                size = float(max(before[i], after[j]))
+                back = self.price.seconds(movement.backward, movement.axes, size)
                 is_free = movement.kind in FREE
-                there = 0.0 if is_free else self.price.seconds(movement.kind, *about)
-                if np.isclose(there + back, cost[i, j], rtol=1e-6, atol=1e-12):
+                forth = 0.0 if is_free else self.price.seconds(movement.kind, movement.axes, size)
+                if np.isclose(forth + back, cost[i, j], rtol=1e-6, atol=1e-12):
                     reduced[i, j] = back
-        return self.state_price.hidden(reduced, beside.backward)
+        return self.state_price.hidden(reduced, query.overlapped.backward)
 
-    def _summed_late(
-        self,
-        value: fx.Node,
-        first: Placements,
-        second: Placements,
-        cost: Array,
-        late: DeferredReduction,
-        beside: OverlappedWork,
-    ) -> Array:
-        """The same costs where gradients are summed over the axes on which a parameter is stored
-        whole when backward has gone past it."""
+    def _summed_late(self, query: EdgeQuery, deferred: DeferredReduction, cost: Array) -> Array:
+        """Return the costs if gradients are summed when backward has gone past a parameter.
+        That goes for sums over the axes on which it is stored whole."""
+        value, first, second = query.value, query.first, query.second
         table = self._all(value)
         size = self.bytes(value, first)
         if value.op != "placeholder" and len(value.users) == 1:
-            # The parameter's own gradient is summed instead: no sums of pieces, but pieces.
+            # The gradient of the parameter itself is summed instead, in pieces.
             size = size / [self.mesh.degree(state.partial) for state in first]
-        if late.parameter is not None:
-            size = size * (state_bytes(late.parameter).gradient / info(value).val.itemsize)
+        if deferred.parameter is not None:
+            size = size * (state_bytes(deferred.parameter).gradient / info(value).val.itemsize)
         rows = table.rows(first)
         cost = cost.copy()
         kinds: dict[tuple[str, ...], list[int]] = {}
@@ -230,17 +226,17 @@ class EdgeCosts:
                 columns = table.rows(Placement(second[j].layout, rest) for j in js)
                 where = np.ix_(rows[members], columns)
                 moved = self.seconds(value, frozen=summed)[1][where]
-                # Where the cheapest way goes over these axes, it is taken as it is.
-                apart = moved <= self.seconds(value)[1][where] * (1 + 1e-9)
+                # The cheapest way is kept as it is if it goes over these axes.
+                avoids_axes = moved <= self.seconds(value)[1][where] * (1 + 1e-9)
                 once = self.price.bucketed(summed, size[members])[:, None]
-                once = once - self.state_price.hidden(once, beside.backward[None, js])
+                once = once - self.state_price.hidden(once, query.overlapped.backward[None, js])
                 after = once * self.share + moved
-                here = np.ix_(np.array(members), np.array(js))
-                cost[here] = np.where(apart, after, cost[here])
+                entries = np.ix_(np.array(members), np.array(js))
+                cost[entries] = np.where(avoids_axes, after, cost[entries])
         return cost
 
     def bytes(self, value: fx.Node, states: Placements) -> Array:
-        """What one rank holds of a value in each state."""
+        """Return the bytes that one rank holds of a value in each state."""
         key = ("bytes", states, self._type(value))
         if key not in self._arrays:
             table = self._all(value)
@@ -249,7 +245,7 @@ class EdgeCosts:
         return self._arrays[key]
 
     def from_whole(self, candidates: Candidates, position: int, value: fx.Node) -> Array:
-        """What reading an input of the model takes: every rank has all of it."""
+        """Return the seconds to read an input of the model, which is whole on every rank."""
         key = ("whole", candidates.inputs[position], self._type(value))
         if key not in self._arrays:
             table, seconds = self.seconds(value)
@@ -258,20 +254,21 @@ class EdgeCosts:
         return self._arrays[key]
 
     def seconds(
-        self, value: fx.Node, learns: bool = True, frozen: tuple[str, ...] = ()
+        self, value: fx.Node, *, learns: bool = True, frozen: tuple[str, ...] = ()
     ) -> tuple[ReshardTable, Array]:
-        """All layouts of a value, and the seconds between them, on the way to who `learns` or
-        not."""
-        val, known = info(value).val, info(value)
-        table = self._all(value)
-        back = known.differentiable, learns and known.learns
-        return table, table.seconds(tuple(val.shape), val.itemsize, self.price, *back, frozen)
+        """Return all layouts of a value and the seconds between them, to readers that `learn`.
+        Nothing moves over `frozen` axes."""
+        val, known, table = info(value).val, info(value), self._all(value)
+        terms = ReshardTerms(
+            val.itemsize, self.price, known.differentiable, learns and known.learns, frozen
+        )
+        return table, table.seconds(tuple(val.shape), terms)
 
     def _all(self, value: fx.Node) -> ReshardTable:
         return reshard_table(self.mesh, info(value).val.ndim, self._parts(value))
 
     def _parts(self, value: fx.Node) -> Parts:
-        """How it may be cut, or is."""
+        """Return the parts in which dims of a value are cut, or may be."""
         return tuple(sorted({*info(value).parts, *self.parts.get(value.name, ())}))
 
     def _type(self, value: fx.Node) -> tuple:
@@ -282,19 +279,18 @@ class EdgeCosts:
         return self._types[value]
 
     def zeros(self, count: int) -> Array:
-        """Nothing, for each of `count` strategies."""
+        """Return zeros for `count` strategies, as one object."""
         return self._arrays.setdefault(("zeros", count), np.zeros(count))
 
     def same(self, array: Array, kind: str) -> Array:
-        """One object for equal arrays, so that the cost graph knows them again at once."""
+        """Return one object for equal arrays, which the cost graph recognises at once."""
         return self._arrays.setdefault((kind, array.shape, array.tobytes()), array)
 
 
 def _summed_together(first: Placements, second: Placements) -> tuple[NDArray, NDArray]:
-    """From the states that readers of a parameter share to those of each: where its gradient joins
-    the sum of all, if it is whole as one rank's term, and where it cannot be had.
-
-    A sum that can be asked for together is not asked for apart."""
+    """Return where a reader's gradient joins the sum for all readers, and where it cannot be had.
+    A gradient that is whole joins as one rank's term. A sum that all can ask for is not asked for
+    by one."""
     states, shape = {*first}, (len(first), len(second))
     joins, stuck = np.zeros(shape, bool), np.zeros(shape, bool)
     for i, at in enumerate(first):
@@ -307,7 +303,7 @@ def _summed_together(first: Placements, second: Placements) -> tuple[NDArray, ND
 
 
 def _made_of(parameter: fx.Node, value: fx.Node, state: Placement) -> Layout | None:
-    """Where a parameter is read when what is made of it is at `state`; None: that is not told."""
+    """Return the layout of a parameter from which a value comes at `state`; `None` if unknown."""
     if value is parameter:
         return state.layout
     if state.partial:

@@ -1,7 +1,7 @@
-"""Computed: what the readers of a value compute while the value, or its gradient, is moved.
+"""Overlapped work: what readers of a value compute while the value, or its gradient, is moved.
 
-Beside what a parameter moves that is the readers' forward and backward; beside what brings back the
-gradient of an activation, the gradients of weights, where linears alone read it.
+Movements of a parameter overlap with its readers' forward and backward. The movement that brings
+back the gradient of an activation overlaps with gradients of weights, if linears alone read it.
 """
 
 from __future__ import annotations
@@ -23,41 +23,42 @@ Array = NDArray[np.float64]
 
 
 class ReaderWork(NamedTuple):
-    """A reader, in all ways in which it can run."""
+    """Hold a reader of a value with all strategies that it can run under."""
 
     reader: fx.Node
     offered: Candidates
     position: int  # of the value among its inputs
 
-    def seconds(self, late: bool) -> tuple[Array, Array]:
-        """Of each strategy, forward and backward."""
-        if late:
+    def seconds(self, *, is_deferred: bool) -> tuple[Array, Array]:
+        """Return the seconds that overlap under each strategy, forward and backward."""
+        if is_deferred:
             return self.offered.forward, self.offered.backward
         return np.zeros(len(self.offered.strategies)), self.offered.weight_seconds
 
-    def by_state(self, states: Placements, late: bool) -> tuple[Array, Array]:
-        """The same of each state: the most of those strategies that want it."""
-        wants, seconds = self.offered.inputs[self.position], self.seconds(late)
+    def by_state(self, states: Placements, *, is_deferred: bool) -> tuple[Array, Array]:
+        """Return the seconds for each state: the most of the strategies that want the value so."""
+        wants, seconds = self.offered.inputs[self.position], self.seconds(is_deferred=is_deferred)
         if wants is states:
             return seconds
         most: dict[Placement, tuple[float, float]] = {}
         for want, forward, backward in zip(wants, *seconds):
-            before = most.get(want, (0.0, 0.0))
-            most[want] = max(before[0], forward), max(before[1], backward)
-        found = np.array([most.get(state, (0.0, 0.0)) for state in states])
-        return found[:, 0], found[:, 1]
+            so_far = most.get(want, (0.0, 0.0))
+            most[want] = max(so_far[0], forward), max(so_far[1], backward)
+        rows = np.array([most.get(state, (0.0, 0.0)) for state in states])
+        return rows[:, 0], rows[:, 1]
 
 
 def overlapped_seconds(
-    value: fx.Node, ways: Sequence[ReaderWork], states: Placements, late: bool
+    value: fx.Node, readers: Sequence[ReaderWork], states: Placements, *, is_deferred: bool
 ) -> tuple[Array, Array]:
-    """Seconds, forward and backward, in each of the states in which readers share a value.
-
-    `late`: it is made of parameters, whose gradients are summed late."""
+    """Return the seconds, forward and backward, in each of the states in which a value is read.
+    `is_deferred`: it is made of parameters, whose gradients are summed after their backward."""
     forward, backward = np.zeros(len(states)), np.zeros(len(states))
-    alone = info(value).differentiable and all(reads_as_linear(way.reader, value) for way in ways)
-    if late or alone:
-        for way in ways:
-            more = way.by_state(states, late)
+    is_read_by_linears = info(value).differentiable and all(
+        reads_as_linear(reader.reader, value) for reader in readers
+    )
+    if is_deferred or is_read_by_linears:
+        for reader in readers:
+            more = reader.by_state(states, is_deferred=is_deferred)
             forward, backward = forward + more[0], backward + more[1]
     return forward, backward

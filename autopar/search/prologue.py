@@ -30,27 +30,27 @@ class Prologue:
 
 
 def find_prologue(
-    captured: Captured, calls: Sequence[fx.Node], classes: NodeClasses, asked: Collection[str]
+    captured: Captured, calls: Sequence[fx.Node], classes: NodeClasses, annotated: Collection[str]
 ) -> Prologue:
-    """The prologue of a program, without what annotations ask about."""
+    """Find the prologue of a program, without the `annotated` values."""
     offers = [classes.candidates(node) for node in calls]
     times = [info(node).times for node in calls]
-    budget = MOST_SLACK * sum(offer.least * count for offer, count in zip(offers, times))
+    budget = MOST_SLACK * sum(option.least * count for option, count in zip(offers, times))
     prologue = Prologue()
     for node, candidates in zip(calls, offers):
-        if node.name in asked or info(node).differentiable:
+        if node.name in annotated or info(node).differentiable:
             continue
         if all(is_whole(value, captured, prologue) for value in classes.inputs(node)):
             cost = candidates.cost
-            more = (float(cost[uncut(candidates)]) - candidates.least) * info(node).times
-            if prologue.slack + more <= budget:
-                prologue.slack += more
+            slowdown = (float(cost[uncut(candidates)]) - candidates.least) * info(node).times
+            if prologue.slack + slowdown <= budget:
+                prologue.slack += slowdown
                 prologue.names.add(node.name)
     return prologue
 
 
 def is_whole(value: fx.Node, captured: Captured, prologue: Prologue) -> bool:
-    """Whether every rank has all of a value anyway, or any piece that its readers want."""
+    """Return whether every rank has all of a value anyway, or any piece that its readers want."""
     if value.op == "placeholder":
         return value.name not in captured.parameters and not info(value).differentiable
     return maker(value).name in prologue.names

@@ -29,12 +29,10 @@ from autopar.strategies.rules.equal_parts import choice_of
 
 
 def propagate(
-    captured: Captured, mesh: Mesh, constraints: Constraints | None = None, batch: bool = True
+    captured: Captured, mesh: Mesh, constraints: Constraints | None = None, *, batch: bool = True
 ) -> Decisions:
     """Decide every layout from `constraints`; without constraints this is plain data parallelism.
-
-    `batch`: whether the axes that no constraint names cut the batch.
-    """
+    `batch`: whether the axes that no constraint names cut the batch."""
     constraints = constraints or Constraints()
     activations = [*constraints.values, *constraints.inputs]
     parameters = [
@@ -60,14 +58,14 @@ def propagate(
 def with_batch_axis(
     captured: Captured, mesh: Mesh, axis: str, constraints: Constraints
 ) -> Constraints:
-    """The same, with `axis` for the batch, as it cuts it in data parallelism."""
-    alone = propagate(captured, Mesh(**{axis: mesh[axis]}))
-    cuts = {name: frozenset(dict(way.cuts)) for name, way in alone.strategies.items()}
+    """Return the constraints with `axis` reserved for the batch, cut as in data parallelism."""
+    batch_only = propagate(captured, Mesh(**{axis: mesh[axis]}))
+    cuts = {name: frozenset(dict(way.cuts)) for name, way in batch_only.strategies.items()}
     return replace(constraints, batch_axis=axis, batch_cuts=cuts)
 
 
 class _Propagation:
-    """The working state: for each operator, which factor each axis cuts."""
+    """Hold the working state: for each operator, which factor each axis cuts."""
 
     def __init__(self, captured: Captured, mesh: Mesh, constraints: Constraints) -> None:
         self.captured, self.mesh, self.constraints = captured, mesh, constraints
@@ -108,16 +106,16 @@ class _Propagation:
     def _bound_cuts(
         self, operator: fx.Node, constraints: Mapping[int, LayoutConstraint]
     ) -> dict[str, str]:
-        """By axis the factor that annotations give it to, or the joint of several."""
-        rule, found = self.rules[operator], dict[str, set[str]]()
+        """Return for each axis the factor, or the joint of several, that annotations give it."""
+        rule, factors = self.rules[operator], dict[str, set[str]]()
         for position, constraint in constraints.items():
             for dim, axes in zip(rule.inputs[position], constraint.layout.dims):
                 for axis in axes:
                     factor = _outer_factor(rule, dim)
                     assert factor is not None
-                    found.setdefault(axis, set()).add(factor)
-        given = {axis: rule.joint_of(cut) for axis, cut in found.items()}
-        return {axis: name for axis, name in given.items() if name is not None}
+                    factors.setdefault(axis, set()).add(factor)
+        choices = {axis: rule.joint_of(names) for axis, names in factors.items()}
+        return {axis: choice for axis, choice in choices.items() if choice is not None}
 
     def bind_readers(self, parameters: Iterable[str], batch_axes: frozenset[str]) -> None:
         """Let annotated parameters cut the operators that read them."""
@@ -130,7 +128,7 @@ class _Propagation:
         self._settle()
 
     def batch_axes(self) -> frozenset[str]:
-        """The axes that cut the first dim of an input."""
+        """Return the axes that cut the first dim of an input."""
         inputs = {self.nodes[name] for name in self.captured.inputs if name is not None}
         return frozenset(
             axis
@@ -192,7 +190,7 @@ class _Propagation:
                     self.passes[node][axis] = rule.passes.index(passing)
 
     def decisions(self) -> Decisions:
-        """The finished decisions, checked against the annotations of bound operators."""
+        """Return the finished decisions, checked against the annotations of bound operators."""
         strategies = {node.name: self._strategy(node) for node in self.rules}
         self._check_bound(strategies)
         placeholders = {}
@@ -226,7 +224,7 @@ class _Propagation:
                         self._try(reader, axis, choice_of(rule, rule.inputs[index][dim], number))
 
     def _parts(self, value: fx.Node, axis: str) -> int:
-        """In how many parts an axis cuts a dim of a value; 1: as a whole."""
+        """Return in how many parts an axis cuts a dim of a value; 1 for the dim as a whole."""
         if value in self.fixed:
             dim = self.fixed[value].dim_of(axis)
             return next((number for at, number in self.fixed[value].parts if at == dim), 1)
@@ -261,8 +259,8 @@ class _Propagation:
         self._cut(node, axis, factor)
 
     def _joint(self, node: fx.Node, before: str, factor: str) -> str | None:
-        """What an axis is given to that cuts one factor, and comes to cut another: by itself, or of
-        an operator with annotated inputs."""
+        """Return the factor or joint for an axis that cuts `before` and comes to cut `factor`, too.
+        `None` if it cannot. Operators with annotated inputs take any joint of the two."""
         rule = self.rules[node]
         if node.name not in self.constraints.bound or before in (factor, *rule.joints):
             return rule.joint_after(before, factor)
@@ -292,7 +290,7 @@ class _Propagation:
         )
 
     def _reach(self, value: fx.Node, axis: str, dim: int, number: int) -> None:
-        """A reader wants `dim` of `value` cut by `axis`: so be it, if the value is still free."""
+        """Cut `dim` of `value` by `axis` for a reader that wants it, if the value is still free."""
         if value in self.fixed:
             return
         if value.op == "placeholder":
@@ -301,7 +299,7 @@ class _Propagation:
             self._take(maker(value), axis, self._choice(value, dim, number))
 
     def _choice(self, value: fx.Node, dim: int, number: int) -> str | None:
-        """What an operator gives an axis to that cuts a dim of a value of its in so many parts."""
+        """Return the factor or joint that cuts a dim of an operator's result in parts."""
         rule = self.rules[maker(value)]
         return choice_of(rule, rule.outputs[result_index(value)][dim], number)
 
@@ -311,10 +309,10 @@ class _Propagation:
         is_kept = node.name in captured.parameters or node.name in captured.buffers
         if node in self.fixed or axis in placed or (is_kept and number > 1):
             return
-        beside = [other for other, (at, _) in placed.items() if at == dim]
-        size, degree = info(node).val.shape[dim], self.mesh.degree([*beside, axis])
-        fits = size >= degree if number == 1 else size % (number * degree) == 0
-        if fits and all(placed[other] == (dim, number) for other in beside):
+        other_axes = [other for other, (at, _) in placed.items() if at == dim]
+        size, degree = info(node).val.shape[dim], self.mesh.degree([*other_axes, axis])
+        is_divisible = size >= degree if number == 1 else size % (number * degree) == 0
+        if is_divisible and all(placed[other] == (dim, number) for other in other_axes):
             placed[axis] = dim, number
             self.events.append((node, axis, dim))
 
@@ -398,5 +396,5 @@ class _Propagation:
 
 
 def _outer_factor(rule: Rule, dim: tuple[str, ...]) -> str | None:
-    """The one factor of a dim that axes may cut: the outermost of more than one element."""
+    """Return the factor of a dim that axes may cut: the outermost of more than one element."""
     return next((factor for factor in dim if rule.sizes[factor] > 1), None)

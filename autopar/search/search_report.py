@@ -1,4 +1,4 @@
-"""Account: what a search for layouts says of itself."""
+"""Search report: what a search for layouts found, how good it is, and what else it weighed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHARED = 0.01  # relative: what movements save at most by sharing steps
 
 @dataclass(frozen=True)
 class ConsideredMesh:
-    """One mesh that was weighed."""
+    """Record one mesh that was weighed, and why it was not taken."""
 
     mesh: Mesh
     # Predicted for a step or, where it says why it was not taken, that it takes at least.
@@ -24,7 +24,7 @@ class ConsideredMesh:
 
 @dataclass(frozen=True)
 class SearchReport:
-    """The account of a search: how long, how good, how large, what else was weighed."""
+    """Report a search: its time, its result with a bound, its size, and what it weighed."""
 
     seconds: float
     objective: float  # predicted seconds of a step
@@ -39,33 +39,33 @@ class SearchReport:
     multiplier: float = 0.0  # under a memory limit: seconds that one more byte would save
 
     def cut_short(self, bound: float = 0.0) -> SearchReport:
-        """The same, with something left that was not weighed, and might take as little."""
+        """Return the report of a search that left out plans, which may take only `bound`."""
         return replace(self.made(self.objective, bound), interrupted=True)
 
     def taken(self, seconds: float) -> SearchReport:
-        """The same of a plan that takes longer than what was found; or less, where movements share
-        steps that the search adds up for each of them. Those of other plans may do so, too: where
-        that is more than a little, nothing is known of them."""
-        less = max(0.0, self.objective - seconds)
-        bound = max(0.0, self.bound - less) if less <= _SHARED * seconds else 0.0
+        """Return the report for a plan that takes other `seconds` than the search added up.
+        Movements that share steps make it faster; other plans may gain as much, and if that is more
+        than a little, nothing is known of them."""
+        gain = max(0.0, self.objective - seconds)
+        bound = max(0.0, self.bound - gain) if gain <= _SHARED * seconds else 0.0
         gap = relative_gap(seconds, bound)
         return replace(self, objective=seconds, bound=bound, gap=gap)
 
     def lowered(self, bound: float) -> SearchReport:
-        """The same, where some plans may take as little as `bound`."""
+        """Return the report with a lower bound that other plans may reach."""
         return self.made(self.objective, max(0.0, min(self.bound, bound)))
 
     def made(self, objective: float, bound: float) -> SearchReport:
-        """The same of a program that takes other seconds, none of which takes less than `bound`."""
+        """Return the report for a program of other seconds, none of which is below `bound`."""
         bound = min(bound, objective)
         gap = relative_gap(objective, bound)
         return replace(self, objective=objective, bound=bound, gap=gap)
 
     def shared(self, ranks: int) -> SearchReport:
-        """The same of a pipeline, on whose `ranks` the work of all stages is done side by side."""
+        """Return the report for a pipeline whose `ranks` share the work of all stages."""
         considered = tuple(
-            replace(one, seconds=None if one.seconds is None else one.seconds / ranks)
-            for one in self.considered
+            replace(entry, seconds=None if entry.seconds is None else entry.seconds / ranks)
+            for entry in self.considered
         )
         return replace(
             self,

@@ -1,4 +1,4 @@
-"""SmallestFootprint: where no plan fits into memory, the least that one takes, and a remedy."""
+"""Smallest footprint: if no plan fits into memory, the least that one takes, and a remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.text.units import bytes_text
 
 @dataclass(frozen=True)
 class SmallestFootprint:
-    """The plan that takes the least memory, where none fits; or what none on its mesh is below."""
+    """Describe the plan that takes the least memory if none fits, or a bound for its mesh."""
 
     how: str  # its mesh, and its schedule if it has one
     devices: int
@@ -23,7 +23,7 @@ class SmallestFootprint:
     untried: tuple[str, ...] = ()  # the options that the caller has taken away, and could give
 
     def in_stages(self, stages: int) -> SmallestFootprint:
-        """What each of so many stages needs at least, of a model that was searched as a whole."""
+        """Return what each of `stages` stages needs at least, if this is of the whole model."""
         if stages == 1:
             return self
         return replace(
@@ -34,8 +34,8 @@ class SmallestFootprint:
             states=self.states / stages,
         )
 
-    def said(self, limit: float) -> str:
-        """What there is, for who has less."""
+    def description(self, limit: float) -> str:
+        """Describe the least memory to a user whose `limit` in bytes is lower."""
         if not self.is_bound:
             return f"the least that was found takes {bytes_text(self.memory, 4)}, on {self.how}"
         if self.memory <= limit:
@@ -43,7 +43,7 @@ class SmallestFootprint:
         return f"at least {bytes_text(self.memory, 4)} are needed on {self.how}"
 
     def remedy(self, limit: float) -> str:
-        """What may help, by what takes most."""
+        """Suggest what may help, by what takes most."""
         activations = self.memory - self.states
         untried = f"{' or '.join(self.untried)} may make room; " if self.untried else ""
         if self.states >= limit:
@@ -68,16 +68,16 @@ class SmallestFootprint:
 
 
 class NothingFits(InvalidInput):
-    """A memory limit that nothing meets."""
+    """Refuse a memory limit that no plan meets."""
 
     smallest: SmallestFootprint  # the least of what was weighed
 
     @classmethod
     def of(cls, limit: float, smallest: SmallestFootprint) -> NothingFits:
-        """The error that says the least, and what may help."""
+        """Build the error that names the least memory and what may help."""
         error = cls(
             "a plan fits into the memory of every device",
-            got=f"a limit of {bytes_text(limit, 4)}; {smallest.said(limit)}",
+            got=f"a limit of {bytes_text(limit, 4)}; {smallest.description(limit)}",
             remedy=smallest.remedy(limit),
         )
         error.smallest = smallest

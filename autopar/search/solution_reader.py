@@ -1,4 +1,4 @@
-"""Decide: the solution of a cost graph, read back as decisions about the model."""
+"""Read the solution of a cost graph back as decisions about the model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from autopar.search.decisions import Decisions, Fallback
 from autopar.strategies.node_info import info
 
 
-def decide(built: MeshCostGraph, choice: Sequence[int]) -> Decisions:
-    """What `choice`, a strategy for each node of the cost graph, says of each tensor."""
-    captured = built.captured
+def decide(cost_graph: MeshCostGraph, choice: Sequence[int]) -> Decisions:
+    """Return where every tensor lives under `choice`, one strategy for each node."""
+    captured = cost_graph.captured
     nodes = {node.name: node for node in captured.graph.nodes}
     strategies, wants, fallbacks = {}, {}, []
-    for name, variable in built.operators.items():
+    for name, variable in cost_graph.operators.items():
         candidates, chosen = variable.candidates, choice[variable.number]
         assert candidates is not None
         wants[name] = [states[chosen] for states in candidates.inputs]
@@ -29,33 +29,33 @@ def decide(built: MeshCostGraph, choice: Sequence[int]) -> Decisions:
             strategies[name] = candidates.strategies[chosen]
     placeholders = {}
     for name, node in nodes.items():
-        if name in built.parameters:
-            placeholders[name] = built.parameters[name].chosen(choice).layout
+        if name in cost_graph.parameters:
+            placeholders[name] = cost_graph.parameters[name].chosen(choice).layout
         elif node.op == "placeholder":
             placeholders[name] = _as_read(captured, node, wants).layout
     ways: dict[tuple[str, str, int], tuple[Placement, ...]] = {}
-    for name, variable in built.values.items():
-        base = variable.chosen(choice)
+    for name, variable in cost_graph.values.items():
+        shared = variable.chosen(choice)
         for reader in nodes[name].users:
             for position in range(len(wants.get(reader.name, ()))):
-                ways[name, reader.name, position] = (base,)
-        for group in built.groups.get(name, ()):
-            for reading in group.readings:
-                way = base, group.chosen(choice)
-                ways[reading.value, reading.reader, reading.position] = way
+                ways[name, reader.name, position] = (shared,)
+        for group in cost_graph.groups.get(name, ()):
+            for use in group.uses:
+                placements = shared, group.chosen(choice)
+                ways[use.value, use.reader, use.position] = placements
     return Decisions(
-        mesh=built.mesh,
+        mesh=cost_graph.mesh,
         placeholders=placeholders,
         strategies=strategies,
-        fixed=built.constraints.fixed,
+        fixed=cost_graph.constraints.fixed,
         fallbacks=tuple(fallbacks),
         ways=ways,
-        recompute=built.constraints.recompute,
+        recompute=cost_graph.constraints.recompute,
     )
 
 
 def _as_read(captured: Captured, node: fx.Node, wants: dict[str, list[Placement]]) -> Placement:
-    """Where an input, a buffer or a constant is kept: whole, or as its readers want it."""
-    readings = uses_of_input(captured, node) or ()
-    states = {wants[one.reader][one.position] for one in readings}
+    """Return where an input, a buffer or a constant lives: whole, or as all its readers want it."""
+    uses = uses_of_input(captured, node) or ()
+    states = {wants[use.reader][use.position] for use in uses}
     return states.pop() if len(states) == 1 else Placement.whole(info(node).val.ndim)

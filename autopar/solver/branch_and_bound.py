@@ -1,7 +1,7 @@
-"""Branching: divide a graph under a memory limit by the strategies of one node, best bound first.
+"""Divide a graph under a memory limit by the strategies of one node, best bound first.
 
-The node is one where the two choices disagree between which the bound lies, the one that is most
-strongly tied to its neighbours: with its strategy fixed, they can no longer be mixed at no cost.
+The bound lies between two choices. The graph is divided by a node on which they differ, the one
+most strongly tied to its neighbours: with its strategy fixed, mixing the two choices costs more.
 Strategies whose bound is no better than the best choice found are never looked at.
 """
 
@@ -20,7 +20,7 @@ from autopar.solver.packed_graph import Array, Integers, PackedGraph
 from autopar.text.units import share_text
 
 _SLACK = 1e-12  # relative
-_PARTS = 300  # that are looked into at most
+_PARTS = 300  # of the graph that are bounded, at most
 _WORK = 30_000_000  # entries of all of them together, but a tenth of the parts is always allowed
 _FOLD_FROM = 200  # nodes: smaller graphs are quicker without
 _MOST_ENTRIES = 200_000  # of a graph in which every strategy of every node gets a bound
@@ -29,8 +29,8 @@ _MOST_ENTRIES = 200_000  # of a graph in which every strategy of every node gets
 def branch_and_bound(
     search: LagrangianSearch, cutoff: float = np.inf, multiplier: float = 0.0
 ) -> None:
-    """Search until the gap is closed, as far as that goes in time, or to a bound of `cutoff`: then
-    the choice is any that fits. `multiplier` is a guess at the one that the search ends with."""
+    """Search until the gap is closed, the work is used up, or the bound reaches `cutoff`.
+    Beyond `cutoff` the choice is any that fits. `multiplier` is a guess at the final one."""
     if not search.relax(cutoff, multiplier):
         if search.choice is None:
             search.smallest()
@@ -41,7 +41,7 @@ def branch_and_bound(
 
 
 class Branching:
-    """Improves the best choice and the bound of `root` until its gap is closed or time is up."""
+    """Improve the best choice and the bound of `root` until its gap is closed or time is up."""
 
     def __init__(self, root: LagrangianSearch) -> None:
         self.root = root
@@ -52,12 +52,12 @@ class Branching:
 
     @property
     def goal(self) -> float:
-        """What costs more than this is no better than the best, by more than the tolerance."""
+        """Return the cost below which a choice is better than the best by the tolerance."""
         best = self.root.value
         return best - max(self.root.tolerance, _SLACK) * abs(best)
 
     def run(self) -> str:
-        """ "closed", "late", or "tangled" where elimination cannot solve the whole."""
+        """Divide until done; return "closed", "late", or "tangled" if elimination leaves a core."""
         root = self.root
         if not self._divide(root, root.packed):
             return "tangled"
@@ -85,30 +85,30 @@ class Branching:
         except InvalidInput:  # nothing in this part fits
             return
         if part.choice is not None:
-            before = root.value
+            previous_value = root.value
             root.offer(packed.translated(part.choice, root.packed))
-            if root.value < before:
+            if root.value < previous_value:
                 root.report(f"within {share_text(root.gap)} of the best")
         if gap_left and part.bound < self.goal:
             self._divide(part, packed)
 
     def _divide(self, part: LagrangianSearch, packed: PackedGraph) -> bool:
-        """Put the parts that may hold something better on the heap."""
-        everything = [np.arange(size) for size in packed.sizes.tolist()]
-        bounds, kept = None, everything
+        """Queue the parts that may hold something better; return False if it is too tangled."""
+        all_strategies = [np.arange(size) for size in packed.sizes.tolist()]
+        bounds, strategies = None, all_strategies
         if packed.strategy_pairs <= _MOST_ENTRIES:
             bounds = self._bounds(part, packed)
             if bounds is None:
                 return False
-            kept = [np.flatnonzero(bound < self.goal) for bound in bounds]
-            if not all(len(keep) for keep in kept):
+            strategies = [np.flatnonzero(bound < self.goal) for bound in bounds]
+            if not all(len(keep) for keep in strategies):
                 return True  # nothing better in here
-        node = self._node(part, packed, kept)
+        node = self._node(part, packed, strategies)
         if node is None:
             return True
         if bounds is not None:
-            packed = restricted(packed, np.arange(len(packed)), kept)
-        for place, strategy in enumerate(kept[node].tolist()):
+            packed = restricted(packed, np.arange(len(packed)), strategies)
+        for place, strategy in enumerate(strategies[node].tolist()):
             bound = part.bound
             if bounds is not None:
                 bound = max(bound, float(bounds[node][strategy]))
@@ -118,7 +118,7 @@ class Branching:
         return True
 
     def _bounds(self, part: LagrangianSearch, packed: PackedGraph) -> list[Array] | None:
-        """For each node, what is least possible with each of its strategies."""
+        """Return the least weight with each strategy of each node; `None` if a core is left."""
         multiplier = part.multiplier
         elimination = Elimination(dict(enumerate(packed.sizes.tolist())), self.root.optimiser.limit)
         for scope, weights in packed.weights(multiplier):
@@ -130,30 +130,31 @@ class Branching:
         return [marginals[v] - multiplier * self.root.limit for v in range(len(packed))]
 
     def _node(
-        self, part: LagrangianSearch, packed: PackedGraph, kept: list[Integers]
+        self, part: LagrangianSearch, packed: PackedGraph, strategies: list[Integers]
     ) -> int | None:
-        """The node to divide by."""
-        divisible = np.array([len(keep) > 1 for keep in kept])
+        """Return the node to divide by; `None` if each has one strategy."""
+        divisible = np.array([len(keep) > 1 for keep in strategies])
         if not divisible.any():
             return None
         assert part.ends is not None
         large, small = part.ends[0][2], part.ends[1][2]
         with np.errstate(invalid="ignore"):
-            mixed = packed.terms(large, small)[0] - packed.terms(large, large)[0]
-            mixed += packed.terms(small, large)[0] - packed.terms(small, small)[0]
-        mixed = np.nan_to_num(mixed, posinf=1e30, neginf=0.0)
-        tied = np.bincount(packed.low, mixed, len(packed))
-        tied += np.bincount(packed.high, mixed, len(packed))
+            penalty = packed.terms(large, small)[0] - packed.terms(large, large)[0]
+            penalty += packed.terms(small, large)[0] - packed.terms(small, small)[0]
+        penalty = np.nan_to_num(penalty, posinf=1e30, neginf=0.0)
+        tie_strength = np.bincount(packed.low, penalty, len(packed))
+        tie_strength += np.bincount(packed.high, penalty, len(packed))
         differs = (large != small) & divisible
         candidates = differs if differs.any() else divisible
-        return int(np.argmax(np.where(candidates, tied, -np.inf)))
+        return int(np.argmax(np.where(candidates, tie_strength, -np.inf)))
 
 
 def _fixed(packed: PackedGraph, node: int, strategy: int) -> PackedGraph:
-    """The graph with one node's strategy given."""
-    kinds = packed.node_table.copy()
-    kinds[node] = len(packed.node_tables)
-    kept = [np.arange(len(table.cost)) for table in packed.node_tables]
-    _, kinds = np.unique(kinds, return_inverse=True)
-    present = np.unique(packed.node_table[np.arange(len(packed)) != node])
-    return restricted(packed, kinds, [*(kept[table] for table in present), np.array([strategy])])
+    """Return the graph with one node's strategy given."""
+    tables = packed.node_table.copy()
+    tables[node] = len(packed.node_tables)
+    all_ = [np.arange(len(table.cost)) for table in packed.node_tables]
+    _, tables = np.unique(tables, return_inverse=True)
+    others = np.unique(packed.node_table[np.arange(len(packed)) != node])
+    strategies = [*(all_[table] for table in others), np.array([strategy])]
+    return restricted(packed, tables, strategies)

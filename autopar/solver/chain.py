@@ -1,10 +1,10 @@
-"""A chain of equal blocks as one table: a block is reduced once, the chain is its min-plus power.
+"""Reduce a chain of equal blocks to one table: the min-plus power of one block's table.
 
 >>> step = np.array([[[0.0, 5.0], [1.0, 3.0]]])  # (shared, into the block, out of it)
 >>> power = MinPlusPower(step, 4)
 >>> power.table[0, 1]
 array([1., 6.])
->>> power.states(0, 1, 1)  # what lies between the blocks on the cheapest way from 1 to 1
+>>> power.states(0, 1, 1)  # the states between the blocks on the cheapest way from 1 to 1
 [1, 0, 0, 0, 1]
 """
 
@@ -25,7 +25,7 @@ _MOST_ENTRIES = 1 << 23  # of a block matrix
 
 
 class MinPlusPower:
-    """`count` applications of a block matrix (shared x in x out), and the way through them."""
+    """Raise a block matrix (shared x in x out) to the power `count`; remember the way through."""
 
     def __init__(self, step: Array, count: int) -> None:
         self.count = count
@@ -39,11 +39,11 @@ class MinPlusPower:
         return self._powers[count]
 
     def states(self, shared: int, first: int, last: int) -> list[int]:
-        """The states between the blocks, both ends with them."""
+        """Return the states between the blocks on the cheapest way, both ends with them."""
         return [first, *self._inside(self.count, shared, first, last)]
 
     def _inside(self, count: int, shared: int, first: int, last: int) -> list[int]:
-        """The states after `first` up to `last` through `count` blocks."""
+        """Return the states after `first` up to `last` through `count` blocks."""
         if count == 1:
             return [last]
         before, after = _halves(count)
@@ -56,13 +56,13 @@ class MinPlusPower:
 
 
 def _halves(count: int) -> tuple[int, int]:
-    """Two parts of a power, the second the largest power of two that leaves something."""
+    """Return two parts of a power, the second the largest power of two that leaves something."""
     last = 1 << ((count - 1).bit_length() - 1)
     return count - last, last
 
 
 class Chain:
-    """The structure of one run, and its table under given weights."""
+    """Hold the structure of one run of equal blocks, to reduce it under any weights."""
 
     def __init__(self, packed: PackedGraph, run: BlockRun, limit: int = LIMIT) -> None:
         self.packed, self.run, self.limit = packed, run, limit
@@ -80,17 +80,17 @@ class Chain:
 
     @classmethod
     def worthwhile(cls, packed: PackedGraph, run: BlockRun) -> bool:
-        """Whether the block matrix and its powers stay small."""
+        """Return whether the block matrix and its powers stay small."""
         shared, entries = interface_entries(packed, run)
         return shared * entries**2 <= _MOST_ENTRIES and shared * entries**3 <= _MOST_WORK
 
     @property
     def scope(self) -> tuple[int, ...]:
-        """The nodes of the graph that the table is about."""
+        """Return the nodes of the graph that the table is over."""
         return (*self.run.shared, *self.run.inputs, *self.run.outputs)
 
     def reduce(self, nodes: list[Array], edges: list[Array]) -> ReducedChain | None:
-        """The table for these weights of node and edge tables; None if a block is too tangled."""
+        """Return the table for these node and edge weights; `None` if a block is tangled."""
         elimination = Elimination(self._sizes, self.limit)
         for node in self._block:
             elimination.add((node,), nodes[self.packed.node_table[node]])
@@ -127,7 +127,7 @@ class Chain:
 
 
 class ReducedChain(NamedTuple):
-    """A chain under given weights."""
+    """Hold a chain's table under given weights, and what completes a choice."""
 
     chain: Chain
     elimination: Elimination

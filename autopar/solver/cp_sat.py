@@ -1,4 +1,4 @@
-"""CP-SAT as it is used here: deterministic, and it listens to Ctrl-C.
+"""Run CP-SAT deterministically, and stop it on Ctrl-C.
 
 >>> model = new_model()
 >>> bits = [model.new_bool_var(name) for name in "ab"]
@@ -8,7 +8,7 @@
 >>> outcome(solver, model), [solver.boolean_value(bit) for bit in bits]
 ('OPTIMAL', [False, True])
 
-OR-tools loads here, and only once it is asked for: it takes a good part of a second, with pandas.
+OR-tools loads on first use: with pandas it takes a good part of a second.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def new_model() -> CpModel:
-    """A model without anything."""
+    """Return an empty model."""
     from ortools.sat.python.cp_model import CpModel
 
     return CpModel()
 
 
 def new_solver(work: float) -> CpSolver:
-    """A solver whose answer is the same on every machine; a unit of `work` takes about a second."""
+    """Return a solver with the same answer on every machine; a unit of `work` is a second."""
     from ortools.sat.python.cp_model import CpSolver
 
     solver = CpSolver()
@@ -43,18 +43,16 @@ def new_solver(work: float) -> CpSolver:
 
 
 def weighted_sum(variables: Sequence[IntVar], weights: Sequence[int]) -> LinearExprT:
-    """The sum of weight · variable."""
+    """Return the sum of weight · variable."""
     from ortools.sat.python.cp_model import LinearExpr
 
     return LinearExpr.weighted_sum(variables, weights)
 
 
 def outcome(solver: CpSolver, model: CpModel, deadline: float = math.inf) -> str:
-    """OPTIMAL, FEASIBLE, INFEASIBLE or UNKNOWN; what there is when this process's time reaches
-    the deadline, which work alone does not keep to.
-
-    In a thread of its own: Python sees Ctrl-C only while it is not inside the solver.
-    """
+    """Solve; return OPTIMAL, FEASIBLE, INFEASIBLE or UNKNOWN.
+    `deadline` is in this process's seconds, which `work` alone does not keep to. A thread runs the
+    solver, since Python notices Ctrl-C only outside of it."""
     statuses: list[str] = []
     thread = threading.Thread(
         target=lambda: statuses.append(solver.status_name(solver.solve(model)))

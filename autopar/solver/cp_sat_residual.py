@@ -1,4 +1,4 @@
-"""What elimination leaves: solved by CP-SAT, in whole numbers, with a certified bound.
+"""Solve by CP-SAT what elimination leaves, in whole numbers, with a certified bound.
 
 >>> table = np.array([[3.0, 1.0], [0.0, 2.0]])
 >>> answer = solve_residual({0: 2, 1: 2}, {(0, 1): table, (0,): np.array([0.5, 0.0])})
@@ -33,8 +33,8 @@ MEMORY_RANGE = 1 << 46
 
 @dataclass(frozen=True)
 class Residual:
-    """The best choice found; no choice is cheaper than `bound`. Without a choice: impossible, as
-    far as `bound` is infinite, else not found in time."""
+    """Hold the best choice found; no choice is cheaper than `bound`.
+    Without a choice: impossible if `bound` is infinite, else not found in time."""
 
     choice: dict[int, int] | None
     value: float
@@ -46,7 +46,7 @@ class Residual:
 
 
 def relative_gap(value: float, bound: float) -> float:
-    """How much cheaper the optimum may be, as a part of the value."""
+    """Return by which part of its value the best choice may exceed the optimum."""
     if value == bound or value <= bound:
         return 0.0
     if np.isinf(value):
@@ -64,8 +64,8 @@ def solve_residual(
     tolerance: float = 0.0,
     seconds: float = 60.0,
 ) -> Residual:
-    """The least sum of `factors` over all choices whose sum of `memory` is at most `limit`, or the
-    best of so many seconds of this process."""
+    """Return the cheapest choice by `factors` whose sum of `memory` is at most `limit`.
+    After `seconds` of this process it is the best so far."""
     deadline = time.process_time() + seconds
     if memory is None:
         return _by_components(sizes, factors, tolerance, seconds)
@@ -78,21 +78,21 @@ def solve_residual(
         model.add_exactly_one(takes[v])
     bits: list[IntVar] = []
     costs: list[int] = []
-    used: list[IntVar] = []
-    amounts: list[int] = []
+    memory_bits: list[IntVar] = []
+    memory_weights: list[int] = []
     for scope in sorted({*factors, *memory}):
         shape = tuple(sizes[v] for v in scope)
         table, bytes_ = factors.get(scope), memory.get(scope)
-        entries = _entries(model, takes, scope, table, shape)
-        for index, bit in entries.items():
+        entry_bits = _entries(model, takes, scope, table, shape)
+        for index, bit in entry_bits.items():
             if table is not None and (whole := int(np.floor(table[index] * scale))):
                 bits.append(bit)
                 costs.append(whole)
             if bytes_ is not None and (whole := int(np.floor(bytes_[index] * memory_scale))):
-                used.append(bit)
-                amounts.append(whole)
-    if used and np.isfinite(limit):
-        model.add(weighted_sum(used, amounts) <= int(np.floor(limit * memory_scale)))
+                memory_bits.append(bit)
+                memory_weights.append(whole)
+    if memory_bits and np.isfinite(limit):
+        model.add(weighted_sum(memory_bits, memory_weights) <= int(np.floor(limit * memory_scale)))
     model.minimize(weighted_sum(bits, costs))
     for v, strategy in (hint or {}).items():
         for s, bit in enumerate(takes[v]):
@@ -118,7 +118,7 @@ def solve_residual(
 def _by_components(
     sizes: Mapping[int, int], factors: Factors, tolerance: float, seconds: float
 ) -> Residual:
-    """Without a limit, parts that no factor joins are solved apart."""
+    """Solve parts that no factor joins separately; only possible without a limit."""
     import networkx as nx  # takes a while to load
 
     graph = nx.Graph()
@@ -130,13 +130,13 @@ def _by_components(
     value = bound = 0.0
     missing = False
     for members in sorted(map(sorted, nx.connected_components(graph))):
-        inside = {scope: t for scope, t in factors.items() if scope and scope[0] in members}
-        own = {v: sizes[v] for v in members}
+        tables = {scope: t for scope, t in factors.items() if scope and scope[0] in members}
+        inside = {v: sizes[v] for v in members}
         left = max(0.1, deadline - time.process_time())
-        part = solve_residual(own, inside, memory={}, tolerance=tolerance, seconds=left)
-        missing |= part.choice is None
-        choice |= part.choice or {}
-        value, bound = value + part.value, bound + part.bound
+        answer = solve_residual(inside, tables, memory={}, tolerance=tolerance, seconds=left)
+        missing |= answer.choice is None
+        choice |= answer.choice or {}
+        value, bound = value + answer.value, bound + answer.bound
     return Residual(None if missing else choice, value, bound)
 
 
@@ -147,7 +147,7 @@ def _entries(
     table: Array | None,
     shape: tuple[int, ...],
 ) -> dict[tuple[int, ...], IntVar]:
-    """A bool for each entry of a table that can be; each strategy is taken by exactly one entry."""
+    """Return a bool for each possible entry of a table; one entry takes each strategy."""
     possible = np.ones(shape, bool) if table is None else np.isfinite(table)
     if len(scope) == 1:
         v = scope[0]
@@ -166,31 +166,31 @@ def _entries(
 
 
 def _reduced(sizes: Mapping[int, int], factors: Factors) -> tuple[dict[Scope, Array], float]:
-    """The same problem with small numbers: what each row costs at least moves to its node, what
-    each node costs at least to the constant. Bounds get tighter, rounding finer."""
-    own = {v: np.zeros(n) for v, n in sizes.items()}
-    left: dict[Scope, Array] = {}
+    """Return smaller tables and a constant, for tighter bounds and finer rounding.
+    The least of each row moves to its node, the least of each node to the constant."""
+    node_costs = {v: np.zeros(n) for v, n in sizes.items()}
+    reduced: dict[Scope, Array] = {}
     for scope, table in factors.items():
         table = np.array(table)
         for dim, v in enumerate(scope):
             others = tuple(d for d in range(table.ndim) if d != dim)
             least = table.min(axis=others) if others else table
-            own[v] = own[v] + least
+            node_costs[v] = node_costs[v] + least
             if others:
                 finite = np.where(np.isfinite(least), least, 0.0)
                 table = table - finite.reshape([-1 if d == dim else 1 for d in range(table.ndim)])
         if len(scope) > 1:
-            left[scope] = table
+            reduced[scope] = table
     base = 0.0
-    for v, vector in own.items():
+    for v, vector in node_costs.items():
         least = vector.min()
         base += float(least) if np.isfinite(least) else 0.0
-        left[v,] = vector - (least if np.isfinite(least) else 0.0)
-    return left, base
+        reduced[v,] = vector - (least if np.isfinite(least) else 0.0)
+    return reduced, base
 
 
 def _scale(factors: Factors, largest: int) -> float:
-    """A power of two by which the sum of the largest entries stays below `largest`."""
+    """Return a power of two by which the sum of the largest entries stays below `largest`."""
     total = sum(
         float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for table in factors.values()
     )

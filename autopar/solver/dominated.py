@@ -1,4 +1,4 @@
-"""Dominated strategies, dropped: those that another one could replace wherever they stand.
+"""Drop dominated strategies: those that another one can replace wherever they stand.
 
 >>> from autopar.solver.cost_graph import CostGraph
 >>> graph = CostGraph()
@@ -11,7 +11,7 @@
 
 Strategy j of a node is dominated by i when, whatever the neighbours choose, putting i in the place
 of j costs no more seconds and no more memory: the sum over node and edges of the least difference
-is not negative, in both. Nodes with equal surroundings are looked at once.
+is not negative, in both. Nodes with equal tables and edges are compared once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SAMPLES = 4  # columns of an edge that are tried before all of them
 
 
 def prune(packed: PackedGraph, rounds: int = ROUNDS) -> PackedGraph:
-    """The same graph without dominated strategies; it has the same optimum under any limit."""
+    """Drop dominated strategies; the optimum stays the same under any limit."""
     for _ in range(rounds):
         smaller = _round(packed)
         if smaller is packed:
@@ -40,24 +40,24 @@ def prune(packed: PackedGraph, rounds: int = ROUNDS) -> PackedGraph:
 
 
 def _round(packed: PackedGraph) -> PackedGraph:
-    """Drop in all nodes at once what is dominated with every strategy of the neighbours present:
-    one replacement after the other then never makes a choice worse."""
+    """Drop in all nodes at once what is dominated with every strategy of the neighbours present.
+    One replacement after the other then never makes a choice worse."""
     kinds, examples = _surroundings(packed)
-    kept: list[Integers] = []
-    around = packed.tables_at(examples)
+    strategies: list[Integers] = []
+    edge_tables = packed.tables_at(examples)
     for example in examples.tolist():
-        table, edges = packed.node_tables[packed.node_table[example]], around[example]
+        table, edges = packed.node_tables[packed.node_table[example]], edge_tables[example]
         if len(edges) > _MOST_EDGES or len(table.cost) > _MOST_STRATEGIES:
-            kept.append(np.arange(len(table.cost)))
+            strategies.append(np.arange(len(table.cost)))
         else:
-            kept.append(_undominated(table, edges))
-    if all(len(k) == packed.sizes[example] for k, example in zip(kept, examples)):
+            strategies.append(_undominated(table, edges))
+    if all(len(k) == packed.sizes[example] for k, example in zip(strategies, examples)):
         return packed
-    return restricted(packed, kinds, kept)
+    return restricted(packed, kinds, strategies)
 
 
 def _undominated(table: Table, edges: list[Table]) -> Integers:
-    """The strategies of one node that stay."""
+    """Return the strategies of one node that stay."""
     count = len(table.cost)
     if count == 1:
         return np.arange(1)
@@ -79,7 +79,7 @@ def _undominated(table: Table, edges: list[Table]) -> Integers:
 
 
 def _capped(vector: Array, rows: list[Array]) -> tuple[Array, list[Array]]:
-    """Infinity as a number larger than every finite sum, so that differences are numbers."""
+    """Replace infinity by a number above every finite sum, so that differences are numbers."""
     finite = sum(float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) for a in (vector, *rows))
     if np.isfinite(vector).all() and all(np.isfinite(row).all() for row in rows):
         return vector, rows
@@ -88,27 +88,27 @@ def _capped(vector: Array, rows: list[Array]) -> tuple[Array, list[Array]]:
 
 
 def _no_worse(weights: tuple[Array, list[Array]], candidates: np.ndarray) -> np.ndarray:
-    """[i, j]: whether i in the place of j never weighs more."""
+    """Return a matrix: [i, j] is whether i in the place of j never weighs more."""
     vector, rows = weights
     least = vector[None, :] - vector[:, None]
     for row in rows:  # a few columns first: the least over them is not less than over all
         columns = row[:, :: max(1, row.shape[1] // _SAMPLES)]
         least = least + (columns[None, :, :] - columns[:, None, :]).min(axis=-1)
     i, j = np.nonzero(candidates & (least >= 0))
-    off = i != j
-    i, j = i[off], j[off]
+    is_pair = i != j
+    i, j = i[is_pair], j[is_pair]
     exact = vector[j] - vector[i]
     for row in rows:
         exact = exact + _least_difference(row, i, j)
-        still = exact >= 0 if row is rows[-1] else slice(None)
-        i, j, exact = i[still], j[still], exact[still]
+        remain = exact >= 0 if row is rows[-1] else slice(None)
+        i, j, exact = i[remain], j[remain], exact[remain]
     answer = np.zeros_like(candidates)
     answer[i[exact >= 0], j[exact >= 0]] = True
     return answer
 
 
 def _least_difference(row: Array, i: Integers, j: Integers) -> Array:
-    """The least of row[j] - row[i], for many pairs, some at a time."""
+    """Return the least of row[j] - row[i] for many pairs, some at a time."""
     step = max(1, _AT_ONCE // row.shape[1])
     parts = [
         (row[j[at : at + step]] - row[i[at : at + step]]).min(axis=-1)
@@ -118,7 +118,7 @@ def _least_difference(row: Array, i: Integers, j: Integers) -> Array:
 
 
 def _surroundings(packed: PackedGraph) -> tuple[Integers, Integers]:
-    """A number for each node, equal where the node and its edges are equal; an example of each."""
+    """Number the nodes, equal where node and edges are equal; return an example of each, too."""
     n = len(packed)
     ends = np.concatenate([packed.low, packed.high])
     codes = np.concatenate([2 * packed.edge_table, 2 * packed.edge_table + 1])
@@ -129,42 +129,42 @@ def _surroundings(packed: PackedGraph) -> tuple[Integers, Integers]:
     kind = packed.node_table.copy()
     for column in range(min(_MOST_EDGES, int(degree.max(initial=0)))):
         code = np.zeros(n, np.int64)
-        here = rank == column
-        code[ends[here]] = codes[here] + 1
+        has_rank = rank == column
+        code[ends[has_rank]] = codes[has_rank] + 1
         kind = np.unique(kind * (2 * len(packed.edge_tables) + 2) + code, return_inverse=True)[1]
     # Nodes with many edges all count as one more kind of their table, which keeps everything.
-    many = degree > _MOST_EDGES
-    kind[many] = kind.max(initial=0) + 1 + packed.node_table[many]
+    is_crowded = degree > _MOST_EDGES
+    kind[is_crowded] = kind.max(initial=0) + 1 + packed.node_table[is_crowded]
     _, example, kind = np.unique(kind, return_index=True, return_inverse=True)
     return kind.ravel(), example
 
 
-def restricted(packed: PackedGraph, kinds: Integers, kept: list[Integers]) -> PackedGraph:
-    """The graph with only the strategies `kept[kinds[i]]` of node i."""
+def restricted(packed: PackedGraph, kinds: Integers, strategies: list[Integers]) -> PackedGraph:
+    """Return the graph with only the strategies `strategies[kinds[i]]` of node i."""
     tables: dict[tuple[int, bytes], int] = {}
     node_tables: list[Table] = []
     strategy: list[Integers] = []
     masks: list[Integers] = []
-    number = np.empty(len(kept), np.int64)
+    table_number = np.empty(len(strategies), np.int64)
     first = np.unique(kinds, return_index=True)[1]
-    for kind, (keep, example) in enumerate(zip(kept, first)):
-        old = int(packed.node_table[example])
-        key = (old, keep.tobytes())
+    for kind, (keep, example) in enumerate(zip(strategies, first)):
+        table = int(packed.node_table[example])
+        key = (table, keep.tobytes())
         if key not in tables:
             tables[key] = len(node_tables)
-            node_tables.append(packed.node_tables[old].taken(keep))
-            strategy.append(packed.strategy[old][keep])
+            node_tables.append(packed.node_tables[table].taken(keep))
+            strategy.append(packed.strategy[table][keep])
             masks.append(keep)
-        number[kind] = tables[key]
-    node_table = number[kinds]
+        table_number[kind] = tables[key]
+    node_table = table_number[kinds]
     count = len(node_tables)
     code = (packed.edge_table * count + node_table[packed.low]) * count + node_table[packed.high]
     distinct, edge_table = np.unique(code, return_inverse=True)
     edge_tables = []
     for entry in distinct.tolist():
         rest, high = divmod(entry, count)
-        old, low = divmod(rest, count)
-        edge_tables.append(packed.edge_tables[old].taken(masks[low], masks[high]))
+        table, low = divmod(rest, count)
+        edge_tables.append(packed.edge_tables[table].taken(masks[low], masks[high]))
     return replace(
         packed,
         node_tables=node_tables,

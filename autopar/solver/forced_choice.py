@@ -1,4 +1,4 @@
-"""Forced: what the best plan takes when one node of a cost graph is told its strategy.
+"""Find the least seconds of a cost graph with each strategy of one node forced.
 
 >>> graph = CostGraph()
 >>> a, b = graph.add_node([3.0, 1.0]), graph.add_node([0.0, 0.5])
@@ -23,24 +23,24 @@ from autopar.solver.packed_graph import Array
 def forced(
     graph: CostGraph, node: int, multiplier: float = 0.0, limit: float | None = None
 ) -> Array:
-    """The least seconds of the whole graph with each strategy of `node`: its exact optimum.
+    """Return the least seconds of the whole graph with each strategy of `node`.
 
-    Under a memory `limit` that binds, with its multiplier, no plan that fits takes less than this.
-    """
+    Under a memory `limit` that binds, with its multiplier, no plan that fits takes less than
+    this."""
     packed = prune(_with_twin(graph, node).packed)
     twin = int(np.flatnonzero(packed.origin == 0)[0])
     least = np.full(graph.strategies(node), np.inf)  # what is not possible at all is pruned
-    left = packed.strategy[packed.node_table[twin]]
+    possible = packed.strategy[packed.node_table[twin]]
     optimiser = Optimiser(packed)
-    if len(left) == 1:  # as others may have, with which it stands in a chain
-        least[left] = optimiser.minimise(multiplier).value
+    if len(possible) == 1:  # as others may have, with which it stands in a chain
+        least[possible] = optimiser.minimise(multiplier).value
     else:
-        least[left] = optimiser.least_with(twin, multiplier)
+        least[possible] = optimiser.least_with(twin, multiplier)
     return least - multiplier * limit if multiplier and limit is not None else least
 
 
 def _with_twin(graph: CostGraph, node: int) -> CostGraph:
-    """The same graph, with the twin before all others."""
+    """Return the graph with a twin of `node` before all others."""
     tables, edge_tables, nodes, edges = graph.tables()
     count = graph.strategies(node)
     copy = CostGraph()

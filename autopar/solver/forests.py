@@ -1,4 +1,4 @@
-"""Moves: a choice made better on one random forest of nodes after another, the rest as it is.
+"""Improve a choice on one random forest of nodes after another, the rest as it is.
 
 >>> apart = np.array([[0.0, 1.0], [1.0, 0.0]])
 >>> nodes = {v: np.array([0.0, 0.1]) for v in range(3)}
@@ -6,8 +6,8 @@
 >>> improved(nodes, around, {0: 1, 1: 1, 2: 1}, moves=1)
 {0: 0, 1: 0, 2: 0}
 
-A forest has no cycle of edges among its own nodes: what is best of it, with all others as they are,
-is found exactly, from the leaves to the roots and back. So no move makes a choice worse.
+A forest has no cycle of edges among its own nodes. Its best strategies, with all others as they
+are, are found exactly, from the leaves to the roots and back. So no move makes a choice worse.
 """
 
 from __future__ import annotations
@@ -25,23 +25,26 @@ _IDLE = 4  # moves in a row that change nothing, after which no more are tried
 
 
 def improved(
-    nodes: Mapping[int, Array], around: Mapping[int, Near], choice: Mapping[int, int], moves: int
+    nodes: Mapping[int, Array],
+    neighbours: Mapping[int, Near],
+    choice: Mapping[int, int],
+    moves: int,
 ) -> dict[int, int]:
-    """The choice after so many moves, or fewer where they change nothing."""
+    """Return the choice after so many moves, or fewer where they change nothing."""
     best, draw, order = dict(choice), random.Random(0), list(nodes)
     idle = 0
     for _ in range(moves):
         before = dict(best)
         draw.shuffle(order)
-        _move(nodes, around, best, _forest(around, order))
+        _move(nodes, neighbours, best, _forest(neighbours, order))
         idle = idle + 1 if best == before else 0
         if idle == _IDLE:
             break
     return best
 
 
-def _forest(around: Mapping[int, Near], order: Iterable[int]) -> dict[int, int]:
-    """Nodes without a cycle among them, the first that can be; each with how many it touches."""
+def _forest(neighbours: Mapping[int, Near], order: Iterable[int]) -> dict[int, int]:
+    """Return nodes without a cycle among them, each with how many of these it touches."""
     tree: dict[int, int] = {}
     touches: dict[int, int] = {}
 
@@ -52,19 +55,19 @@ def _forest(around: Mapping[int, Near], order: Iterable[int]) -> dict[int, int]:
         return v
 
     for v in order:
-        inside = [u for u, _ in around[v] if u in tree]
-        roots = {root(u) for u in inside}
-        if len(roots) == len(inside):
-            tree[v], touches[v] = v, len(inside)
+        tree_neighbours = [u for u, _ in neighbours[v] if u in tree]
+        roots = {root(u) for u in tree_neighbours}
+        if len(roots) == len(tree_neighbours):
+            tree[v], touches[v] = v, len(tree_neighbours)
             tree.update(dict.fromkeys(roots, v))
-            for u in inside:
+            for u in tree_neighbours:
                 touches[u] += 1
     return touches
 
 
 def _move(
     nodes: Mapping[int, Array],
-    around: Mapping[int, Near],
+    neighbours: Mapping[int, Near],
     choice: dict[int, int],
     touches: dict[int, int],
 ) -> None:
@@ -72,7 +75,7 @@ def _move(
     costs: dict[int, Array] = {}
     for v in touches:
         cost = nodes[v]
-        for u, table in around[v]:
+        for u, table in neighbours[v]:
             if u not in touches:
                 cost = cost + table[:, choice[u]]
         costs[v] = cost
@@ -82,7 +85,7 @@ def _move(
         v = leaves.pop()
         if v in trail:
             continue
-        ends = ((u, table) for u, table in around[v] if u in touches and u not in trail)
+        ends = ((u, table) for u, table in neighbours[v] if u in touches and u not in trail)
         trail[v] = end = next(ends, None)
         if end is not None:
             u, table = end

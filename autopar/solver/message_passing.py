@@ -1,4 +1,4 @@
-"""Sequential tree-reweighted message passing: bounds and choices for tables over pairs of nodes.
+"""Bound tables over pairs of nodes by sequential tree-reweighted message passing.
 
 >>> apart = np.array([[0.0, 1.0], [1.0, 0.0]])
 >>> costs = {0: np.array([0.0, 0.3]), 1: np.array([0.5, 0.0]), 2: np.zeros(2)}
@@ -9,7 +9,7 @@
 
 After Kolmogorov, "Convergent tree-reweighted message passing for energy minimization" (2006). A
 message along an edge moves cost from its table to one of its ends. No choice costs more or less for
-it, so whatever the messages, the least entries of all that they leave add up to a bound.
+it. So whatever the messages, the least entries of all reduced tables add up to a bound.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STALLED = 1e-3  # of the gap: what a round has to close, or more of them are no
 
 
 class MessageEdge:
-    """A table over two nodes, both ways round, and the messages to them."""
+    """Hold a table over two nodes, both ways round, and the messages to them."""
 
     __slots__ = ("high", "largest", "low", "table", "to_high", "to_low", "turned")
 
@@ -41,14 +41,14 @@ class MessageEdge:
         self.largest = float(np.abs(table).max())
         self.to_low, self.to_high = np.zeros(table.shape[0]), np.zeros(table.shape[1])
 
-    def left(self, share: Array) -> Array:
-        """What its messages leave of the table, with a share of the high node's cost."""
-        rest: Array = self.table - self.to_low[:, None] + (share - self.to_high)
+    def left(self, high_share: Array) -> Array:
+        """Return what the messages leave of the table, with a share of the high node's cost."""
+        rest: Array = self.table - self.to_low[:, None] + (high_share - self.to_high)
         return rest
 
 
 class MessagePassing:
-    """The messages on one graph of finite tables, and the best choice and bound so far."""
+    """Pass messages on a graph of finite tables; keep the best choice and bound so far."""
 
     def __init__(
         self, nodes: Mapping[int, Array], edges: Mapping[Pair, Array], sent: Sent | None = None
@@ -69,7 +69,7 @@ class MessagePassing:
         return self.value - self.bound
 
     def run(self, rounds: int, tolerance: float = 0.0, deadline: float = np.inf) -> None:
-        """Messages forth and back, until the gap is `tolerance` or little more is to be had."""
+        """Send messages forth and back until the gap is `tolerance` or hardly shrinks."""
         last = -np.inf
         for _ in range(rounds):
             self._forth()
@@ -82,55 +82,55 @@ class MessagePassing:
 
     @property
     def sent(self) -> Sent:
-        """All messages as they stand."""
+        """Return all messages as they stand."""
         return {(edge.low, edge.high): (edge.to_low, edge.to_high) for edge in self.edges}
 
     def excess(self) -> dict[int, Array]:
-        """For each strategy that is left, by how much more than the least entries are what they
-        leave of all that it touches: no choice with it is less than that above `base`."""
-        found = {v: self._free(v) for v in self.nodes}
+        """Return for each strategy the least that a choice with it costs above `base`.
+        That is how far its entries in what messages leave lie above the least ones."""
+        excess = {v: self._free(v) for v in self.nodes}
         for v in self.nodes:
             share = self._own(v) * self.share[v]
             for edge in self.backward[v]:
                 left = edge.left(share)
                 least = left.min()
-                found[edge.low] = found[edge.low] + (left.min(axis=1) - least)
-                found[v] = found[v] + (left.min(axis=0) - least)
-        return {v: cost - self._free(v).min() for v, cost in found.items()}
+                excess[edge.low] = excess[edge.low] + (left.min(axis=1) - least)
+                excess[v] = excess[v] + (left.min(axis=0) - least)
+        return {v: cost - self._free(v).min() for v, cost in excess.items()}
 
     def rest(self) -> dict[tuple[int, ...], Array]:
-        """What messages leave of all tables, none of it below 0: above `base` it is the cost."""
-        found: dict[tuple[int, ...], Array] = {}
+        """Return what messages leave of all tables, none below 0: above `base` it is the cost."""
+        reduced: dict[tuple[int, ...], Array] = {}
         for v in self.nodes:
             free = self._free(v)
-            found[v,] = free - free.min()
+            reduced[v,] = free - free.min()
             share = self._own(v) * self.share[v]
             for edge in self.backward[v]:
                 left = edge.left(share)
-                found[edge.low, v] = left - left.min()
-        return found
+                reduced[edge.low, v] = left - left.min()
+        return reduced
 
-    def narrow(self, kept: Mapping[int, Integers], least: float) -> None:
-        """Go on with fewer strategies, where those that go cost at least `least`."""
+    def narrow(self, left: Mapping[int, Integers], least: float) -> None:
+        """Go on with fewer strategies, where those that are dropped cost at least `least`."""
         self._dropped = min(self._dropped, least)
         tables = {
-            (edge.low, edge.high): edge.table[np.ix_(kept[edge.low], kept[edge.high])]
+            (edge.low, edge.high): edge.table[np.ix_(left[edge.low], left[edge.high])]
             for edge in self.edges
         }
         sent = {
-            (edge.low, edge.high): (edge.to_low[kept[edge.low]], edge.to_high[kept[edge.high]])
+            (edge.low, edge.high): (edge.to_low[left[edge.low]], edge.to_high[left[edge.high]])
             for edge in self.edges
         }
-        self.nodes = {v: cost[kept[v]] for v, cost in self.nodes.items()}
-        self.strategies = {v: names[kept[v]] for v, names in self.strategies.items()}
+        self.nodes = {v: cost[left[v]] for v, cost in self.nodes.items()}
+        self.strategies = {v: names[left[v]] for v, names in self.strategies.items()}
         self._place(tables, sent)
 
     def improve(self, moves: int) -> None:
-        """Make the best choice better, and the latest, as far as their strategies are left."""
-        around: dict[int, Near] = {v: [] for v in self.nodes}
+        """Make the best and the latest choice better by moves, if their strategies remain."""
+        neighbours: dict[int, Near] = {v: [] for v in self.nodes}
         for edge in self.edges:
-            around[edge.low].append((edge.high, edge.table))
-            around[edge.high].append((edge.low, edge.turned))
+            neighbours[edge.low].append((edge.high, edge.table))
+            neighbours[edge.high].append((edge.low, edge.turned))
         places = {
             v: np.flatnonzero(names == self.choice[v]) for v, names in self.strategies.items()
         }
@@ -138,7 +138,7 @@ class MessagePassing:
         if self.value < self._improved and all(map(len, places.values())):
             starts.append({v: int(at[0]) for v, at in places.items()})
         for start in starts:
-            choice = improved(self.nodes, around, start, moves)
+            choice = improved(self.nodes, neighbours, start, moves)
             value = math.fsum(float(cost[choice[v]]) for v, cost in self.nodes.items())
             value += math.fsum(float(e.table[choice[e.low], choice[e.high]]) for e in self.edges)
             self.offer({v: int(self.strategies[v][s]) for v, s in choice.items()}, value)
@@ -150,7 +150,7 @@ class MessagePassing:
             self.choice, self.value = dict(choice), value
 
     def _place(self, tables: Mapping[Pair, Array], sent: Sent) -> None:
-        """The edges of each node, to those after it and to those before it."""
+        """Sort the edges by node: to those after it and to those before it."""
         turned: dict[int, Array] = {}
         self.forward: dict[int, list[MessageEdge]] = {v: [] for v in self.nodes}
         self.backward: dict[int, list[MessageEdge]] = {v: [] for v in self.nodes}
@@ -169,7 +169,7 @@ class MessagePassing:
         }
 
     def _own(self, v: int) -> Array:
-        """The cost of a node with all messages to it."""
+        """Return the cost of a node with all messages to it."""
         total = self.nodes[v]
         for edge in self.forward[v]:
             total = total + edge.to_low
@@ -178,39 +178,39 @@ class MessagePassing:
         return total
 
     def _free(self, v: int) -> Array:
-        """What a node keeps for itself of its cost, when its edges back have their shares."""
+        """Return what a node keeps of its cost, when its edges back have their shares."""
         return self._own(v) * (1 - self.share[v] * len(self.backward[v]))
 
     def _forth(self) -> None:
-        """Messages to later nodes; each node chooses on the way, with those before it chosen."""
+        """Send messages to later nodes; each node chooses on the way, given those before it."""
         choice: dict[int, int] = {}
         value = 0.0
         for v, cost in self.nodes.items():
             ahead: Array | float = 0.0
             for edge in self.forward[v]:
                 ahead = ahead + edge.to_low
-            own, known = cost + ahead, cost
+            total, partial_cost = cost + ahead, cost
             for edge in self.backward[v]:
-                own = own + edge.to_high
-                known = known + edge.table[choice[edge.low]]
-            choice[v] = best = int((known + ahead).argmin())
-            value += float(known[best])
-            own = own * self.share[v]
+                total = total + edge.to_high
+                partial_cost = partial_cost + edge.table[choice[edge.low]]
+            choice[v] = best = int((partial_cost + ahead).argmin())
+            value += float(partial_cost[best])
+            total = total * self.share[v]
             for edge in self.forward[v]:
-                message = _least(edge.turned + (own - edge.to_low), 1)
+                message = _least(edge.turned + (total - edge.to_low), 1)
                 edge.to_high = message - _least(message)
         self._latest = choice
         if value < self.value:
             self.offer({v: int(self.strategies[v][s]) for v, s in choice.items()}, value)
 
     def _back(self) -> float:
-        """Messages to earlier nodes; the bound, but for rounding."""
+        """Send messages to earlier nodes; return the bound, but for rounding."""
         bound = 0.0
         for v in reversed(self.nodes):
-            own, back = self._own(v), self.backward[v]
-            share = own * self.share[v]
-            bound += float(_least(own)) * (1 - self.share[v] * len(back))
-            for edge in back:
+            total, earlier_edges = self._own(v), self.backward[v]
+            share = total * self.share[v]
+            bound += float(_least(total)) * (1 - self.share[v] * len(earlier_edges))
+            for edge in earlier_edges:
                 message = _least(edge.table + (share - edge.to_high), 1)
                 least = _least(message)
                 edge.to_low = message - least
@@ -220,15 +220,15 @@ class MessagePassing:
     def _certify(self) -> None:
         """Take the bound from what the messages leave, less what may be lost to rounding."""
         least: list[float] = []
-        lost = 0.0
+        rounding = 0.0
         for v in self.nodes:
-            own, back = self._own(v), self.backward[v]
-            lost += float(np.abs(own).max()) * (len(self.forward[v]) + 2 * len(back) + 1)
+            total, back = self._own(v), self.backward[v]
+            rounding += float(np.abs(total).max()) * (len(self.forward[v]) + 2 * len(back) + 1)
             least.append(float(self._free(v).min()))
-            share = own * self.share[v]
+            share = total * self.share[v]
             for edge in back:
                 least.append(float(edge.left(share).min()))
-                lost += edge.largest
-                lost += float(np.abs(edge.to_low).max() + np.abs(edge.to_high).max())
-        self.base = float(math.fsum(least) - _EPSILON * lost)
+                rounding += edge.largest
+                rounding += float(np.abs(edge.to_low).max() + np.abs(edge.to_high).max())
+        self.base = float(math.fsum(least) - _EPSILON * rounding)
         self.bound = max(self.bound, min(self.base, self._dropped))

@@ -1,4 +1,4 @@
-"""The least of cost + multiplier · memory over a whole graph: fold, eliminate, solve the rest.
+"""Find the least cost + multiplier · memory of a whole graph: fold, eliminate, solve the rest.
 
 >>> from autopar.solver.cost_graph import CostGraph
 >>> graph = CostGraph()
@@ -9,7 +9,7 @@
 >>> optimiser.minimise().value, optimiser.minimise(multiplier=1.0).value
 (100.0, 300.0)
 
-The structure (what folds, what crosses) is found once; each call only computes with new weights.
+Repeated blocks and what crosses between them are found once; a call computes with new weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_WORK = 1 << 28  # entries of all joins of one elimination
 
 @dataclass(frozen=True)
 class Optimum:
-    """The least weight found, with its choice (in the packed graph's numbers) and its bound."""
+    """Hold the least weight found, with its choice (in the packed graph's numbers) and bound."""
 
     value: float
     bound: float
@@ -41,22 +41,21 @@ class Optimum:
 
 
 class Optimiser:
-    """Exact minimisation on one graph, again and again with other weights."""
+    """Minimise exactly on one graph, repeatedly with other weights."""
 
-    def __init__(self, packed: PackedGraph, fold: bool = True, limit: int = LIMIT) -> None:
+    def __init__(self, packed: PackedGraph, *, fold: bool = True, limit: int = LIMIT) -> None:
         self.packed, self.limit = packed, limit
         runs = find_runs(packed) if fold else []
         self.core = 0  # the most nodes that elimination left, since whoever asks set it to 0
         self._is_tangled = False  # whether it leaves any
         self._last: ReducedCore | None = None
-        self._ready: tuple[Elimination, list[ReducedChain]] | None = (
-            None  # of costs alone, not yet run
-        )
+        # Of costs alone, not yet run.
+        self._ready: tuple[Elimination, list[ReducedChain]] | None = None
         self._known: dict[float, tuple[Optimum, int]] = {}  # by multiplier, with the core's nodes
         self._place([Chain(packed, run, limit) for run in runs if Chain.worthwhile(packed, run)])
 
     def _place(self, chains: list[Chain]) -> None:
-        """Which nodes and edges stay beside these chains."""
+        """Find which nodes and edges stay outside of these chains."""
         packed = self.packed
         inside = np.zeros(len(packed), bool)
         for chain in chains:
@@ -65,74 +64,75 @@ class Optimiser:
         self.chains = chains
         self.outside = np.flatnonzero(~inside).tolist()
         # An edge belongs to a chain if both ends do, or if its chain's table tells of it.
-        told = np.zeros(len(packed.low), bool)
+        in_chain = np.zeros(len(packed.low), bool)
         for chain in chains:
             run = chain.run
             low = (packed.low >= run.start) & (packed.low < run.end)
             high = (packed.high >= run.start) & (packed.high < run.end)
-            told |= high | (low & np.isin(packed.high, run.shared))
-        self.edges = [packed.edges[e] for e in np.flatnonzero(~told)]
+            in_chain |= high | (low & np.isin(packed.high, run.shared))
+        self.edges = [packed.edges[e] for e in np.flatnonzero(~in_chain)]
         self.variables = {v: int(packed.sizes[v]) for v in (*self.outside, *sorted(outputs))}
 
     def minimise(
         self, multiplier: float = 0.0, tolerance: float = EXACT, deadline: float = math.inf
     ) -> Optimum:
-        """The least of cost + multiplier · memory; of memory alone if the multiplier is inf. What
-        elimination cannot do alone has a gap of `tolerance`, or a larger one at the deadline."""
+        """Return the least of cost + multiplier · memory; of memory alone if the multiplier is inf.
+        What elimination leaves has a gap of `tolerance`, or a larger one at the deadline."""
         if multiplier in self._known:
-            known, core = self._known[multiplier]
-            if relative_gap(known.value, known.bound) <= max(tolerance, EXACT):
+            cached, core = self._known[multiplier]
+            if relative_gap(cached.value, cached.bound) <= max(tolerance, EXACT):
                 self.core = max(self.core, core)
-                return known
+                return cached
         elimination, reduced = self._eliminated(multiplier)
         value = bound = elimination.constant
         choice: dict[int, int] = {}
         if elimination.core:
             is_memory = multiplier == np.inf
-            rest = self._core(elimination, alone=is_memory).solve(tolerance, deadline)
-            value, bound, choice = value + rest.value, bound + rest.bound, dict(rest.choice or {})
+            residual = self._core(elimination, is_separate=is_memory).solve(tolerance, deadline)
+            value, bound = value + residual.value, bound + residual.bound
+            choice = dict(residual.choice or {})
         elimination.complete(choice)
-        answer = np.zeros(len(self.packed), np.int64)
+        full_choice = np.zeros(len(self.packed), np.int64)
         for v, strategy in choice.items():
-            answer[v] = strategy
+            full_choice[v] = strategy
         for entry in reduced:
-            entry.chain.complete(entry, answer)
-        found = Optimum(value, min(bound, value), answer)
-        self._known[multiplier] = found, len(elimination.core)
-        return found
+            entry.chain.complete(entry, full_choice)
+        optimum = Optimum(value, min(bound, value), full_choice)
+        self._known[multiplier] = optimum, len(elimination.core)
+        return optimum
 
     def least_with(self, node: int, multiplier: float = 0.0) -> Array:
-        """For each strategy of `node` (one outside all chains), the least weight with it."""
+        """Return the least weight with each strategy of `node`, which lies outside all chains."""
         elimination, _ = self._eliminated(multiplier, keep=(node,))
         if set(elimination.core) == {node}:
             return elimination.joint((node,))
         sizes = {v: self.variables[v] for v in elimination.core}
-        own = elimination.factors.get((node,), 0.0)
+        node_cost = elimination.factors.get((node,), 0.0)
         least = np.full(sizes[node], elimination.constant)
         deadline = time.process_time()
         for strategy in range(len(least)):
             deadline += SECONDS / len(least)
-            alone = np.where(np.arange(len(least)) == strategy, own, np.inf)
-            elimination.factors[node,] = alone
+            only_strategy = np.where(np.arange(len(least)) == strategy, node_cost, np.inf)
+            elimination.factors[node,] = only_strategy
             least[strategy] += self._core(elimination).solve(deadline=deadline).bound
         return least
 
-    def _core(self, elimination: Elimination, alone: bool = False) -> ReducedCore:
-        """What elimination left, with the messages and the choice of the last time. `alone`: those
-        of other weights say nothing of these, nor these of others."""
+    def _core(self, elimination: Elimination, *, is_separate: bool = False) -> ReducedCore:
+        """Return what elimination left, with the messages and the choice of the last time.
+        `is_separate`: messages of other weights say nothing of these, nor these of others."""
         sizes = {v: self.variables[v] for v in elimination.core}
         self.core = max(self.core, len(sizes))
-        known = self._last.sent if self._last is not None and not alone else {}
-        sent = known if {*known} == {s for s in elimination.factors if len(s) == 2} else None
+        last = self._last.sent if self._last is not None and not is_separate else {}
+        sent = last if {*last} == {s for s in elimination.factors if len(s) == 2} else None
         factors, constant = elimination.factors, elimination.constant
         core = ReducedCore(sizes, factors, constant=constant, limit=self.limit, sent=sent)
         if sent is not None and self._last is not None:
             core.offer(self._last.messages.choice)
-        self._last = self._last if alone else core
+        self._last = self._last if is_separate else core
         return core
 
     def is_tangled(self) -> bool:
-        """Whether elimination alone leaves something, or takes long."""
+        """Return whether elimination alone leaves something, or takes long."""
         self._ready = self._elimination(0.0, self.limit)
         steps = self._ready[0].order()
         return len(steps) < len(self.variables) or _work(steps) > MOST_WORK
@@ -140,16 +140,17 @@ class Optimiser:
     def _eliminated(
         self, multiplier: float, keep: tuple[int, ...] = ()
     ) -> tuple[Elimination, list[ReducedChain]]:
-        """All weights after elimination. Where it would leave a core, or take too long, only those
-        nodes leave that leave no table over more than a pair: the core is then solved as that."""
+        """Return all weights after elimination.
+        Where it would leave a core, or take too long, only those nodes leave that leave no table
+        over more than a pair: the core is then solved as that."""
         if not self._is_tangled:
             ready, self._ready = self._ready, None
             if ready is None or multiplier:
                 ready = self._elimination(multiplier, self.limit)
             elimination, reduced = ready
             steps = elimination.order(keep)
-            is_whole = len(steps) + len(keep) == len(self.variables)
-            if is_whole and _work(steps) <= MOST_WORK:
+            is_complete = len(steps) + len(keep) == len(self.variables)
+            if is_complete and _work(steps) <= MOST_WORK:
                 elimination.run(keep)
                 return elimination, reduced
             # What can leave follows from the sizes, and is the same whatever the multiplier.
@@ -160,13 +161,13 @@ class Optimiser:
         return elimination, reduced
 
     def _elimination(self, multiplier: float, limit: int) -> tuple[Elimination, list[ReducedChain]]:
-        """All weights as tables, chains reduced to theirs, nothing eliminated yet."""
+        """Return all weights as tables, chains reduced to theirs, nothing eliminated yet."""
         packed = self.packed
         nodes = [table.weighted(multiplier) for table in packed.node_tables]
         edges = [table.weighted(multiplier) for table in packed.edge_tables]
-        tried = [chain.reduce(nodes, edges) for chain in self.chains]
-        reduced = [entry for entry in tried if entry is not None]
-        if len(reduced) < len(tried):
+        attempts = [chain.reduce(nodes, edges) for chain in self.chains]
+        reduced = [entry for entry in attempts if entry is not None]
+        if len(reduced) < len(attempts):
             self._place([entry.chain for entry in reduced])
         elimination = Elimination(self.variables, limit)
         for node in self.outside:

@@ -1,4 +1,4 @@
-"""Packed: a graph of costs as arrays, which is what is solved."""
+"""A cost graph as arrays: the form in which the solver reads, prunes and prices it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Seconds, and bytes where there are any, of each strategy or each pair of strategies."""
+    """Hold seconds, and bytes if there are any, of each strategy or pair of strategies."""
 
     cost: Array
     memory: Array | None
 
     def weighted(self, multiplier: float) -> Array:
-        """cost + multiplier · memory; with an infinite multiplier, memory alone."""
+        """Return cost + multiplier · memory; memory alone if the multiplier is infinite."""
         if np.isinf(multiplier):
             memory = np.zeros_like(self.cost) if self.memory is None else self.memory
             return np.where(np.isinf(self.cost), np.inf, memory)
@@ -40,15 +40,15 @@ class Table:
         memory = None if self.memory is None else np.ascontiguousarray(self.memory.T)
         return Table(np.ascontiguousarray(self.cost.T), memory)
 
-    def taken(self, *kept: Integers) -> Table:
-        """Only the strategies `kept` of each dim."""
-        where = np.ix_(*kept)
-        return Table(self.cost[where], None if self.memory is None else self.memory[where])
+    def taken(self, *indices: Integers) -> Table:
+        """Return the table with only the strategies `indices` of each dim."""
+        selection = np.ix_(*indices)
+        return Table(self.cost[selection], None if self.memory is None else self.memory[selection])
 
 
 @dataclass(frozen=True)
 class BlockRow:
-    """Equal blocks of nodes, one after another."""
+    """Describe equal blocks of nodes that follow one another."""
 
     start: int
     period: int
@@ -61,11 +61,11 @@ class BlockRow:
 
 @dataclass(frozen=True, eq=False)
 class PackedGraph:
-    """A graph as arrays: nodes and edges by the numbers of their tables, low < high, no parallels.
+    """Hold a graph as arrays: nodes and edges by their tables' numbers, low < high, no parallels.
 
     Nodes are numbered in the order of the program, a source standing next to its first use;
-    `origin[i]` is what the caller calls node i, `strategy[t][s]` what it calls strategy s of a
-    node with table t."""
+    `origin[i]` is what the caller calls node i, `strategy[t][s]` what it calls strategy s of a node
+    with table t."""
 
     node_tables: list[Table]
     edge_tables: list[Table]
@@ -82,13 +82,13 @@ class PackedGraph:
 
     @cached_property
     def sizes(self) -> Integers:
-        """How many strategies each node has."""
+        """Return the number of strategies of each node."""
         of_table = np.array([len(table.cost) for table in self.node_tables] or [0], np.int64)
         return of_table[self.node_table]
 
     @cached_property
     def edges(self) -> list[tuple[int, int, int]]:
-        """(low, high, table) of each edge."""
+        """Return (low, high, table) of each edge."""
         return list(zip(self.low.tolist(), self.high.tolist(), self.edge_table.tolist()))
 
     @cached_property
@@ -98,8 +98,8 @@ class PackedGraph:
     def terms(
         self, choice_low: Integers, choice_high: Integers | None = None
     ) -> tuple[Array, Array]:
-        """(seconds, bytes) of each edge, its low node choosing by the first, its high by the
-        second vector; without a second vector, of each node."""
+        """Return (seconds, bytes) of each edge, or without `choice_high` of each node.
+        The low node of an edge chooses by the first vector, its high node by the second."""
         nodes, edges = self._flat
         if choice_high is None:
             return nodes.take(self.node_table, choice_low, None)
@@ -107,12 +107,12 @@ class PackedGraph:
 
     @property
     def alone(self) -> float:
-        """What all nodes take at least, without any edge."""
+        """Return the least seconds of all nodes, without any edge."""
         least = np.array([float(table.cost.min()) for table in self.node_tables])
         return float(least[self.node_table].sum())
 
     def evaluate(self, choice: Integers) -> tuple[float, float]:
-        """Seconds and bytes of a choice of strategies."""
+        """Return seconds and bytes of a choice of strategies."""
         node_cost, node_memory = self.terms(choice)
         edge_cost, edge_memory = self.terms(choice, choice)
         return (
@@ -122,100 +122,101 @@ class PackedGraph:
 
     @cached_property
     def around(self) -> list[list[tuple[int, Table]]]:
-        """Of each node its edges: the other end, and the table with the node's own in the rows."""
-        found: list[list[tuple[int, Table]]] = [[] for _ in range(len(self))]
+        """Return the edges of each node: the other end, and the table with its own rows."""
+        rows: list[list[tuple[int, Table]]] = [[] for _ in range(len(self))]
         for low, high, number in self.edges:
-            found[low].append((high, self.edge_tables[number]))
+            rows[low].append((high, self.edge_tables[number]))
         for low, high, number in self.edges:
-            found[high].append((low, self.edge_tables[number].transposed))
-        return found
+            rows[high].append((low, self.edge_tables[number].transposed))
+        return rows
 
     def tables_at(self, nodes: Integers) -> dict[int, list[Table]]:
-        """Of some nodes the tables of their edges, the node's own strategies in the rows."""
-        found: dict[int, list[Table]] = {node: [] for node in nodes.tolist()}
+        """Return the tables of the edges of some nodes, the node's own strategies in the rows."""
+        tables: dict[int, list[Table]] = {node: [] for node in nodes.tolist()}
         for ends, is_low in ((self.low, True), (self.high, False)):
-            at = np.flatnonzero(np.isin(ends, nodes))
-            for node, number in zip(ends[at].tolist(), self.edge_table[at].tolist()):
+            places = np.flatnonzero(np.isin(ends, nodes))
+            for node, number in zip(ends[places].tolist(), self.edge_table[places].tolist()):
                 table = self.edge_tables[number]
-                found[node].append(table if is_low else table.transposed)
-        return found
+                tables[node].append(table if is_low else table.transposed)
+        return tables
 
     def tables_by_scope(self) -> Iterator[tuple[tuple[int, ...], Table]]:
-        """The table of each node and of each edge."""
+        """Yield the table of each node and of each edge."""
         for node, number in enumerate(self.node_table.tolist()):
             yield (node,), self.node_tables[number]
         for low, high, number in self.edges:
             yield (low, high), self.edge_tables[number]
 
     def weights(self, multiplier: float) -> Iterator[tuple[tuple[int, ...], Array]]:
-        """cost + multiplier · memory of each node and of each edge."""
+        """Yield cost + multiplier · memory of each node and of each edge."""
         weighted = {t: t.weighted(multiplier) for t in self.node_tables + self.edge_tables}
         for scope, table in self.tables_by_scope():
             yield scope, weighted[table]
 
     def translated(self, choice: Integers, other: PackedGraph) -> Integers:
-        """A choice of this graph in the numbers of `other`, which has all its strategies."""
+        """Return a choice of this graph in the numbers of `other`, which has all its strategies."""
         answer = np.empty(len(self), np.int64)
         pairs = self.node_table * len(other.node_tables) + other.node_table
         for pair in np.unique(pairs).tolist():
-            own, theirs = divmod(pair, len(other.node_tables))
-            where = pairs == pair
-            places = np.searchsorted(other.strategy[theirs], self.strategy[own])
-            answer[where] = places[choice[where]]
+            table, other_table = divmod(pair, len(other.node_tables))
+            members = pairs == pair
+            places = np.searchsorted(other.strategy[other_table], self.strategy[table])
+            answer[members] = places[choice[members]]
         return answer
 
     def original(self, choice: Integers) -> Integers:
-        """The choice in the numbers of the caller; of a row of blocks that of the last."""
+        """Return the choice in the numbers of the caller; for a row of blocks that of the last."""
         answer = np.zeros(int(self.origin.max(initial=-1)) + 1, np.int64)
         for table in np.unique(self.node_table):
-            where = self.node_table == table
-            answer[self.origin[where]] = self.strategy[table][choice[where]]
+            members = self.node_table == table
+            answer[self.origin[members]] = self.strategy[table][choice[members]]
         return answer
 
     def alike(self, choice: Integers, limit: float) -> Integers:
-        """The best choice within `limit`, if one can be, that is the same in all blocks of a row
-        and that of one of these in `choice`."""
+        """Return the best choice within `limit` that is equal in all blocks of the row.
+        Each is taken from a block of `choice`. If none is within the limit: the nearest to it."""
         if self.row is None:
             return choice
         start, end = self.row.start, self.row.end
         blocks = np.unique(choice[start:end].reshape(self.row.count, -1), axis=0)
         if len(blocks) == 1:
             return self._spread(choice, limit)
-        found = []
+        options = []
         for block in blocks:
-            one = choice.copy()
-            one[start:end] = np.tile(block, self.row.count)
-            seconds, size = self.evaluate(one)
-            found.append(((max(0.0, size - limit), seconds), one))
-        return self._spread(min(found, key=lambda way: way[0])[1], limit)
+            option = choice.copy()
+            option[start:end] = np.tile(block, self.row.count)
+            seconds, size = self.evaluate(option)
+            options.append(((max(0.0, size - limit), seconds), option))
+        return self._spread(min(options, key=lambda way: way[0])[1], limit)
 
     def _spread(self, choice: Integers, limit: float) -> Integers:
-        """The same, with that of the row in the equal blocks beside it, where it is as good."""
+        """Copy the row's strategies to the equal blocks next to it, where that is as good."""
         assert self.row is not None
         start, period, count = self.row.start, self.row.period, self.row.count
-        own, block = self.node_table[start : start + period], choice[start : start + period]
+        block_tables = self.node_table[start : start + period]
+        block = choice[start : start + period]
         seconds, size = self.evaluate(choice)
-        for towards, first in ((-1, start), (1, start + period * (count - 1))):
-            at = first + towards * period
-            while at >= 0 and np.array_equal(self.node_table[at : at + period], own):
-                one = choice.copy()
-                one[at : at + period] = block
-                others = self.evaluate(one)
-                if others[0] > seconds * (1 + _EQUAL) or others[1] > max(size, limit):
+        for direction, first in ((-1, start), (1, start + period * (count - 1))):
+            at = first + direction * period
+            while at >= 0 and np.array_equal(self.node_table[at : at + period], block_tables):
+                extended = choice.copy()
+                extended[at : at + period] = block
+                totals = self.evaluate(extended)
+                if totals[0] > seconds * (1 + _EQUAL) or totals[1] > max(size, limit):
                     break
-                choice, at = one, at + towards * period
+                choice, at = extended, at + direction * period
         return choice
 
     @cached_property
     def strategy_pairs(self) -> int:
-        """Entries of all nodes and edges."""
+        """Return the number of entries of all nodes and edges."""
         edges = np.array([table.cost.size for table in self.edge_tables] or [0], np.int64)
         return int(self.sizes.sum() + edges[self.edge_table].sum())
 
 
 @dataclass(frozen=True, eq=False)
 class _FlatTables:
-    """All tables end to end, so that one indexing takes an entry of each of many."""
+    """Hold all tables end to end, so that one indexing takes an entry of each of many."""
 
     cost: Array
     memory: Array
@@ -224,6 +225,7 @@ class _FlatTables:
 
     @classmethod
     def of(cls, tables: list[Table]) -> _FlatTables:
+        """Join `tables` into one array each of seconds and bytes."""
         costs = [table.cost.ravel() for table in tables]
         memories = [np.zeros(t.cost.size) if t.memory is None else t.memory.ravel() for t in tables]
         starts = np.cumsum([0, *(len(cost) for cost in costs)])
@@ -236,6 +238,7 @@ class _FlatTables:
         )
 
     def take(self, table: Integers, row: Integers, column: Integers | None) -> tuple[Array, Array]:
+        """Return (seconds, bytes) of one entry of each of many tables."""
         at = self.start[table]
         at = at + row if column is None else at + row * self.columns[table] + column
         return self.cost[at], self.memory[at]

@@ -1,4 +1,4 @@
-"""What elimination leaves: a bound by messages, then elimination among strategies still in doubt.
+"""Solve what elimination leaves: a bound by messages, then elimination of the strategies in doubt.
 
 >>> rng = np.random.default_rng(0)
 >>> pairs = {(a, b): rng.random((4, 4)) for b in range(12) for a in range(b)}
@@ -7,10 +7,10 @@
 >>> answer.gap < 1e-9
 True
 
-Messages leave of every strategy an excess: what a choice with it costs at least above what they
-prove by themselves, which may be less than the bound. Where that is no better than the best choice,
-which moves on forests make better, the strategy goes. Elimination may be able to do with those
-whose excess is small; what it finds is a good choice, and what it left out costs that much more.
+Messages give every strategy an excess: the least that a choice with it costs above the bound that
+they prove by themselves. A strategy whose excess cannot lead to a better choice is dropped.
+Elimination among strategies of small excess gives a good choice; any other costs that much more.
+Moves on forests improve the best choice in between.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HALVINGS = 6  # of how many strategies elimination can do with
 
 
 class ReducedCore:
-    """One graph of tables over nodes and pairs of them, and the best choice and bound so far."""
+    """Solve one graph of tables over nodes and pairs of them, with the best choice and bound."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ReducedCore:
             self.messages.offer(choice, value)
 
     def solve(self, tolerance: float = EXACT, deadline: float = math.inf) -> Residual:
-        """The least sum of all tables, as near to its bound as asked and as there is time."""
+        """Return the least sum of all tables, as near to its bound as asked and as time allows."""
         messages = self.messages
         for rounds in _ROUNDS:
             before = messages.gap
@@ -73,15 +73,15 @@ class ReducedCore:
                 break
             self._narrow()
             self._eliminate()
-            least = 1.0 if tolerance <= EXACT else _PROGRESS
-            if not self._is_open(tolerance, deadline) or messages.gap >= least * before:
+            target = 1.0 if tolerance <= EXACT else _PROGRESS
+            if not self._is_open(tolerance, deadline) or messages.gap >= target * before:
                 break
         if tolerance <= EXACT and self._is_open(tolerance, deadline):
             self._by_constraints(deadline)
         return self._answer()
 
     def _goal(self, tolerance: float) -> float:
-        """The gap that is asked for, in the unit of the costs."""
+        """Return the gap that is asked for, in the unit of the costs."""
         value = self.messages.value
         return tolerance * abs(value + self.constant) if np.isfinite(value) else 0.0
 
@@ -89,7 +89,7 @@ class ReducedCore:
         return self.messages.gap > self._goal(tolerance) and time.process_time() < deadline
 
     def _answer(self) -> Residual:
-        """In the tables as they are, where some entries may be impossible."""
+        """Return the best choice, priced by the original tables with their impossible entries."""
         messages = self.messages
         choice = messages.choice
         value = self._value(choice)
@@ -104,14 +104,14 @@ class ReducedCore:
         """Drop the strategies that no better choice has."""
         messages = self.messages
         excess, gap = messages.excess(), messages.value - messages.base
-        kept = {v: np.flatnonzero(over < gap) for v, over in excess.items()}
-        if all(len(kept[v]) for v in kept):
-            messages.narrow(kept, messages.value)
+        remaining = {v: np.flatnonzero(over < gap) for v, over in excess.items()}
+        if all(len(remaining[v]) for v in remaining):
+            messages.narrow(remaining, messages.value)
         else:
             messages.bound = messages.value
 
     def _eliminate(self) -> None:
-        """Solve exactly among the strategies of so little excess that elimination ends."""
+        """Solve exactly among the kept of so little excess that elimination ends."""
         messages = self.messages
         excess = messages.excess()
         steps = np.unique(np.concatenate(list(excess.values())))
@@ -121,9 +121,9 @@ class ReducedCore:
                 break
             middle = most if halving == 0 else (fewest + most + 1) // 2
             step = steps[middle - 1]
-            tried = {v: np.flatnonzero(o <= max(step, o.min())) for v, o in excess.items()}
-            if self._can_eliminate(tried):
-                fewest, kept = middle, tried
+            candidates = {v: np.flatnonzero(o <= max(step, o.min())) for v, o in excess.items()}
+            if self._can_eliminate(candidates):
+                fewest, kept = middle, candidates
             else:
                 most = middle - 1
         if kept is None:
@@ -136,33 +136,33 @@ class ReducedCore:
         messages.offer(choice, value)
         messages.bound = max(messages.bound, min(messages.base + least, value, messages.value))
 
-    def _can_eliminate(self, kept: Mapping[int, Integers]) -> bool:
-        """Whether elimination ends, and soon, with these strategies."""
-        sizes = {v: len(keep) for v, keep in kept.items() if len(keep) > 1}
-        around: dict[int, set[int]] = {v: set() for v in sizes}
+    def _can_eliminate(self, strategies: Mapping[int, Integers]) -> bool:
+        """Return whether elimination ends, and soon, with these strategies."""
+        sizes = {v: len(keep) for v, keep in strategies.items() if len(keep) > 1}
+        neighbours: dict[int, set[int]] = {v: set() for v in sizes}
         for edge in self.messages.edges:
             if edge.low in sizes and edge.high in sizes:
-                around[edge.low].add(edge.high)
-                around[edge.high].add(edge.low)
-        steps = elimination_order(sizes, around, self.limit)
-        return not around and sum(step.entries for step in steps) <= _MOST_WORK
+                neighbours[edge.low].add(edge.high)
+                neighbours[edge.high].add(edge.low)
+        steps = elimination_order(sizes, neighbours, self.limit)
+        return not neighbours and sum(step.entries for step in steps) <= _MOST_WORK
 
-    def _eliminated(self, kept: Mapping[int, Integers]) -> tuple[dict[int, int], float]:
-        """The best choice with these strategies, and its cost."""
+    def _eliminated(self, strategies: Mapping[int, Integers]) -> tuple[dict[int, int], float]:
+        """Return the best choice with these strategies, and its cost."""
         messages = self.messages
-        elimination = Elimination({v: len(keep) for v, keep in kept.items()}, self.limit)
+        elimination = Elimination({v: len(keep) for v, keep in strategies.items()}, self.limit)
         for v, cost in messages.nodes.items():
-            elimination.add((v,), cost[kept[v]])
+            elimination.add((v,), cost[strategies[v]])
         for edge in messages.edges:
             low, high = edge.low, edge.high
-            elimination.add((low, high), edge.table[np.ix_(kept[low], kept[high])])
+            elimination.add((low, high), edge.table[np.ix_(strategies[low], strategies[high])])
         elimination.run()
-        found = elimination.complete({})
-        choice = {v: int(messages.strategies[v][kept[v][s]]) for v, s in found.items()}
+        places = elimination.complete({})
+        choice = {v: int(messages.strategies[v][strategies[v][s]]) for v, s in places.items()}
         return choice, elimination.constant
 
     def _by_constraints(self, deadline: float) -> None:
-        """CP-SAT on what messages leave, without the pairs that no better choice has."""
+        """Solve by CP-SAT what messages leave, without the pairs that no better choice has."""
         messages = self.messages
         rest, gap = messages.rest(), messages.value - messages.base
         if sum(table.size for table in rest.values()) > _MOST_ENTRIES:
@@ -183,7 +183,7 @@ class ReducedCore:
 def _finite(
     sizes: Mapping[int, int], factors: Factors
 ) -> tuple[dict[int, Array], dict[tuple[int, int], Array]]:
-    """The tables of nodes and of pairs, with a cost above all others for what is impossible."""
+    """Return the tables of nodes and of pairs, with a finite cost above all others for infinity."""
     large = _large(factors)
     capped: dict[int, Array] = {}
     nodes = {v: np.zeros(size) for v, size in sizes.items()}
@@ -199,7 +199,7 @@ def _finite(
 
 
 def _large(factors: Factors) -> float:
-    """More than any table has, by more than all together may differ."""
+    """Return more than any table has, by more than all together may differ."""
     largest = spread = 0.0
     known: dict[int, tuple[float, float]] = {}
     for table in factors.values():

@@ -1,4 +1,4 @@
-"""solve: the best strategy of every node of a cost graph, with the proof that it is.
+"""Find the best strategy of every node of a cost graph, with a bound that proves it.
 
 >>> graph = CostGraph()
 >>> a, b = graph.add_node([3.0, 1.0], memory=[1, 8]), graph.add_node([0.0, 0.5], memory=[1, 1])
@@ -26,14 +26,14 @@ from autopar.solver.packed_graph import Integers, PackedGraph
 from autopar.text.progress import Report
 
 TOLERANCE = 0.01  # the gap at which a search under a memory limit may stop
-MOST_PREPARED = 4  # graphs that are known again, when they are solved for another limit
+MOST_PREPARED = 4  # graphs that are remembered, to be solved for another limit
 _ROUNDED = 1e-9  # relative
 _PREPARED: dict[tuple[PackedGraph, bool], tuple[Optimiser, ProblemSizes]] = {}
 
 
 @dataclass(frozen=True)
 class ProblemSizes:
-    """How much there was to decide, and what was left of it after each phase."""
+    """Count what there was to decide, and what was left of it after each phase."""
 
     nodes: int = 0
     strategies: int = 0  # of all nodes together
@@ -45,12 +45,13 @@ class ProblemSizes:
     core_nodes: int = 0  # nodes that elimination alone could not do with
 
     def to_json(self) -> dict[str, object]:
+        """Return the counts by name."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Solution:
-    """Strategy `choice[i]` for node i. No choice (that fits) costs less than `bound`."""
+    """Hold strategy `choice[i]` for node i. No choice (that fits) costs less than `bound`."""
 
     choice: list[int]
     objective: float  # seconds
@@ -63,7 +64,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How much cheaper the optimum may be, as a part of the objective."""
+        """Return by which part of the objective the solution may exceed the optimum."""
         return relative_gap(self.objective, self.bound)
 
 
@@ -77,19 +78,19 @@ def solve(
     multiplier: float = 0.0,
     seconds: float = SECONDS,
 ) -> Solution:
-    """The choice of strategies with the least cost, of those that need at most `memory` bytes.
+    """Return the cheapest choice of strategies, of those that need at most `memory` bytes.
 
-    `tolerance` is the gap at which a search under a memory limit may stop; without a limit (or
-    with tolerance 0) the answer is exact as far as a fixed amount of work allows: `gap` tells. It
-    also stops when no choice can cost less than `cutoff`; `multiplier` is a guess at the
-    solution's own. It ends after `seconds` of this process, with the best so far and its
-    gap; later where nothing that fits was found by then."""
+    `tolerance` is the gap at which a search under a memory limit may stop; without a limit (or with
+    tolerance 0) the answer is exact as far as a fixed amount of work allows: `gap` tells. It also
+    stops when no choice can cost less than `cutoff`; `multiplier` is a guess at the solution's own.
+    It ends after `seconds` of this process, with the best so far and its gap; later if nothing that
+    fits was found by then."""
     start, deadline = time.perf_counter(), time.process_time() + seconds
     limit = np.inf if memory is None else float(memory)
     search: LagrangianSearch | None = None
     interrupted = False
     try:
-        optimiser, sizes = _prepared(graph.packed, limit < np.inf, report)
+        optimiser, sizes = _prepared(graph.packed, report, is_limited=limit < np.inf)
         optimiser.core = 0  # of this solution, not of those before
         search = LagrangianSearch(
             optimiser.packed,
@@ -125,9 +126,9 @@ def solve(
             remedy="allow more strategies, or give redistribution between them a finite cost",
         )
     taken = time.perf_counter() - start
-    found = search.packed.translated(search.choice, graph.packed)
-    choice, value, needed = graph.packed.alike(found, limit), search.value, search.memory
-    if choice is not found:
+    packed_choice = search.packed.translated(search.choice, graph.packed)
+    choice, value, needed = graph.packed.alike(packed_choice, limit), search.value, search.memory
+    if choice is not packed_choice:
         value, needed = graph.packed.evaluate(choice)
         if not np.isfinite(value):
             raise UnequalBlocks(
@@ -149,43 +150,44 @@ def solve(
 
 
 def least_memory(graph: CostGraph) -> tuple[float, list[int]]:
-    """The least bytes that any choice of strategies needs, and one that needs no more."""
+    """Return the least bytes that any choice of strategies needs, and a choice that needs them."""
     packed = graph.packed
     choice: Integers = packed.alike(Optimiser(packed).minimise(np.inf).choice, -np.inf)
     return packed.evaluate(choice)[1], packed.original(choice).tolist()
 
 
 def least_limit(graph: CostGraph) -> float:
-    """The lowest limit of bytes that is met, whatever is rounded on the way."""
+    """Return the lowest limit in bytes that is met, whatever is rounded on the way."""
     return least_memory(graph)[0] * (1 + _ROUNDED)
 
 
 def _prepared(
-    packed: PackedGraph, is_limited: bool, report: Report
+    packed: PackedGraph, report: Report, *, is_limited: bool
 ) -> tuple[Optimiser, ProblemSizes]:
-    """Prune and fold, and write down how much that left: once for all limits. Where elimination is
-    all there is to do, pruning takes longer; and what was solved without a limit is known."""
+    """Prune and fold, and count what that left: once for all limits.
+    Where elimination is all there is to do, pruning takes longer and is left out. A graph that was
+    solved without a limit is known."""
     is_limited &= (packed, False) not in _PREPARED
     if (packed, is_limited) not in _PREPARED:
-        given = f"{packed.sizes.sum():,} strategies of {len(packed):,} nodes"
+        problem = f"{packed.sizes.sum():,} strategies of {len(packed):,} nodes"
         optimiser = None
         if not is_limited:
-            report("fold", given)
+            report("fold", problem)
             optimiser = Optimiser(packed)
         if optimiser is None or optimiser.is_tangled():
-            report("prune", given)
+            report("prune", problem)
             pruned = prune(packed)
             report("fold", f"{pruned.sizes.sum():,} strategies left")
             optimiser = Optimiser(pruned)
-        left, runs = optimiser.packed, [chain.run for chain in optimiser.chains]
+        pruned_graph, runs = optimiser.packed, [chain.run for chain in optimiser.chains]
         sizes = ProblemSizes(
             nodes=len(packed),
             strategies=int(packed.sizes.sum()),
             entries=packed.strategy_pairs,
-            pruned_strategies=int(left.sizes.sum()),
-            pruned_entries=left.strategy_pairs,
+            pruned_strategies=int(pruned_graph.sizes.sum()),
+            pruned_entries=pruned_graph.strategy_pairs,
             runs=[(run.count, run.period) for run in runs],
-            folded_nodes=len(left) - sum(run.saved for run in runs),
+            folded_nodes=len(pruned_graph) - sum(run.saved for run in runs),
         )
         while len(_PREPARED) >= MOST_PREPARED:
             del _PREPARED[next(iter(_PREPARED))]

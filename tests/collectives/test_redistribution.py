@@ -26,7 +26,7 @@ from autopar.collectives import (
 from autopar.errors import InvalidInput, VerifierError
 from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
-from autopar.search.reshard_table import reshard_table
+from autopar.search.reshard_table import ReshardTerms, reshard_table
 from tests.collectives.spaces import (
     Parts,
     Pending,
@@ -134,7 +134,7 @@ def test_what_is_cut_in_parts_arrives_and_is_adjoint() -> None:
     search say what the ways cost."""
     random, parts, shape, itemsize = torch.Generator().manual_seed(0), ((0, 2), (0, 3)), (24, 4), 8
     table = reshard_table(TWO, 2, parts)
-    seconds = table.seconds(shape, itemsize, skewed(TWO))
+    seconds = table.seconds(shape, ReshardTerms(itemsize, skewed(TWO)))
     everything = pairs(TWO, 2, parts)
     for at in sample(range(len(everything)), 1500):
         source, target, pending = everything[at]

@@ -41,7 +41,7 @@ def test_a_step_is_that_of_the_whole_batch(make):
 
 
 class Head(nn.Module):
-    """Two linear layers and any loss of their output."""
+    """Compute any loss of the output of two linear layers."""
 
     def __init__(self, loss):
         super().__init__()
@@ -126,7 +126,7 @@ def test_losses_that_add_up(loss, options):
 
 
 class CoarseScale(nn.Module):
-    """A regulariser of a parameter in a coarser type than the loss has."""
+    """Add a regulariser of a parameter in a coarser type than the loss has."""
 
     def __init__(self):
         super().__init__()
@@ -170,13 +170,13 @@ def test_a_coarse_term_is_promoted_before_it_is_shared(mesh):
         (lambda y, x, w: y, "returns its loss"),
     ],
 )
-def test_losses_that_do_not(loss, message):
+def test_losses_that_do_not_add_up_are_refused(loss, message):
     captured = capture(Head(loss).double(), (torch.randn(6, 4, dtype=torch.float64),))
     with pytest.raises(ap.InvalidInput, match=message):
         cut_batch(captured, 2)
 
 
-def test_a_table_over_the_samples_is_told_as_one():
+def test_the_error_names_a_table_over_the_samples():
     def loss(y, x, w):
         return (y * torch.arange(len(x))[:, None]).sum()  # the line
 
@@ -187,8 +187,8 @@ def test_a_table_over_the_samples_is_told_as_one():
     assert e.value.source.endswith("# the line")
 
 
-def test_where_samples_meet_a_table_is_not_the_reason():
-    """Handed over as an input, as is advised for a table alone, it would be refused for this."""
+def test_the_error_names_where_samples_meet_before_a_table():
+    """The advice for a table, to make it an input, would not help: samples meet elsewhere."""
 
     def loss(y, x, w):
         return F.cross_entropy(y @ y.T, torch.arange(len(x)))
@@ -236,7 +236,7 @@ def test_batch_norm_is_not_cut_unasked(options):
 
 
 @pytest.mark.parametrize("mesh", [ap.Mesh(pp=2), ap.Mesh(dp=2)])
-def test_batch_norm_in_micro_batches_is_told(mesh):
+def test_batch_norm_in_micro_batches_warns(mesh):
     case = normalised()
     with pytest.warns(UserWarning, match=r"batch norm \(1\) .* each of 4 micro-batches") as told:
         ap.plan(case.model, case.args, mesh=mesh, microbatches=4, progress=False)
@@ -253,7 +253,7 @@ def test_a_schedule_that_needs_micro_batches_is_not_given_them_where_they_change
 
 
 class Read(nn.Module):
-    """An integer buffer that is read, written, read and written again."""
+    """Read and write an integer buffer twice in a forward."""
 
     def __init__(self, write):
         super().__init__()
@@ -292,7 +292,7 @@ def test_an_integer_buffer_is_read_and_written_twice(write):
 
 
 class Counting(nn.Module):
-    """A loss scaled by the number of the step; `scaled=False`: nothing reads the number."""
+    """Scale the loss by the number of the step; with `scaled=False` nothing reads the number."""
 
     def __init__(self, scaled):
         super().__init__()
@@ -342,5 +342,5 @@ def test_a_share_of_several_parts_comes_back_where_it_was():
     rows = [(one[name][:, 0] / 4).tolist() for one in taken]
     assert rows == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
     shares = [[torch.zeros(()), one[name]] for one in taken]
-    _, back = batches.join(shares, wanted=[0, 1], parts=2)
+    _, back = batches.join(shares, [0, 1], parts=2)
     assert torch.equal(back, x)

@@ -7,7 +7,7 @@ from autopar.passes import LOCAL_PASSES, PASSES
 
 
 @pytest.mark.parametrize("table", [PASSES, LOCAL_PASSES], ids=["all ranks", "one rank"])
-def test_what_must_come_before_a_pass_does(table):
+def test_passes_come_after_those_that_they_need(table):
     runs = [step.run for step in table]
     for place, step in enumerate(table):
         assert set(step.after) <= set(runs[:place]), step.run.__name__

@@ -71,7 +71,7 @@ def test_places_of_no_parameter_are_refused():
 
 
 def test_what_is_kept_follows_its_own_place():
-    """With buffers that are small beside the model: what waits in them is no more than a part."""
+    """Buffers are small beside the model: only a part of it waits in them."""
     whole, zero1, zero2, zero3 = (
         planned(mesh=ap.Mesh(dp=2), states=replace(ap.States.of(name), buffer_bytes=1 << 14)).memory
         for name in ("whole", "zero1", "zero2", "zero3")
@@ -100,7 +100,7 @@ def test_places_are_nested():
 
 
 def test_gradients_of_pieces_are_scattered_where_summing_them_whole_was_measured_faster():
-    """Else copies come one by one, and each rank holds whole gradients."""
+    """Summing them whole would bring copies one by one, and whole gradients on each rank."""
     measured = {("all_reduce", 2): (1e-5, 1e9), ("reduce_scatter", 2): (1e-3, 1e6)}
     here = machines(2).nodes[0]
     link = Link(1e-5, 1e9, measured)

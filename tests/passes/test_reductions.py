@@ -22,7 +22,7 @@ own = torch.ops.autopar
 def joined(
     case: Case, mesh: ap.Mesh, split: bool = False, rank: int = 0, **options: object
 ) -> list[fx.Node]:
-    """The calls that are made, in the program of a rank."""
+    """Return the calls in the program of a rank."""
     options = {"mode": "propagate", **options}
     plan = ap.plan(case.model, case.args, case.kwargs, mesh=mesh, **options)  # type: ignore[arg-type]
     graph = localize(plan.program.graph, plan.mesh, rank, torch.device("cpu"), "+".join)
@@ -57,7 +57,7 @@ def test_backward_that_is_split_stays_as_it_is() -> None:
 
 
 def test_ranks_without_elements_join_the_same() -> None:
-    """Or collectives of backward would be called in another order there."""
+    """Otherwise these ranks would call the collectives of backward in another order."""
     found = [joined(tree(), ap.Mesh(d=4), rank=rank) for rank in range(4)]  # of six columns
     names = [[(node.name, node.args[1]) for node in nodes] for nodes in found]
     assert len(names[0]) == 1
@@ -65,14 +65,14 @@ def test_ranks_without_elements_join_the_same() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_it_stays_in_its_region(recompute: str) -> None:
+def test_a_joined_call_stays_in_its_region(recompute: str) -> None:
     found = joined(megatron(models.gpt(layers=2)), ap.Mesh(tp=2), recompute=recompute)
     assert len(found) == 4
     assert all(node.meta["region"] is not None for node in found)
 
 
 class Read(nn.Module):
-    """A linear that is cut by columns, and another reader of what it reads."""
+    """Read one value by a linear that is cut by columns, and by another reader."""
 
     def __init__(self, also: bool, frozen: bool = False) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ def test_a_program_that_goes_back_is_refused():
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 @pytest.mark.parametrize("placement", [((0, 1),), ((0, 1, 1, 0),), ((0, 1, 2), (2, 1, 0))])
 def test_every_micro_batch_goes_through_every_stage_once(placement, microbatches):
-    """In any order of turns: a list that all ranks share has each after the one before."""
+    """Ranks may share one list in any order of turns: stages of a micro-batch follow each other."""
     made = forward_only(placement, microbatches)
     waiting, done = [list(order) for order in made.orders], set()
     while any(waiting):

@@ -110,7 +110,7 @@ def test_pinned_modules_start_stages():
         ([("dropout", 1)], "does nothing on the way to the loss"),
     ],
 )
-def test_bad_pins(pins, message):
+def test_bad_pins_are_refused(pins, message):
     with pytest.raises(ap.InvalidInput, match=message) as caught:
         pinned(pins, stages=3)
     assert "test_stages.py" in caught.value.source

@@ -27,7 +27,7 @@ from autopar.solver.solve import ProblemSizes, Solution, solve
 
 
 def solve_with(optimiser: Optimiser, memory: float = np.inf, tolerance: float = 0.01) -> Solution:
-    """What `solve` finds with this optimiser on its graph."""
+    """Return the solution of `solve` with this optimiser on its graph."""
     search = LagrangianSearch(optimiser.packed, memory, optimiser, tolerance)
     branch_and_bound(search)
     assert search.choice is not None
@@ -49,16 +49,16 @@ def _solution(packed: PackedGraph, choice: Integers, bound: float, sizes: Proble
 
 
 def recursive(packed: PackedGraph) -> Integers:
-    """The heaviest operator first, each with the strategy that is cheapest beside those chosen
-    before it, as if those that come later would agree with it."""
+    """Choose for the heaviest operator first, each the cheapest strategy beside earlier choices.
+    Later operators are expected to agree."""
     weight = np.array([_finite_maximum(table.cost) for table in packed.node_tables])
     order = np.argsort(-weight[packed.node_table], kind="stable")
     return _greedy(packed, iter(order.tolist()), own=1.0)
 
 
 def propagate(packed: PackedGraph) -> Integers:
-    """Out from the nodes that have only one strategy (from the heaviest, where there are none):
-    each takes what needs the least movement from those chosen before it."""
+    """Choose outwards from nodes with one strategy, or from the heaviest if there are none.
+    Each takes what needs the least movement from the nodes chosen before it."""
     around = _neighbours(packed)
     pinned = np.flatnonzero(packed.sizes == 1).tolist()
     weight = np.array([_finite_maximum(table.cost) for table in packed.node_tables])
@@ -83,7 +83,7 @@ def propagate(packed: PackedGraph) -> Integers:
 
 
 def trivial_bound(packed: PackedGraph) -> float:
-    """Every node and every edge at its cheapest, each for itself."""
+    """Return the sum of the cheapest entry of every node and every edge."""
     nodes = np.array([table.cost.min() for table in packed.node_tables] or [0.0])
     edges = np.array([table.cost.min() for table in packed.edge_tables] or [0.0])
     return float(nodes[packed.node_table].sum() + edges[packed.edge_table].sum())
@@ -102,7 +102,7 @@ def _greedy(packed: PackedGraph, order: Iterator[int], own: float) -> Integers:
 
 
 def _neighbours(packed: PackedGraph) -> list[list[tuple[int, Callable[[int], Array]]]]:
-    """For each node, its neighbours, and what each of its strategies costs beside one of theirs."""
+    """Return the neighbours of each node, with the costs of its strategies beside theirs."""
     around: list[list[tuple[int, Callable[[int], Array]]]] = [[] for _ in range(len(packed))]
     for low, high, number in zip(packed.low, packed.high, packed.edge_table):
         cost = packed.edge_tables[number].cost

@@ -13,7 +13,7 @@ Pairs = list[tuple[int, int]]
 
 
 def shape(name: str, rng: np.random.Generator) -> tuple[int, Pairs]:
-    """Number of nodes, and edges, of a graph of this name."""
+    """Return the numbers of nodes and of edges of a graph of this name."""
     fixed: dict[str, tuple[int, Pairs]] = {
         "single": (1, []),
         "apart": (4, [(0, 1), (2, 3)]),
@@ -73,7 +73,7 @@ def random_graph(
     memory: bool = False,
     impossible: float = 0.0,
 ) -> CostGraph:
-    """Whole numbers as costs, so that ties are common and sums are exact."""
+    """Return a graph with whole numbers as costs, so that ties are common and sums are exact."""
     count, pairs = shape(name, rng)
     graph = CostGraph()
     sizes = [int(size) for size in rng.integers(1, most + 1, count)]
@@ -93,12 +93,12 @@ def all_choices(graph: CostGraph) -> Iterable[tuple[int, ...]]:
 
 
 def brute_force(graph: CostGraph, limit: float = np.inf) -> float:
-    """The least cost of all choices that fit; infinite if there is none."""
+    """Return the least cost of all choices that fit; infinite if there is none."""
     return min(c for c, m in everything(graph) if m <= limit or np.isinf(limit))
 
 
 def everything(graph: CostGraph) -> list[tuple[float, float]]:
-    """Cost and memory of every choice, summed from what was given, and nothing of the solver."""
+    """Return cost and memory of every choice, summed without the solver."""
     node_tables, edge_tables, nodes, edges = graph.tables()
     sizes = [graph.strategies(node) for node in range(len(graph))]
     totals = []
@@ -117,8 +117,9 @@ def everything(graph: CostGraph) -> list[tuple[float, float]]:
 
 
 def periodic_graph(rng: np.random.Generator, blocks: int, period: int) -> CostGraph:
-    """Equal random blocks, each joined to the one or two before it and to nodes shared by all;
-    something before them, something after them that may look into any block."""
+    """Return a graph of equal random blocks, with something before and after them.
+    Each block is joined to the one or two before it and to nodes that all share. What comes after
+    may look into any block."""
     graph = CostGraph()
 
     def size() -> int:

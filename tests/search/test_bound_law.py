@@ -21,7 +21,7 @@ WAYS = [("none", None), ("selective", "whole"), ("full", "whole"), ("full", "zer
 
 
 def slow_sums() -> ap.Cluster:
-    """Where all-reduces take far longer than their two halves, which several readers share."""
+    """Return machines whose all-reduces take far longer than their two halves."""
     cluster = machines(4, 1e9, 1e-6)
     (node,) = cluster.nodes
     alphas = {"all_reduce": 2e-3, "all_gather": 1e-4, "reduce_scatter": 3e-4}

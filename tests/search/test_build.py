@@ -67,7 +67,7 @@ def test_the_optimum_is_that_of_constraint_programming(
 
 
 class Square(nn.Module):
-    """One operator that takes the same tensor twice."""
+    """Compute one operator that takes the same tensor twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_a_tensor_that_an_operator_takes_twice_is_paid_for_twice() -> None:
 
 
 class Lines(nn.Module):
-    """The same block, called on lines of its own."""
+    """Call the same block on separate lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def test_equal_blocks_fold_also_when_called_on_separate_lines() -> None:
     assert sizes.runs[0][0] >= 4
 
 
-def test_deeper_models_leave_no_more_to_look_at() -> None:
+def test_deeper_models_leave_no_more_nodes_to_solve() -> None:
     folded = {
         layers: solve(built(ZOO["gpt"](layers=layers), Mesh(a=2)).graph).sizes.folded_nodes
         for layers in (5, 9)
@@ -130,7 +130,7 @@ def test_deeper_models_leave_no_more_to_look_at() -> None:
 
 
 def test_the_prologue_is_whole_and_ties_no_layers_together() -> None:
-    """Rotary angles are read by every layer: as decisions of their own they would tangle all."""
+    """Rotary angles are read by every layer: as separate decisions they would tangle all."""
     found = built(ZOO["llama"](), Mesh(a=2, b=2))
     assert found.slack > 0
     solution = solve(found.graph)

@@ -35,7 +35,7 @@ def test_the_folded_optimum_is_the_unfolded_one(seed: int) -> None:
 
 
 def layered(layers: int, *, parameters_first: bool = False) -> CostGraph:
-    """norm, linear with a parameter, a residual sum; a mask that all layers read."""
+    """Return layers of a norm, a linear with a parameter and a sum; all read one mask."""
     rng = np.random.default_rng(3)
     norm, linear, weight, add, stream = (rng.random(5) for _ in range(5))
     move = rng.random((5, 5))

@@ -61,7 +61,7 @@ def test_a_memory_limit_gives_a_bound():
 
 
 def test_a_node_of_one_strategy_takes_what_the_optimum_does():
-    """It may stand in a chain of others like it."""
+    """The node may stand in a chain of others like it."""
     graph = CostGraph()
     nodes = [graph.add_node([1.0]) for _ in range(4)]
     for one, other in itertools.pairwise(nodes):

@@ -13,7 +13,7 @@ from autopar.solver.forests import improved
 
 
 def random_tables(seed, count, pairs):
-    """Costs of `count` nodes and of pairs of them; and the pairs as seen from each node."""
+    """Return costs of `count` nodes and of pairs of them; and the pairs as seen from each node."""
     rng = np.random.default_rng(seed)
     nodes = {v: rng.random(int(rng.integers(2, 5))) for v in range(count)}
     tables = {(a, b): rng.random((len(nodes[a]), len(nodes[b]))) for a, b in pairs}

@@ -9,7 +9,7 @@ from autopar.collectives import redistribution_cost
 from autopar.cost.cluster_price import ClusterPrice
 from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
-from autopar.search.reshard_table import reshard_table
+from autopar.search.reshard_table import ReshardTerms, reshard_table
 from autopar.states import BUFFER_BYTES
 from tests.toy import machines
 
@@ -26,7 +26,7 @@ def test_every_pair_costs_what_its_shortest_redistribution_costs(
     checked = 0
     for shape in SHAPES:
         table = reshard_table(mesh, len(shape))
-        seconds = table.seconds(shape, 4, price, differentiable)
+        seconds = table.seconds(shape, ReshardTerms(4, price, differentiable))
         for _ in range(60):
             i = int(random.choice(np.flatnonzero(~table.pending)))
             j = int(random.integers(len(table.states)))
@@ -49,7 +49,7 @@ def test_no_movement_goes_over_frozen_axes() -> None:
     mesh = Mesh(a=2, b=2)
     table = reshard_table(mesh, 1)
     price = ClusterPrice(machines(), mesh, BUFFER_BYTES)
-    seconds = table.seconds((8,), 4, price, frozen=("a",))
+    seconds = table.seconds((8,), ReshardTerms(4, price, frozen=("a",)))
     cut = {axis: table.index[Placement(Layout(axis))] for axis in "ab"}
     whole = table.index[Placement.whole(1)]
     assert np.isinf(seconds[cut["a"], whole])

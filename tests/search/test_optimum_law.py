@@ -143,7 +143,7 @@ def test_no_choice_is_below_what_messages_say_of_its_strategies() -> None:
 
 
 def a_tight_limit(graph: CostGraph) -> float:
-    """The memory that a third of all amounts keep to."""
+    """Return the memory that a third of all amounts keep to."""
     amounts = sorted({memory for _, memory in everything(graph)})
     return amounts[len(amounts) // 3]
 
@@ -217,7 +217,7 @@ def test_equals_cp_sat_on_cycles_that_hubs_join(cycles: int) -> None:
 def _check_by_cp_sat(
     rng: np.random.Generator, count: int, most: int, pairs: Iterable[tuple[int, int]]
 ) -> None:
-    """The search, and its core alone, have the cost that CP-SAT finds and proves."""
+    """Compare the search, and its core alone, with the cost that CP-SAT finds and proves."""
     graph = CostGraph()
     sizes = [int(size) for size in rng.integers(2, most + 1, count)]
     for size in sizes:

@@ -14,7 +14,7 @@ FEW = 4  # under a limit, where all blocks are a search at length
 
 
 def chain(seed: int, blocks: int, differs: bool = False) -> tuple[CostGraph, list[list[int]]]:
-    """A head, equal blocks that all read one node besides the block before, and an end."""
+    """Return a head, equal blocks that all read one node besides the block before, and an end."""
     rng = np.random.default_rng(seed)
     tables = [rng.uniform(1, 9, 3) for _ in range(4)]
     memory = [rng.integers(0, 9, 3).astype(float) for _ in range(4)]
@@ -36,7 +36,7 @@ def chain(seed: int, blocks: int, differs: bool = False) -> tuple[CostGraph, lis
 
 
 def both(seed: int, times: int = TIMES) -> tuple[CostGraph, CostGraph]:
-    """With all blocks, and with those beside one that stands for the rest."""
+    """Return the graph with all blocks, and the one in which a block stands for several."""
     whole, _ = chain(seed, 2 * BESIDE + times)
     short, blocks = chain(seed, 2 * BESIDE + 1)
     short.repeat(blocks[BESIDE], times)

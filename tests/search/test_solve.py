@@ -185,7 +185,7 @@ def test_bad_edges_are_refused() -> None:
         graph.add_edge(a, 7, np.zeros((2, 2)))
 
 
-def test_the_same_tensor_twice_pays_twice() -> None:
+def test_a_tensor_read_twice_is_paid_for_twice() -> None:
     graph = CostGraph()
     a, b = graph.add_node([0.0]), graph.add_node([0.0])
     for _ in range(2):
@@ -202,11 +202,11 @@ def test_the_tours_in_the_docstrings() -> None:
 
 
 def test_the_multiplier_goes_on_from_a_choice_of_least_memory_that_is_dear():
-    """Of those with the least memory, the one found first may be any: another is no end."""
+    """Any choice of the least memory may be found first: a dear one ends no search."""
     graph = CostGraph()
     for _ in range(100):
         graph.add_node([1.0, 100.0, 2.0], memory=[8, 4, 4])
-    search = LagrangianSearch(graph.packed, limit=600)
+    search = LagrangianSearch(graph.packed, 600, Optimiser(graph.packed))
     search.relax()
     assert (round(search.value, 6), search.memory) == (150.0, 600.0)
     assert search.gap <= 0.01
