@@ -85,15 +85,15 @@ class GradientBytes:
         waiting = {g.parameter.name for bucket in self._first for g in bucket.gradients}
         return frozenset(key.name for key, _ in self._learned if key.name not in waiting)
 
-    def begin(self, all_: bool = False) -> Iterator[tuple[float, float]]:
-        """Sum the complete buckets, or all that have gradients, one after the other.
+    def begin(self, *, is_end: bool) -> Iterator[tuple[float, float]]:
+        """Sum the complete buckets, at the end of backward all with gradients, one after the other.
 
         Yields the additional bytes while each sum begins: in every run, and only in the last one.
         """
         # The last bucket is full when backward ends.
         complete = sorted(self._complete, key=self._place.__getitem__)
-        begun = [*self._sums] if all_ else [b for b in complete if b is not self._last]
-        self._complete = [] if all_ else [b for b in complete if b is self._last]
+        begun = [*self._sums] if is_end else [b for b in complete if b is not self._last]
+        self._complete = [] if is_end else [b for b in complete if b is self._last]
         for bucket in begun:
             self._sums.remove(bucket)
             if len(self._missing[bucket]) == len(bucket.gradients):
@@ -101,7 +101,7 @@ class GradientBytes:
             self._finish()
             yield (bucket.begins, 0.0) if bucket.waits else (0.0, bucket.begins)
             self._reduce(bucket)
-        if all_:
+        if is_end:
             self._finish()
 
     def _reduce(self, bucket: PlannedBucket) -> None:

@@ -127,8 +127,8 @@ class MemoryTimeline:
         """Return a sample after a call has allocated its results; `more`: its temporaries."""
         live = self.copies.backward if is_backward else self.copies.forward
         copies = None if self._is_late else live(node)
-        kept, flowing = self._values.bytes, self._flowing.bytes
-        return MemorySample(node.name, is_backward, kept, flowing, 0.0, more, copies=copies)
+        values, gradients = self._values.bytes, self._flowing.bytes
+        return MemorySample(node.name, is_backward, values, gradients, 0.0, more, copies=copies)
 
     def _each(
         self, nodes: Iterable[fx.Node], follow: Callable[[fx.Node], Iterator[Event]]

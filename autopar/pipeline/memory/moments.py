@@ -175,7 +175,7 @@ def summed(events: Iterable[Event], sums: GradientBytes) -> Iterator[MemorySampl
         elif isinstance(event, GradientReady):
             sums.arrive(event.parameter, event.copy)
         elif isinstance(event, ReduceStart):
-            for more, last in sums.begin(event.all_):
+            for more, last in sums.begin(is_end=event.all_):
                 moment = _with(event.moment, sums).beside(last=last, passing=last)
                 yield moment._replace(more=more)
 

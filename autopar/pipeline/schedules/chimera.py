@@ -45,7 +45,7 @@ def chimera(
     parts = 2 if scale == "halving" else 1
     options: dict[str, Option] = {"pipes": pipes, "scale": scale}
     if scale == "list":
-        times = stage_times(stages, forward, backward, None)
+        times = stage_times(stages, forward, backward, backward_weight=None)
         delay = single("latency", latency)
         orders = _list(placement, shares(0, microbatches, pipes), times, delay)
         options |= {"forward": plain(forward), "backward": plain(backward), "latency": latency}

@@ -48,7 +48,7 @@ def chimera_zb(
             got=f"limit={limit} with {counted(pipes, 'pipe')}",
             remedy=f"give limit of at least {pipes}",
         )
-    times = stage_times(stages, forward, backward, backward_weight)
+    times = stage_times(stages, forward, backward, backward_weight=backward_weight)
     delay = single("latency", latency)
     runs = shares(0, microbatches, pipes)
     options = {

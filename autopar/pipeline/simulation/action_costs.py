@@ -50,8 +50,8 @@ def stage_times(
     stages: int,
     forward: Costs,
     backward: Costs,
-    backward_weight: Costs | None,
     *,
+    backward_weight: Costs | None,
     chunks: int = 1,
     parts: int = 1,
 ) -> StageTimes:

@@ -59,7 +59,7 @@ def simulate(
         schedule.stages,
         forward,
         backward,
-        backward_weight,
+        backward_weight=backward_weight,
         chunks=schedule.chunks,
         parts=schedule.parts,
     )

@@ -41,16 +41,16 @@ def kept_by_stages(
         for key, size in halves(node).items():
             late_keepers.setdefault(key, set()).update(deferred.intersection(positions))
             sizes[key] = max(size, sizes.get(key, 0.0))
-    kept, weight_halves = Spans(), Spans()
+    activations, weight_halves = Spans(), Spans()
     for key, readers in keepers.items():
         maker = flow.position.get(key[0])
         if maker is not None:  # a later stage has received it
-            kept.all_of((maker, min(readers)), sizes[key])
+            activations.all_of((maker, min(readers)), sizes[key])
         else:
-            kept.any_of(readers, sizes[key])
+            activations.any_of(readers, sizes[key])
     for key, readers in late_keepers.items():
         weight_halves.any_of(readers, sizes[key])
-    return kept, weight_halves
+    return activations, weight_halves
 
 
 class WeightHalfBytes:

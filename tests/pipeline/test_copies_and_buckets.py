@@ -1,4 +1,4 @@
-"""Copies of parameters, and buckets of gradients: a plan counts those that the runtime makes."""
+"""Gathered copies and gradient buckets: a plan counts those that the runtime allocates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that places of a pipeline sum: each once, over all that hold it, on their own links."""
+"""Gradient sums between places of a pipeline: each once, over all holders, on their links."""
 
 from __future__ import annotations
 

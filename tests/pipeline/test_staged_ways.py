@@ -1,4 +1,4 @@
-"""Ways to run a program in stages: what is told of one before its program is made is true of it."""
+"""Stages of a program: estimates before a staged program is built hold for the built one."""
 
 from __future__ import annotations
 
