@@ -123,7 +123,7 @@ class HeldByWorkers:
         forward, run, do = Worker.forward, Worker._run, RankRunner._do
         start, again = (
             recomputed_regions._RecomputedRun.__init__,
-            recomputed_regions._RecomputedRun.again,
+            recomputed_regions._RecomputedRun.rerun,
         )
 
         def watched_forward(worker: Worker, *args: object) -> object:
@@ -155,7 +155,7 @@ class HeldByWorkers:
             patch.object(Worker, "forward", watched_forward),
             patch.object(Worker, "_run", watched_run),
             patch.object(recomputed_regions._RecomputedRun, "__init__", watched_start),
-            patch.object(recomputed_regions._RecomputedRun, "again", watched_again),
+            patch.object(recomputed_regions._RecomputedRun, "rerun", watched_again),
             patch.object(RankRunner, "_do", watched_do),
         ):
             yield

@@ -96,13 +96,13 @@ def test_each_region_runs_once_more_and_no_further_than_needed() -> None:
     module = ap.parallelize(
         case.model, case.args, mesh=ap.Mesh(one=1), mode="data", recompute="full"
     )
-    again = recomputed_regions._RecomputedRun.again
+    again = recomputed_regions._RecomputedRun.rerun
 
     def counted(run: recomputed_regions._RecomputedRun) -> None:
         runs[id(run.region)] += 1
         again(run)
 
-    with patch.object(recomputed_regions._RecomputedRun, "again", counted):
+    with patch.object(recomputed_regions._RecomputedRun, "rerun", counted):
         module.step(*case.args)
     assert list(runs.values()) == [1, 1, 1, 1]
     nodes = [node for node in module.plan.rewritten.nodes if "layers.0" in str(node.meta["module"])]
@@ -323,7 +323,7 @@ def test_selective_regions_keep_what_is_dear_alone() -> None:
         return norm(gelu(norm(x, (8,)) @ w) @ w.T, (8,)).sum()
 
     region = recomputed_regions.SelectiveRecompute(function)
-    norm, gelu = region.noted(F.layer_norm), region.noted(F.gelu)
+    norm, gelu = region.recompute(F.layer_norm), region.recompute(F.gelu)
     x, w = X.clone().requires_grad_(), torch.randn(8, 16, dtype=torch.float64, requires_grad=True)
     found = torch.autograd.grad(region(x, w), (x, w))
     expected = torch.autograd.grad(
@@ -343,19 +343,23 @@ class Watched:
         )
 
         def watched_put(
-            keeper: activation_offload.ActivationOffload, values: list[Tensor], *how: object
+            offload: activation_offload.ActivationOffload,
+            values: list[Tensor],
+            axes: tuple[str, ...],
+            *,
+            on_host: bool,
         ) -> activation_offload.OffloadedMemory:
-            one = put(keeper, values, *how)
-            for piece in one._pieces:
+            memory = put(offload, values, axes, on_host=on_host)
+            for piece in memory._pieces:
                 if isinstance(piece, activation_offload.HostPiece):
-                    self.on_host += piece._kept.nbytes
+                    self.on_host += piece._host_copy.nbytes
                 else:
                     self.cut += piece.nbytes
-            return one
+            return memory
 
-        def watched_call(one: activation_offload.OffloadedMemory, place: int) -> Tensor:
-            self.gathers += bool(one._pieces) and bool(one._axes)
-            return call(one, place)
+        def watched_call(memory: activation_offload.OffloadedMemory, place: int) -> Tensor:
+            self.gathers += bool(memory._pieces) and bool(memory._axes)
+            return call(memory, place)
 
         monkeypatch.setattr(activation_offload.ActivationOffload, "put", watched_put)
         monkeypatch.setattr(activation_offload.OffloadedMemory, "__call__", watched_call)

@@ -167,7 +167,7 @@ def compiles_what_a_rank_runs() -> None:
         assert_equal(parallel_outcome(real, case), single_outcome(case.fresh()))
         compiler = real.backend.compiler
         assert compiler is not None
-        assert len(compiler.made) == regions
+        assert len(compiler.functions) == regions
     model, x = made(Body), random(8, 4)
     how: dict[str, Any] = {"local_inputs": True, "outputs": "local", "compile": compile}
     module = parallel(model, x, mesh=DP2_TP2, **how)

@@ -1,4 +1,4 @@
-"""Before a program runs eagerly: what was taken apart is joined, sums wait for nobody."""
+"""Eager programs join the operators that capture took apart, and defer their sums."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_numbers_that_hang_on_inputs_alone_are_not_summed():
     assert len(plan.movements()) == 2  # of the loss and of the count
     local = localize(plan.program.graph, plan.mesh, 0, torch.device("cpu"), lambda axes: "dp")
     late: list = []
-    whole = compile_graph(local, late, outputs=1, whole=plan.program.graph, mesh=plan.mesh)
+    whole = compile_graph(local, late=late, outputs=1, whole=plan.program.graph, mesh=plan.mesh)
     assert whole.whole_inputs == ("labels",)
     labels = torch.tensor([1, 2, -100, 3])
     (loss,) = whole(x[:2], labels[:2], labels)  # no group is there: nothing may be summed

@@ -1,4 +1,4 @@
-"""A model keeps its values when its parallel module learns, and says so once."""
+"""A model keeps its values when its parallel module learns, and warns of that once."""
 
 from __future__ import annotations
 

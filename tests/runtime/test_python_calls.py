@@ -1,4 +1,4 @@
-"""What runs in the place of an operator computes what the operator does."""
+"""Python functions that replace operators compute what the operators do."""
 
 from __future__ import annotations
 

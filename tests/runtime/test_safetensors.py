@@ -1,4 +1,4 @@
-"""Weights: each rank reads its slices of safetensors files alone; wrong ones are refused."""
+"""Each rank reads its slices of safetensors files alone, and wrong files are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tree of a parallel module owns its tensors: acts on them have their effect, or are refused.
+"""Changes of the tensors in a parallel module's tree take effect, or are refused.
 
 What is the same on processes is checked in tests/distributed/checks.py.
 """

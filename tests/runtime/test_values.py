@@ -1,4 +1,4 @@
-"""Values: a model on the meta device becomes the one that is built with values; or is refused."""
+"""A model on the meta device gets the values of one built with values, or is refused."""
 
 from __future__ import annotations
 

@@ -422,8 +422,8 @@ class TorchGraph:
         self.graph = localize(graph, mesh, rank, device, backend.groups.name)
         if backend.slices is not None:
             backend.slices.place_draws(self.graph)
-        self._keeper = ActivationOffload(local_mover(mesh, rank, backend.groups.name))
-        how |= {"keeper": self._keeper, "compiling": backend.compiler}
+        self._offload = ActivationOffload(local_mover(mesh, rank, backend.groups.name))
+        how |= {"offload": self._offload, "compile_regions": backend.compiler}
         self._function = compile_graph(self.graph, **how)
         nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
         self._reads = [(node.name, *info(node).origin) for node in nodes]
@@ -439,7 +439,7 @@ class TorchGraph:
         self, kept: Mapping[str, Tensor], inputs: Batch, given: Mapping[str, Value]
     ) -> list[Value]:
         backend = self._backend
-        self._keeper.begin()
+        self._offload.begin()
         buffers = {name: local_of(kept[name]) for name in self._buffers}
         pieces = {name: backend.enter(inputs[name], at) for name, at in self._inputs.items()}
         sources: dict[str, Mapping[str, Tensor]] = {

@@ -63,7 +63,7 @@ class VirtualGraph:
         """
         self.mesh, self.device, self._watch, self._halves = mesh, device, watch, halves
         self._sums = sums
-        self._keeper = ActivationOffload(
+        self._offload = ActivationOffload(
             lambda movement, values, size: move(movement, values, mesh)
         )
         self._constants = {
@@ -86,7 +86,7 @@ class VirtualGraph:
     ) -> list[Value]:
         """The results. Parameters and buffers (by name) and inputs are whole; what is `given` (by
         placeholder) is in pieces."""
-        self._keeper.begin()
+        self._offload.begin()
         pieces = self._constants | dict(given or {})
         values: Environment = {}
 
@@ -117,7 +117,7 @@ class VirtualGraph:
             return [tensor for node in outputs for tensor in inside[node]]
 
         beside = [self._halves.discarding] if self._halves is not None else []
-        runner = part.runner(function, beside, self._keeper)
+        runner = part.runner(function, beside, self._offload)
         steps = self._steps(part, runner if isinstance(runner, SelectiveRecompute) else None)
         finished = {value for node in part.nodes for value in self._finished.get(node, ())}
 
@@ -187,7 +187,7 @@ class VirtualGraph:
             if self._halves is not None and weights is not None:
                 function = self._halves.deferring(function, weights)
             if noting is not None and info(node).remade:
-                function = noting.noted(function, plain)
+                function = noting.recompute(function, plain)
             calls.append(_Call(function, args, kwargs))
         return lambda values: [call(values, rank) for rank, call in enumerate(calls)]
 
@@ -212,9 +212,9 @@ class OneRank:
     """The graph of a mesh of one rank, compiled."""
 
     def __init__(self, backend: VirtualBackend, graph: fx.Graph, compiler: RegionCompiler) -> None:
-        self._device, self._keeper = backend.device, ActivationOffload(_nowhere)
+        self._device, self._offload = backend.device, ActivationOffload(_nowhere)
         local = localize(graph, backend.mesh, 0, backend.device, _nowhere)
-        self._function = compile_graph(local, keeper=self._keeper, compiling=compiler)
+        self._function = compile_graph(local, offload=self._offload, compile_regions=compiler)
         self._reads = [(n, *info(n).origin) for n in graph.nodes if n.op == "placeholder"]
         # What runs again is given plain tensors, for which it would be compiled once more.
         self._is_again = any(info(node).region is not None for node in graph.nodes)
@@ -228,7 +228,7 @@ class OneRank:
     def __call__(
         self, kept: Mapping[str, Tensor], inputs: Batch, given: Mapping[str, Value]
     ) -> list[Value]:
-        self._keeper.begin()
+        self._offload.begin()
         sources = {"input": inputs, "constant": self._constants}
         whole = [sources.get(kind, kept)[name] for _, kind, name in self._reads]
         placed = [

@@ -1,24 +1,14 @@
-"""Compiled: regions of a rank's program are made by `torch.compile`, equal ones once.
+"""Compile regions of a rank's program by `torch.compile`, equal regions once.
 
-A region is some neighbouring blocks of the model (`block_groups.py`), or what stands between two of
-these groups. It is a function of what it reads, so groups that do the same to tensors of the same
-types are one function, and what compiling takes does not grow with depth. Movements are operators
-in it, forward and backward.
+A region is a group of blocks (`block_groups.py`), or the calls between two groups. It is a function
+of its inputs, so equal groups are one function, and compile time does not grow with depth.
 
-Some calls stay outside, and end a region: those that wait for work under way, or leave a sum to the
-caller; weights whose gradients a split backward puts off; dropped attention, which works on some
-rows at a time; experts, which look at how many rows each has; what ranks carry out together. Copies
-of parameters come before the region that reads them, and go after it; in backward they are wanted
-when that of the region begins. Gradients of parameters are summed outside, as they become complete:
-when the backward of their region has ended.
-
-A compiler may bring calls into another order, on each rank another, so the movements of a region
-hang on one another: one that does not begins a new region.
-
-The backward of a region is one function, which takes zeros for what no gradient comes to, and gives
-one to all that the region reads. So all that a region reads reaches every result of the program
-that the region does: who asks for one of them asks for these gradients. A call by which that would
-not hold begins a new region.
+Movements are operators inside. Calls in `_NEVER_COMPILED`, split weight gradients and kernels that
+ranks compute together stay outside, and end a region. Two rules also begin a new one. Compilers may
+reorder calls, so each movement depends on the one before it (`_MovementChain`). The backward of a
+region gives a gradient to all its inputs, so each result that the region reaches is reached by all
+of them (`_GradientDemand`). Copies of parameters are gathered before their region, and gradients
+are summed after its backward.
 """
 
 from __future__ import annotations
@@ -43,22 +33,23 @@ from autopar.strategies.kernels.keyed_draws import DrawPlace
 from autopar.strategies.node_info import info
 
 Function = Callable[..., Any]
+# They wait for work, leave a sum to the caller, take some rows at a time, or look at counts.
 _NEVER_COMPILED = (start_sum, finish_sum, defer_sum, attention, EXPERTS, CHOSEN_PRODUCTS)
 _LEAST_CALLS = 2  # calls: fewer are not worth it
 
 
 @dataclass(frozen=True)
 class RegionCompiler:
-    """Compiles what a rank runs, with options of `torch.compile`."""
+    """Compiles the regions of a rank's programs, with options of `torch.compile`."""
 
     options: Mapping[str, Any]
     device: torch.device
     blocks: Sequence[str]  # of the model, that repeat
     together: Together
-    made: dict[Hashable, Function] = field(default_factory=dict)  # by what a region does
+    functions: dict[Hashable, Function] = field(default_factory=dict)  # by the region's key
 
     def __call__(self, graph: fx.Graph, outside: Collection[fx.Node]) -> None:
-        """Let a program of one rank call its regions as functions, in place."""
+        """Replace regions of a program by calls of compiled functions, without calls `outside`."""
         _place_results_behind_calls(graph)
         places = self.together.places(graph, self.blocks)
         for nodes in list(_cut_regions(graph, places, outside)):
@@ -66,28 +57,28 @@ class RegionCompiler:
                 self._call(graph, nodes)
 
     def _call(self, graph: fx.Graph, nodes: list[fx.Node]) -> None:
-        region = _CompiledRegion(nodes)
-        body, key, numbers = region.body()
-        if key not in self.made:
-            function = fx.GraphModule({}, body).forward
-            found = torch.compile(function, **{"dynamic": False, **self.options})
-            self.made[key] = _QuietFirstCall(found)
-        made = self.made[key]
-        drawn = [torch.tensor(number, device=self.device) for number in numbers]
+        region = _CompilableRegion(nodes)
+        body = region.make_body()
+        if body.key not in self.functions:
+            plain = fx.GraphModule({}, body.graph).forward
+            compiled_plain = torch.compile(plain, **{"dynamic": False, **self.options})
+            self.functions[body.key] = _QuietFirstCall(compiled_plain)
+        function = self.functions[body.key]
+        drawn = [torch.tensor(number, device=self.device) for number in body.draw_numbers]
 
         def compiled(*inputs: Tensor) -> Any:  # a function: fx wants its name
-            return made(*inputs, *drawn)
+            return function(*inputs, *drawn)
 
         with graph.inserting_after(nodes[-1]):
             call = graph.call_function(compiled, tuple(region.inputs))
-        given = [call]
+        outputs = [call]
         if len(region.outputs) > 1:
             with graph.inserting_after(call):
-                given = [
+                outputs = [
                     graph.call_function(operator.getitem, (call, index))
                     for index in reversed(range(len(region.outputs)))
                 ][::-1]
-        for node, new in zip(region.outputs, given):
+        for node, new in zip(region.outputs, outputs):
             new.meta = dict(node.meta)
             info(new).update(rule=None, movement=None, remade=False, copies=())
             info(new).region = info(nodes[0]).region
@@ -95,33 +86,43 @@ class RegionCompiler:
             region=info(nodes[0]).region,
             copies=tuple(sorted({group for node in nodes for group in info(node).copies})),
         )
-        _move_copy_marks(graph, nodes, call, given)
-        for node, new in zip(region.outputs, given):
+        _move_copy_marks(graph, nodes, call, outputs)
+        for node, new in zip(region.outputs, outputs):
             node.replace_all_uses_with(new)
         for node in reversed(nodes):
             graph.erase_node(node)
 
 
 class _QuietFirstCall:
-    """A compiled function. Where it is compiled, torch asks values for a gradient that they do not
-    have, and lets itself be warned."""
+    """A compiled function without the warning of its first call.
+
+    torch compiles it then, reads `.grad` of values that are no leaves, and warns of that."""
 
     def __init__(self, function: Function) -> None:
-        self._function, self._is_made = function, False
+        self._function, self._is_compiled = function, False
 
     def __call__(self, *inputs: Tensor) -> Any:
-        if self._is_made:
+        if self._is_compiled:
             return self._function(*inputs)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
             result = self._function(*inputs)
-        self._is_made = True
+        self._is_compiled = True
         return result
 
 
 @dataclass(frozen=True)
-class _CompiledRegion:
-    """Calls that follow one another."""
+class _RegionBody:
+    """The graph of a region, and what distinguishes it from other regions."""
+
+    graph: fx.Graph
+    key: Hashable  # equal for regions that compute the same
+    draw_numbers: list[int]  # of its random draws, which are the last inputs of the graph
+
+
+@dataclass(frozen=True)
+class _CompilableRegion:
+    """Neighbouring calls that become one function."""
 
     nodes: Sequence[fx.Node]
 
@@ -131,24 +132,23 @@ class _CompiledRegion:
 
     @property
     def outputs(self) -> list[fx.Node]:
-        own = set(self.nodes)
+        inside = set(self.nodes)
 
         def is_read(node: fx.Node) -> bool:
-            return any(user not in own and user.target not in MARKS for user in node.users)
+            return any(user not in inside and user.target not in MARKS for user in node.users)
 
         return [node for node in self.nodes if is_read(node)]
 
-    def body(self) -> tuple[fx.Graph, Hashable, list[int]]:
-        """The region as a graph, what is equal of equal regions, and the numbers of what it draws,
-        which are its last inputs: they differ from region to region."""
+    def make_body(self) -> _RegionBody:
+        """Return the region as a graph of its own, with its key and the numbers of its draws."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        said: list[Hashable] = []
+        key: list[Hashable] = []
         for value in self.inputs:
             copies[value] = graph.placeholder(f"x{len(copies)}")
-            said.append(_input_signature(value))
+            key.append(_input_signature(value))
         count = len(copies)
-        places = _draw_numbers(self.nodes)
-        drawn = {place: graph.placeholder(f"drawn{at}") for at, place in enumerate(places)}
+        numbers = _draw_numbers(self.nodes)
+        drawn = {number: graph.placeholder(f"drawn{at}") for at, number in enumerate(numbers)}
 
         def lifted(argument: Any) -> Any:
             if isinstance(argument, DrawPlace):
@@ -159,92 +159,92 @@ class _CompiledRegion:
             args, kwargs = _map_leaves(node.args, lifted), _map_leaves(node.kwargs, lifted)
             target: Any = node.target
             copies[node] = graph.create_node(node.op, target, args, kwargs, f"x{len(copies)}")
-            said.append(
-                (target, _structure_key(args), _structure_key(kwargs), info(node).differentiable)
-            )
+            is_differentiable = info(node).differentiable
+            key.append((target, _structure_key(args), _structure_key(kwargs), is_differentiable))
         results = [copies[node] for node in self.outputs]
         graph.output(tuple(results) if len(results) != 1 else results[0])
-        return graph, (count, *said, tuple(result.name for result in results)), places
+        names = tuple(result.name for result in results)
+        return _RegionBody(graph, (count, *key, names), numbers)
 
 
 def _input_signature(value: fx.Node) -> Hashable:
-    """What a region is told of an input."""
+    """Return the type of an input, as far as compiled code depends on it."""
     layout = info(value).type.layout if "type" in value.meta else None
     val = info(value).val
     return val.dtype, tuple(val.shape), str(layout), info(value).differentiable
 
 
 def _draw_numbers(nodes: Sequence[fx.Node]) -> list[int]:
-    """The numbers of those among some calls that draw."""
+    """Return the numbers of the random draws among some calls."""
     arguments = (a for node in nodes for a in (*node.args, *node.kwargs.values()))
     numbers = (a.number for a in arguments if isinstance(a, DrawPlace))
     return list(dict.fromkeys(number for number in numbers if isinstance(number, int)))
 
 
 def _map_leaves(argument: Any, function: Callable[[Any], Any]) -> Any:
-    """An argument with its leaves changed."""
+    """Return an argument with `function` applied to its leaves."""
     if isinstance(argument, DrawPlace | fx.Node):
         return function(argument)
     if isinstance(argument, list | tuple):
-        items = [_map_leaves(one, function) for one in argument]
+        items = [_map_leaves(item, function) for item in argument]
         is_named = hasattr(argument, "_fields")
         return type(argument)(*items) if is_named else type(argument)(items)
     if isinstance(argument, Mapping):
-        return {name: _map_leaves(one, function) for name, one in argument.items()}
+        return {name: _map_leaves(value, function) for name, value in argument.items()}
     if isinstance(argument, slice):
-        return slice(*(_map_leaves(one, function) for one in _ends(argument)))
+        return slice(*(_map_leaves(end, function) for end in _slice_ends(argument)))
     return function(argument)
 
 
-def _ends(given: slice) -> tuple[Any, Any, Any]:
-    return given.start, given.stop, given.step
+def _slice_ends(ends: slice) -> list[Any]:
+    return [ends.start, ends.stop, ends.step]
 
 
 def _structure_key(argument: Any) -> Hashable:
-    """What is equal for equal arguments alone."""
+    """Return a key of an argument that is equal for equal arguments alone."""
     if isinstance(argument, fx.Node):
         return argument.name
     if isinstance(argument, list | tuple):
         return (type(argument), *map(_structure_key, argument))
     if isinstance(argument, Mapping):
-        return tuple((name, _structure_key(one)) for name, one in argument.items())
+        return tuple((name, _structure_key(value)) for name, value in argument.items())
     if isinstance(argument, slice):
-        return slice, *map(_structure_key, _ends(argument))
+        return slice, *map(_structure_key, _slice_ends(argument))
     return type(argument), repr(argument)
 
 
 def _cut_regions(
     graph: fx.Graph, places: Mapping[fx.Node, Hashable], outside: Collection[fx.Node]
 ) -> Iterator[list[fx.Node]]:
-    """The runs of calls that become one each, none of two places."""
+    """Yield the runs of calls that become one function each, every one of a single place."""
     reached = _reached_results(graph)
-    open_: list[fx.Node] = []
-    order, asked = _MovementChain(), _GradientDemand(reached)
-    where: Any = None
+    nodes: list[fx.Node] = []
+    chain, demand = _MovementChain(), _GradientDemand(reached)
+    current_place: Any = None
     for node in graph.nodes:
         if node.op == "placeholder" or node.target in MARKS:
             continue
-        maker = _producer(node)
-        place = places.get(maker), info(maker).region
+        producer = _producer(node)
+        place = places.get(producer), info(producer).region
         is_inside = _is_compilable(node, outside)
-        holds = is_inside and place == where and order.holds(node) and asked.holds(node)
-        if open_ and not holds:
-            yield open_
-            open_, order, asked = [], _MovementChain(), _GradientDemand(reached)
+        is_same_place = is_inside and place == current_place
+        if nodes and not (is_same_place and chain.accepts(node) and demand.accepts(node)):
+            yield nodes
+            nodes, chain, demand = [], _MovementChain(), _GradientDemand(reached)
         if is_inside:
-            order.add(node)
-            asked.add(node)
-            open_.append(node)
-            where = place
-    if open_:
-        yield open_
+            chain.add(node)
+            demand.add(node)
+            nodes.append(node)
+            current_place = place
+    if nodes:
+        yield nodes
 
 
 def _is_compilable(node: fx.Node, outside: Collection[fx.Node]) -> bool:
     if node.op != "call_function" or node in outside or node.target in _NEVER_COMPILED:
         return False
-    if (maker := _producer(node)) is not node:
-        return _is_compilable(maker, outside)
+    if (producer := _producer(node)) is not node:
+        return _is_compilable(producer, outside)
     if info(node).joint is not None:
         return False
     region = info(node).region
@@ -254,95 +254,95 @@ def _is_compilable(node: fx.Node, outside: Collection[fx.Node]) -> bool:
 
 
 def _producer(node: fx.Node) -> fx.Node:
-    """The call of which a node is a result, or itself."""
+    """Return the call of which a node is one result, or the node itself."""
     while node.target is operator.getitem:
         node = node.all_input_nodes[0]
     return node
 
 
 class _MovementChain:
-    """Of the movements of a region: each hangs on the one before it, in backward as in forward."""
+    """The movements of a region, each of which depends on the one before it, also in backward."""
 
     def __init__(self) -> None:
         self.last: fx.Node | None = None
-        self.behind: set[fx.Node] = set()  # what hangs on the last
+        self.dependents: set[fx.Node] = set()  # nodes that depend on the last
 
-    def holds(self, node: fx.Node) -> bool:
-        """With one more call."""
-        return info(node).movement is None or self.last is None or self._hangs(node)
+    def accepts(self, node: fx.Node) -> bool:
+        """Return whether the chain holds with one more call."""
+        return info(node).movement is None or self.last is None or self._depends(node)
 
     def add(self, node: fx.Node) -> None:
         if info(node).movement is not None:
-            self.last, self.behind = node, {node}
-        elif self._hangs(node):
-            self.behind.add(node)
+            self.last, self.dependents = node, {node}
+        elif self._depends(node):
+            self.dependents.add(node)
 
-    def _hangs(self, node: fx.Node) -> bool:
-        is_back = self.last is not None and info(self.last).differentiable
-        return not self.behind.isdisjoint(node.all_input_nodes) and (
-            info(node).differentiable or not is_back
+    def _depends(self, node: fx.Node) -> bool:
+        has_backward = self.last is not None and info(self.last).differentiable
+        return not self.dependents.isdisjoint(node.all_input_nodes) and (
+            info(node).differentiable or not has_backward
         )
 
 
 def _reached_results(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Of which results of a program the backward reaches each value, a bit for each."""
-    found = dict.fromkeys(graph.nodes, 0)
+    """Return for each value a bit set of the program's results whose backward reaches it."""
+    reached = dict.fromkeys(graph.nodes, 0)
     results: Any = graph.output_node().args[0]
     for place, result in enumerate(results):
-        found[result] |= 1 << place
+        reached[result] |= 1 << place
     for node in reversed(graph.nodes):
         if info(node).differentiable:
             for value in node.all_input_nodes:
-                found[value] |= found[node]
-    return found
+                reached[value] |= reached[node]
+    return reached
 
 
 class _GradientDemand:
-    """Of a region: the results that it reaches, and those that all that it reads reaches."""
+    """The results of the program that a region reaches, and those that all its inputs reach."""
 
     def __init__(self, reached: Mapping[fx.Node, int]) -> None:
-        self._reached, self._own = reached, set[fx.Node]()
-        self._some, self._every = 0, -1
+        self._reached, self._nodes = reached, set[fx.Node]()
+        self._by_any_node, self._by_all_inputs = 0, -1
 
-    def holds(self, node: fx.Node) -> bool:
-        """With one more call: that every gradient which it gives is asked for."""
-        some, every = self._with(node)
-        return not some & ~every
+    def accepts(self, node: fx.Node) -> bool:
+        """Return whether backward needs all gradients of the region with one more call."""
+        by_any_node, by_all_inputs = self._with(node)
+        return not by_any_node & ~by_all_inputs
 
     def add(self, node: fx.Node) -> None:
-        self._some, self._every = self._with(node)
-        self._own.add(node)
+        self._by_any_node, self._by_all_inputs = self._with(node)
+        self._nodes.add(node)
 
     def _with(self, node: fx.Node) -> tuple[int, int]:
-        some, every = self._some, self._every
+        by_any_node, by_all_inputs = self._by_any_node, self._by_all_inputs
         if info(node).differentiable:
-            some |= self._reached[node]
+            by_any_node |= self._reached[node]
             for value in node.all_input_nodes:
-                if value not in self._own and info(value).differentiable:
-                    every &= self._reached[value]
-        return some, every
+                if value not in self._nodes and info(value).differentiable:
+                    by_all_inputs &= self._reached[value]
+        return by_any_node, by_all_inputs
 
 
 def _place_results_behind_calls(graph: fx.Graph) -> None:
-    """What is taken from a call of several results is taken behind it."""
+    """Move the nodes that take one of several results right behind their call."""
     for node in list(graph.nodes):
         if node.target is operator.getitem:
             node.all_input_nodes[0].append(node)
 
 
 def _move_copy_marks(
-    graph: fx.Graph, nodes: Sequence[fx.Node], call: fx.Node, given: Sequence[fx.Node]
+    graph: fx.Graph, nodes: Sequence[fx.Node], call: fx.Node, outputs: Sequence[fx.Node]
 ) -> None:
-    """Let marks of copies speak of a region in place of the readers in it."""
-    own, place = set(nodes), {node: at for at, node in enumerate(graph.nodes)}
-    last = given[-1]
+    """Move the marks that release and watch copies from the nodes of a region to its call."""
+    inside, place = set(nodes), {node: at for at, node in enumerate(graph.nodes)}
+    last = outputs[-1]
     for node in graph.find_nodes(op="call_function", target=leave_copies):
         if place[nodes[0]] < place[node] < place[call]:
             last.append(node)
     watched = [
         node
         for node in graph.find_nodes(op="call_function", target=watch_readers)
-        if node.args[0] in own
+        if node.args[0] in inside
     ]
     if not watched:
         return
@@ -352,4 +352,4 @@ def _move_copy_marks(
     for node in watched:
         graph.erase_node(node)
     with graph.inserting_after(last):
-        graph.call_function(watch_readers, (tuple(given), groups, following))
+        graph.call_function(watch_readers, (tuple(outputs), groups, following))

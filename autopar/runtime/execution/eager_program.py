@@ -1,9 +1,8 @@
-"""Eager: one rank's graph as a Python function that wastes no more time than hand-written code.
+"""Make one rank's graph a Python function that is as fast as hand-written code.
 
-What passes and readers like costs time at each call. Here the last of it goes: what capture took
-apart is joined again, operators become the functions of torch's Python interface, which are bound
-with less work, a movement is called without the dispatcher and sums in place what nobody else
-reads, and a region that is recomputed is one call.
+Forms of a graph that help passes cost time at each call. Here they end: operators that capture took
+apart are joined, and become functions of torch's Python interface. Movements are called without the
+dispatcher, and sum in place if nobody else reads the value. A recomputed region is one call.
 """
 
 from __future__ import annotations
@@ -26,17 +25,16 @@ from autopar.runtime.execution.region_calls import RegionSettings, call_regions
 from autopar.runtime.parameters.gathered_copies import GatherWindow
 from autopar.strategies.node_info import info
 
-CompileRegions = Callable[
-    [fx.Graph, Collection[fx.Node]], None
-]  # of a graph, but for some of its calls
+# Compiles the regions of a graph in place, without some of its calls.
+CompileRegions = Callable[[fx.Graph, Collection[fx.Node]], None]
 
 
 @dataclass(frozen=True)
 class EagerProgram:
-    """A graph as a function: of its placeholders, then of the whole of some inputs."""
+    """A graph as a function of its placeholders, and of some inputs in full."""
 
     function: Callable[..., Any]
-    whole_inputs: tuple[str, ...]
+    whole_inputs: tuple[str, ...]  # the names of these inputs, which come last
 
     def __call__(self, *arguments: Tensor) -> Any:
         return self.function(*arguments)
@@ -44,6 +42,7 @@ class EagerProgram:
 
 def compile_graph(
     graph: fx.Graph,
+    *,
     late: list[DeferredSum] | None = None,
     outputs: int = 0,
     whole: fx.Graph | None = None,
@@ -51,18 +50,17 @@ def compile_graph(
     halves: WeightHalves | None = None,
     copies: ParameterCopies | None = None,
     window: GatherWindow | None = None,
-    keeper: ActivationOffload | None = None,
-    compiling: CompileRegions | None = None,
+    offload: ActivationOffload | None = None,
+    compile_regions: CompileRegions | None = None,
 ) -> EagerProgram:
-    """`graph`, the program of one rank, as a function.
+    """Return `graph`, the program of one rank, as a function. None leaves an option out.
 
-    Given `late`, numbers among the first `outputs` results are left to be summed: the caller sees
-    to what stands in `late`. Given `whole`, the program of all ranks of a mesh, the caller has
-    whole inputs.
-    Given `halves`, backward is split, and they record what is put off.
-    Given `copies` of parameters, the program reads them, and they come and go through `window`.
-    What its regions keep elsewhere goes through `keeper`.
-    Given `compiling`, it is compiled, but for what has to stay outside.
+    - `late`: sums of numbers among the first `outputs` results are appended there for the caller.
+    - `whole`: the program of all ranks of `mesh`, if the caller has inputs in full.
+    - `halves`: backward is split, and they record the second halves.
+    - `copies`: the program reads copies of parameters, which come and go through `window`.
+    - `offload`: offloads the values of regions that ask for it.
+    - `compile_regions`: compiles the calls that may be compiled.
     """
 
     def sum_for_caller(x: Tensor, group: str, pending: bool) -> Tensor:
@@ -72,19 +70,19 @@ def compile_graph(
     quick = copy_subgraph(graph, graph.nodes)
     returned = 0 if late is None else outputs
     is_split, copies = halves is not None, copies or ParameterCopies()
-    # What runs in a step, or is called on processes, is differentiated once.
-    how = {"once": window is not None, "compiled": compiling is not None}
-    setting = LocalSetting(whole, mesh, returned, is_split, copies, **how)
+    # A program of a step, or one that is called on processes, is differentiated once.
+    options = {"once": window is not None, "compiled": compile_regions is not None}
+    setting = LocalSetting(whole, mesh, returned, is_split, copies, **options)
     run_local_passes(quick, setting)
-    if compiling is not None:
-        apart = [node for node in quick.nodes if info(node).weight_inputs is not None]
-        compiling(quick, frozenset(apart if is_split else ()))
-    coming = {} if window is None else window.calls
+    if compile_regions is not None:
+        split_calls = [node for node in quick.nodes if info(node).weight_inputs is not None]
+        compile_regions(quick, frozenset(split_calls if is_split else ()))
+    window_calls = {} if window is None else window.calls
     origins = [info(node).origin for node in quick.nodes if node.op == "placeholder"]
     plain: dict[fx.Node, Any] = {}
     for node in quick.nodes:
-        if node.target in coming:
-            node.target = coming[node.target]
+        if node.target in window_calls:
+            node.target = window_calls[node.target]
         elif node.target is defer_sum:
             node.target = sum_for_caller
         elif node.target in EAGER:
@@ -94,8 +92,8 @@ def compile_graph(
         if halves is not None and (weights := info(node).weight_inputs) is not None:
             plain[node] = node.target
             node.target = halves.deferring(node.target, weights)
-    beside = [halves.discarding] if halves is not None else []
-    beside = beside if window is None else [*beside, window.rerun_forward]
-    call_regions(quick, RegionSettings(beside, plain, keeper, window))
+    contexts = [halves.discarding] if halves is not None else []
+    contexts = contexts if window is None else [*contexts, window.rerun_forward]
+    call_regions(quick, RegionSettings(contexts, plain, offload, window))
     wholes = tuple(name for kind, name in origins if kind == "whole")
     return EagerProgram(profiled_function(quick), wholes)

@@ -1,10 +1,10 @@
-"""Ranges: under torch's profiler, a program says in which module each call stands, and what moves.
+"""Name ranges of torch's profiler after the modules and movements of a program.
 
     with torch.profiler.profile() as profiled:
         pm.step(ids, labels)
     profiled.export_chrome_trace("step.json")   # ranges "layers.0.up", "all_reduce over tp", ...
 
-Actions of a schedule are told by its executor. Without a profiler nothing of this runs.
+The ranges of a schedule's actions come from its executor. Without a profiler nothing here runs.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from autopar.strategies.node_info import info
 
 
 def profiled_function(graph: fx.Graph) -> Callable[..., Any]:
-    """A graph as a function, which tells of its calls while a profiler listens."""
-    made = fx.GraphModule({}, graph)
-    plain = made.forward
+    """Return a graph as a function, which names its calls while a profiler records."""
+    module = fx.GraphModule({}, graph)
+    plain = module.forward
 
     def function(*inputs: Any) -> Any:
-        return ProfiledInterpreter(made).run(*inputs) if is_profiling() else plain(*inputs)
+        return ProfiledInterpreter(module).run(*inputs) if is_profiling() else plain(*inputs)
 
     return function
 
 
 class ProfiledInterpreter(fx.Interpreter):
-    """Runs a graph call by call, those of one module that follow one another in one range."""
+    """Runs a graph call by call, with neighbouring calls of one module in one range."""
 
     def run(self, *inputs: Any, **options: Any) -> Any:
         self._module: str | None = None
@@ -40,7 +40,7 @@ class ProfiledInterpreter(fx.Interpreter):
             return super().run(*inputs, **options)
 
     def run_node(self, n: fx.Node) -> Any:
-        """In the range of its module, and of a movement."""
+        """Run a call in the range of its module, and in one of its movement."""
         if n.op != "call_function":
             return super().run_node(n)
         if (module := info(n).module) != self._module:

@@ -1,15 +1,14 @@
-"""Recompute: regions of a program that keep less from forward to backward.
+"""Recompute regions of a program, so that less is kept from forward to backward.
 
-    y = Full(function)(x, w)               keeps x; the first that backward reads of the rest makes
-                                           it all again, by one more forward
-    region = Selective(function)           keeps all but the values of the calls that it notes;
-    call = region.noted(gelu)              each is made again where backward first reads it
-    Full(function, leaving=Leaving(...))   keeps inputs elsewhere (away.py), which come back when
-                                           backward first reads of them; Selective values too
+    y = FullRecompute(function)(x, w)      keeps x; backward's first read of another value runs
+                                           forward once more
+    region = SelectiveRecompute(function)  keeps all values but those of some calls;
+    call = region.recompute(gelu)          each is made again where backward first reads it
+    FullRecompute(function, offload=...)   offloads inputs (`activation_offload.py`)
 
-Autograd sees the operators of the first forward and no others: what it kept of them has a stand-in,
-which the values that are made again are put into. What a region keeps where it is goes through the
-hooks on saved tensors that stand around it.
+Autograd sees the operators of the first forward alone. Each tensor that it saves there has a
+stand-in, which the second forward fills. Tensors that a region keeps where they are go through the
+hooks on saved tensors around the region.
 """
 
 from __future__ import annotations
@@ -38,29 +37,32 @@ ContextFactory = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class RegionOffload:
-    """What of a region is kept elsewhere: of each input the axes that cut it, None if it stays."""
+    """The values of a region that are offloaded."""
 
-    keeper: ActivationOffload
-    inputs: Sequence[Axes | None]
+    offload: ActivationOffload
+    inputs: Sequence[Axes | None]  # the axes that cut each input; None: it stays
     on_host: bool
 
     def put(self, values: Sequence[Tensor], axes: Axes) -> OffloadedMemory:
-        return self.keeper.put(values, axes, self.on_host)
+        """Offload one value, of which each rank of this process has a copy in `values`."""
+        return self.offload.put(values, axes, on_host=self.on_host)
 
-    def of(self, given: Sequence[Any]) -> dict[StorageWeakRef, tuple[OffloadedMemory, int]]:
-        """The memory of inputs that leaves; of each value there is one on each rank."""
-        count = len(given) // len(self.inputs) if self.inputs else 0
-        stay = _storages([v for i, v in enumerate(given) if self.inputs[i // count] is None])
-        found: dict[StorageWeakRef, tuple[OffloadedMemory, int]] = {}
+    def put_inputs(
+        self, arguments: Sequence[Any]
+    ) -> dict[StorageWeakRef, tuple[OffloadedMemory, int]]:
+        """Offload inputs, of which `arguments` has one for each rank; return them by storage."""
+        count = len(arguments) // len(self.inputs) if self.inputs else 0
+        stay = _storages([v for i, v in enumerate(arguments) if self.inputs[i // count] is None])
+        offloaded: dict[StorageWeakRef, tuple[OffloadedMemory, int]] = {}
         for at, axes in enumerate(self.inputs):
-            values = given[at * count : (at + 1) * count]
+            values = arguments[at * count : (at + 1) * count]
             if axes is None or not stay.isdisjoint(_storages(values)):
                 continue
-            memory = [StorageWeakRef(value.untyped_storage()) for value in values]
-            if memory[0] not in found:
-                away = self.put(values, axes)
-                found |= {one: (away, place) for place, one in enumerate(memory)}
-        return found
+            storages = [StorageWeakRef(value.untyped_storage()) for value in values]
+            if storages[0] not in offloaded:
+                memory = self.put(values, axes)
+                offloaded |= {storage: (memory, place) for place, storage in enumerate(storages)}
+        return offloaded
 
 
 class FullRecompute:
@@ -69,13 +71,14 @@ class FullRecompute:
     def __init__(
         self,
         function: Function,
+        *,
         is_random: bool = False,
-        beside: Sequence[ContextFactory] = (),
-        leaving: RegionOffload | None = None,
+        contexts: Sequence[ContextFactory] = (),
+        offload: RegionOffload | None = None,
     ) -> None:
-        """`beside`: what the second forward runs in."""
-        self.function, self.is_random, self.beside = function, is_random, beside
-        self.leaving = leaving
+        """Wrap `function`, whose second forward runs in `contexts`; None offloads no input."""
+        self.function, self.is_random, self.contexts = function, is_random, contexts
+        self.offload = offload
 
     def __call__(self, *inputs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -84,13 +87,13 @@ class FullRecompute:
         with saved_tensors_hooks(run.pack, _unpack_saved):
             results = self.function(*inputs)
         run.settle()
-        run.own.clear()
-        run.away.clear()
+        run.input_storages.clear()
+        run.offloaded.clear()
         return results
 
 
 class _StandIn:
-    """For a tensor that is not kept. The last to go lets go of the run."""
+    """The stand-in of a saved tensor that is not kept; the last of a run frees the run."""
 
     __slots__ = ("__weakref__", "run", "value")
 
@@ -100,14 +103,15 @@ class _StandIn:
 
     def unpack(self) -> Tensor:
         if self.value is None:
-            self.run.again()
+            self.run.rerun()
         assert self.value is not None
         return self.value
 
 
 class _SavedTensor:
-    """A tensor that is kept, as the hooks around the region want it. If they take it as it is, it
-    must not change; torch does not look at what goes through hooks."""
+    """A tensor that is kept, as the hooks around the region pack it.
+
+    If they return the tensor itself, it must not change; torch does not check it behind hooks."""
 
     __slots__ = ("packed", "unpack_", "version")
 
@@ -116,7 +120,7 @@ class _SavedTensor:
         self.settle()
 
     def settle(self) -> None:
-        """The copies that the region reads have come: they change no more."""
+        """Take the version of a tensor that changes no more, as gathered copies have come."""
         self.version = _tensor_version(self.packed)
 
     def unpack(self) -> Tensor:
@@ -126,7 +130,7 @@ class _SavedTensor:
 
 
 def _tensor_version(value: Any) -> int:
-    """Grows when a tensor, or what it is a view of, changes in place."""
+    """Return a number that grows when a tensor, or the base of a view, changes in place."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
@@ -135,33 +139,32 @@ def _unpack_saved(saved: _StandIn | _SavedTensor | _SavedReference | _ValueView)
 
 
 class _AllRecomputed(Exception):
-    """All that backward reads of a run has been made again."""
+    """Raised when all tensors of a run that backward reads are recomputed."""
 
 
 class _RecomputedRun:
-    """One run of a function: what it was given, and stand-ins for all that it kept besides."""
+    """One run of a function: its inputs, and stand-ins for all other tensors that it saves."""
 
     def __init__(self, region: FullRecompute, inputs: Sequence[Any]) -> None:
         self.region, (self._pack, self._unpack) = region, saved_tensor_hooks()
-        self.own = _storages(inputs)
-        self.away = {} if region.leaving is None else region.leaving.of(inputs)
+        self.input_storages = _storages(inputs)
+        self.offloaded = {} if region.offload is None else region.offload.put_inputs(inputs)
         self.stand_ins: list[ReferenceType[_StandIn]] = []
         self._inputs: list[tuple[Any, bool | None]] = [
-            (self._kept(value.detach()), value.requires_grad)
+            (self._save_input(value.detach()), value.requires_grad)
             if isinstance(value, Tensor)
             else (value, None)
             for value in inputs
         ]
         self._random = _random_states(inputs) if region.is_random else None
 
-    def _kept(self, tensor: Tensor) -> _SavedTensor | _ValueView:
-        """An input, or a view of one."""
-        found = self.away.get(StorageWeakRef(tensor.untyped_storage())) if self.away else None
-        return (
-            _SavedTensor(self._pack(tensor), self._unpack)
-            if found is None
-            else _ValueView.of(tensor, found)
-        )
+    def _save_input(self, tensor: Tensor) -> _SavedTensor | _ValueView:
+        """Save an input, or a view of one."""
+        storage = StorageWeakRef(tensor.untyped_storage()) if self.offloaded else None
+        offloaded = self.offloaded.get(storage) if storage is not None else None
+        if offloaded is not None:
+            return _ValueView.of(tensor, offloaded)
+        return _SavedTensor(self._pack(tensor), self._unpack)
 
     def settle(self) -> None:
         for value, _ in self._inputs:
@@ -169,27 +172,28 @@ class _RecomputedRun:
                 value.settle()
 
     def pack(self, tensor: Tensor) -> _StandIn | _SavedTensor | _ValueView:
-        if memory_of(tensor) in self.own:
-            return self._kept(tensor)
+        if memory_of(tensor) in self.input_storages:
+            return self._save_input(tensor)
         stand_in = _StandIn(self)
         self.stand_ins.append(ref(stand_in))
         return stand_in
 
-    def again(self) -> None:
-        """Run it once more, and put what it keeps this time in the place of the stand-ins."""
+    def rerun(self) -> None:
+        """Run the function once more, and fill the stand-ins with the tensors that it saves."""
         inputs = [
             value if learns is None else value.unpack().detach().requires_grad_(learns)
             for value, learns in self._inputs
         ]
         self._inputs.clear()
-        own, waiting = _storages(inputs), [stand_in() for stand_in in self.stand_ins]
+        input_storages = _storages(inputs)
+        waiting = [stand_in() for stand_in in self.stand_ins]
         self.stand_ins.clear()
         last = max(i for i, stand_in in enumerate(waiting) if stand_in is not None)
         count = 0
 
         def pack(tensor: Tensor) -> None:
             nonlocal count
-            if memory_of(tensor) in own:
+            if memory_of(tensor) in input_storages:
                 return
             if (stand_in := waiting[count]) is not None:
                 stand_in.value = tensor.detach()  # without the graph of this run
@@ -199,8 +203,8 @@ class _RecomputedRun:
 
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            for beside in self.region.beside:
-                stack.enter_context(beside())
+            for context in self.region.contexts:
+                stack.enter_context(context())
             stack.enter_context(_replay_random_states(self._random))
             stack.enter_context(saved_tensors_hooks(pack, _never))
             with suppress(_AllRecomputed):
@@ -212,55 +216,55 @@ def _never(_: None) -> Tensor:
 
 
 class SelectiveRecompute:
-    """A function that does not keep the values of some of its calls, and others elsewhere."""
+    """A function that recomputes the values of some of its calls, and offloads others."""
 
-    def __init__(self, function: Function, leaving: RegionOffload | None = None) -> None:
-        self.function, self.leaving = function, leaving
+    def __init__(self, function: Function, offload: RegionOffload | None = None) -> None:
+        """Wrap `function`; `offload` None offloads nothing."""
+        self.function, self.offload = function, offload
         self._pack, self._unpack = saved_tensor_hooks()
-        # While it runs, of what is made again or kept elsewhere.
-        self._found: dict[StorageWeakRef, tuple[_RecomputedCall | OffloadedMemory, int]] | None = (
-            None
-        )
-        self._stays: set[int] = set()  # the memory of inputs that is not kept elsewhere
-        self._fresh: list[_SavedReference] | None = None  # kept by the call that runs
+        # While it runs, the source of each value that is recomputed or offloaded.
+        self._sources: dict[StorageWeakRef, tuple[_RecomputedCall | OffloadedMemory, int]] | None
+        self._sources = None
+        self._input_storages: set[int] = set()  # only where values are offloaded
+        self._fresh: list[_SavedReference] | None = None  # saved by the call that runs
 
     def __call__(self, *inputs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.function(*inputs)
-        self._found, (self._pack, self._unpack) = {}, saved_tensor_hooks()
+        self._sources, (self._pack, self._unpack) = {}, saved_tensor_hooks()
         try:
-            if self.leaving is not None:
-                self._found |= self.leaving.of(inputs)
-                self._stays, self._fresh = _storages(inputs), []
+            if self.offload is not None:
+                self._sources |= self.offload.put_inputs(inputs)
+                self._input_storages, self._fresh = _storages(inputs), []
             with saved_tensors_hooks(self._save, _unpack_saved):
                 results = self.function(*inputs)
                 self._settle()
                 return results
         finally:
-            self._found = self._fresh = None
-            self._stays.clear()
+            self._sources = self._fresh = None
+            self._input_storages.clear()
 
-    def noted(self, function: Function, plain: Function | None = None) -> Function:
-        """`function`, whose values are not kept: `plain`, or itself, makes them again."""
+    def recompute(self, function: Function, plain: Function | None = None) -> Function:
+        """Return `function` with values that are not kept; `plain` or itself makes them again."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._found is None:
+            if self._sources is None:
                 return function(*args, **kwargs)
             if self._fresh is None:
                 self._fresh = []
             values = function(*args, **kwargs)
-            given = pytree.tree_map_only(Tensor, self._later, (args, kwargs))
-            again = _RecomputedCall(plain or function, *given)
+            args, kwargs = pytree.tree_map_only(Tensor, self._reference, (args, kwargs))
+            recomputed = _RecomputedCall(plain or function, args, kwargs)
             for place, value in enumerate(_leaves(values)):
                 if isinstance(value, Tensor):
-                    self._found[StorageWeakRef(value.untyped_storage())] = again, place
+                    self._sources[StorageWeakRef(value.untyped_storage())] = recomputed, place
             self._settle()
             return values
 
         return call
 
-    def leaves(self, function: Function, axes: Axes) -> Function:
-        """`function`, whose value is kept elsewhere."""
+    def offloading(self, function: Function, axes: Axes) -> Function:
+        """Return `function` with a value that is offloaded."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             value = function(*args, **kwargs)
@@ -270,54 +274,54 @@ class SelectiveRecompute:
         return call
 
     def put(self, values: Sequence[Tensor], axes: Axes) -> None:
-        """Keep a value, one on each rank, elsewhere."""
-        if self._found is not None:
-            assert self.leaving is not None
-            away = self.leaving.put(values, axes)
+        """Offload a value, of which each rank of this process has a copy in `values`."""
+        if self._sources is not None:
+            assert self.offload is not None
+            memory = self.offload.put(values, axes)
             for place, value in enumerate(values):
-                self._found[StorageWeakRef(value.untyped_storage())] = away, place
+                self._sources[StorageWeakRef(value.untyped_storage())] = memory, place
             self._settle()
 
     def _settle(self) -> None:
-        """Keep what calls kept, now that it is known whether it is made again."""
-        fresh, self._fresh = self._fresh or (), None if self.leaving is None else []
-        for noted in fresh:
-            noted.saved = self._later(noted.saved)
-            self._keep(noted)
+        """Keep the tensors that calls saved, now that the sources of their values are known."""
+        fresh, self._fresh = self._fresh or (), None if self.offload is None else []
+        for reference in fresh:
+            reference.saved = self._reference(reference.saved)
+            self._keep(reference)
 
     def _save(self, tensor: Tensor) -> _SavedReference:
-        noted = _SavedReference(self._later(tensor))
-        if isinstance(noted.saved, Tensor) and self._fresh is not None:
-            self._fresh.append(noted)  # it may be a value of this very call
+        reference = _SavedReference(self._reference(tensor))
+        if isinstance(reference.saved, Tensor) and self._fresh is not None:
+            self._fresh.append(reference)  # it may be a value of this very call
         else:
-            self._keep(noted)
-        return noted
+            self._keep(reference)
+        return reference
 
-    def _keep(self, noted: _SavedReference) -> None:
-        saved, leaving = noted.saved, self.leaving
+    def _keep(self, reference: _SavedReference) -> None:
+        saved, offload = reference.saved, self.offload
         if not isinstance(saved, Tensor):
             return
-        if leaving is not None and leaving.on_host and self._is_own(saved):
-            assert self._found is not None
-            found = leaving.put([saved], ()), 0
-            self._found[StorageWeakRef(saved.untyped_storage())] = found
-            noted.saved = _ValueView.of(saved, found)
+        if offload is not None and offload.on_host and self._is_made_for_backward(saved):
+            assert self._sources is not None
+            source = offload.put([saved], ()), 0
+            self._sources[StorageWeakRef(saved.untyped_storage())] = source
+            reference.saved = _ValueView.of(saved, source)
         else:
-            noted.saved = _SavedTensor(self._pack(saved), self._unpack)
+            reference.saved = _SavedTensor(self._pack(saved), self._unpack)
 
-    def _is_own(self, tensor: Tensor) -> bool:
-        """Whether an operator made a tensor for its own backward: sums of rows, a mask."""
-        return tensor.dim() > 0 and memory_of(tensor) not in self._stays
+    def _is_made_for_backward(self, tensor: Tensor) -> bool:
+        """Return whether an operator made a tensor for its backward: sums of rows, a mask."""
+        return tensor.dim() > 0 and memory_of(tensor) not in self._input_storages
 
-    def _later(self, tensor: Tensor) -> Tensor | _ValueView:
-        """How a tensor will be had in backward: it is kept anyway, or made again."""
-        assert self._found is not None
-        found = self._found.get(StorageWeakRef(tensor.untyped_storage()))
-        return tensor.detach() if found is None else _ValueView.of(tensor, found)
+    def _reference(self, tensor: Tensor) -> Tensor | _ValueView:
+        """Return a view of the source of a tensor, or the tensor itself if it is kept anyway."""
+        assert self._sources is not None
+        source = self._sources.get(StorageWeakRef(tensor.untyped_storage()))
+        return tensor.detach() if source is None else _ValueView.of(tensor, source)
 
 
 class _RecomputedCall:
-    """A call that is made again when one of its values is first wanted."""
+    """A call that runs again when backward first reads one of its values."""
 
     __slots__ = ("args", "function", "kwargs", "values", "version")
 
@@ -343,9 +347,9 @@ class _RecomputedCall:
 
 
 class _ValueView(NamedTuple):
-    """A piece of a value that is made again, or brought back."""
+    """A view of a value that is recomputed, or restored from where it was offloaded."""
 
-    again: _RecomputedCall | OffloadedMemory
+    source: _RecomputedCall | OffloadedMemory
     place: int
     dtype: torch.dtype
     shape: torch.Size
@@ -353,18 +357,20 @@ class _ValueView(NamedTuple):
     start: int
 
     @classmethod
-    def of(cls, tensor: Tensor, found: tuple[_RecomputedCall | OffloadedMemory, int]) -> _ValueView:
+    def of(
+        cls, tensor: Tensor, source: tuple[_RecomputedCall | OffloadedMemory, int]
+    ) -> _ValueView:
         start = int(tensor.storage_offset())
-        return cls(*found, tensor.dtype, tensor.shape, tensor.stride(), start)
+        return cls(*source, tensor.dtype, tensor.shape, tensor.stride(), start)
 
     def unpack(self) -> Tensor:
-        whole = self.again(self.place)
-        whole = whole if whole.dtype == self.dtype else whole.view(self.dtype)
-        return whole.as_strided(self.shape, self.strides, self.start)
+        value = self.source(self.place)
+        value = value if value.dtype == self.dtype else value.view(self.dtype)
+        return value.as_strided(self.shape, self.strides, self.start)
 
 
 class _SavedReference:
-    """What autograd keeps in a selective region."""
+    """The object that autograd saves for a tensor in a selective region."""
 
     __slots__ = ("saved",)
 
@@ -384,7 +390,7 @@ def _leaves(values: Any) -> list[Any]:
 
 
 def _storages(values: Sequence[Any]) -> set[int]:
-    """The memory of tensors that live on, wherever it lies: it may come and go."""
+    """Return the keys of tensors' storages, which stay when their memory comes and goes."""
     return {memory_of(v) for v in values if isinstance(v, Tensor)}
 
 
@@ -397,7 +403,7 @@ def _random_states(inputs: Sequence[Any]) -> RandomStates:
 
 @contextmanager
 def _replay_random_states(states: RandomStates | None) -> Iterator[None]:
-    """With the random numbers that the first run drew."""
+    """Return a context that draws the random numbers of the first run again."""
     if states is None:
         yield
         return

@@ -161,11 +161,8 @@ class GatherWindow:
     @property
     def calls(self) -> dict[Any, Callable[..., None]]:
         """Return the methods that carry out a program's calls."""
-        return {
-            have_copies: self.request,
-            leave_copies: self.release,
-            watch_readers: self.watch_backward,
-        }
+        watch = self.watch_backward
+        return {have_copies: self.request, leave_copies: self.release, watch_readers: watch}
 
     def request(self, number: int, following: int) -> None:
         """Gather a group that forward is about to read, and prefetch the `following` one."""

@@ -296,10 +296,9 @@ class GradientSync:
             for position in spec.reduce_actions:
                 self._keys_at.setdefault(position, []).append(key)
         # The last bucket is full when backward ends: it is summed then, and nobody needs to count.
+        this = ref(self)
         self._hooks = [
-            entry.leaf.register_post_accumulate_grad_hook(
-                partial(_count_arrival, ref(self), number)
-            )
+            entry.leaf.register_post_accumulate_grad_hook(partial(_count_arrival, this, number))
             for number, bucket in enumerate(self.buckets[:-1])
             if any(specs[bucket.key].reduce_actions.values())
             for entry in bucket.entries

@@ -83,10 +83,8 @@ class InitialValues:
         if self._deferred:
             self._initialisers = Initialisers(self._model, self._init)
             wanted = {id(self.tensors[name]): name for name in self._deferred}
-            unfilled = self._initialisers.find_unfilled(
-                [self.tensors[name] for name in self._deferred]
-            )
-            if unfilled:
+            deferred = [self.tensors[name] for name in self._deferred]
+            if unfilled := self._initialisers.find_unfilled(deferred):
                 raise InvalidInput(
                     "every parameter and buffer has values, or an initialiser that makes them",
                     got=f"on the meta device: {', '.join(wanted[id(t)] for t in unfilled)}",

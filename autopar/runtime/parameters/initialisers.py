@@ -76,10 +76,8 @@ class Initialisers:
         for module in model.modules():
             for tensor in _direct_tensors(module):
                 self._owners.setdefault(id(tensor), module)
-        self._calls = [
-            self._try_call(module, run, name)
-            for module, run, name in _list_initialisers(model, init)
-        ]
+        calls = _list_initialisers(model, init)
+        self._calls = [self._try_call(module, run, name) for module, run, name in calls]
 
     def find_unfilled(self, wanted: Collection[Tensor]) -> list[Tensor]:
         """Return the tensors of `wanted` that no initialiser fills completely."""

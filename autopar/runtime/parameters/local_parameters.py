@@ -45,8 +45,7 @@ class LocalParameters:
     ) -> None:
         """Prepare `rank` of `mesh`, which computes on `device`, for the copies that `plans` groups.
 
-        `group_over` returns the process group of some axes; None where nothing is gathered.
-        """
+        `group_over` returns the process group of some axes; None where nothing is gathered."""
         self._device = device
         self.link = (
             HostLink(device) if any(plan.kind.goes_up for plan in plans) and device else None
@@ -149,10 +148,7 @@ class LocalParameters:
     ) -> GatheredGroup:
         names = plan.names
         parameters: list[Tensor] = [self.parameters[name] for name in names]
-        targets = [
-            self._target(plan, movement, is_new=movement.name in replaced)
-            for movement in plan.parameters
-        ]
+        targets = [self._target(plan, m, is_new=m.name in replaced) for m in plan.parameters]
         is_second = plan.kind.is_last and not plan.kind.lasts
         sources = [
             self._intermediate[name] if is_second and name in holder else local_of(parameter)
@@ -167,16 +163,9 @@ class LocalParameters:
         group = self._group_over(plan.kind.axes) if plan.kind.axes and self._group_over else None
         needs = tuple(dict.fromkeys(holder[name] for name in names if name in holder))
         exchange = self._exchange(plan, group, targets[0]) if group is not None else None
-        link = self.link if plan.kind.goes_up else None
+        is_step_long, link = plan.kind.lasts, self.link if plan.kind.goes_up else None
         return GatheredGroup(
-            number,
-            exchange,
-            parameters,
-            sources,
-            targets,
-            is_step_long=plan.kind.lasts,
-            needs=needs,
-            link=link,
+            number, exchange, parameters, sources, targets, is_step_long, needs, link
         )
 
     def _target(
@@ -200,16 +189,7 @@ class LocalParameters:
         self, plan: CopyGroup[ParameterMovement], group: dist.ProcessGroup, like: Tensor
     ) -> PieceExchange:
         assert self._mesh is not None
-        pieces = [
-            TensorPieces.between(
-                way.coarse,
-                way.fine,
-                movement.shape,
-                mesh=self._mesh,
-                rank=self._rank,
-                axes=plan.kind.axes,
-            )
-            for movement in plan.parameters
-            for way in [plan.kind.way(movement)]
-        ]
+        where: dict[str, Any] = {"mesh": self._mesh, "rank": self._rank, "axes": plan.kind.axes}
+        ways = [(movement.shape, plan.kind.way(movement)) for movement in plan.parameters]
+        pieces = [TensorPieces.between(way.coarse, way.fine, s, **where) for s, way in ways]
         return PieceExchange(pieces, group, like.dtype, like.device)

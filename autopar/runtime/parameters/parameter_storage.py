@@ -31,11 +31,7 @@ class ParameterStorage:
             return placed
         assert isinstance(placed, DTensor)
         local = local_of(placed).to(HOST).pin_memory()
+        shape, stride = placed.shape, placed.stride()
         return DTensor.from_local(
-            local,
-            self._mesh,
-            placed.placements,
-            run_check=False,
-            shape=placed.shape,
-            stride=placed.stride(),
+            local, self._mesh, placed.placements, run_check=False, shape=shape, stride=stride
         )
