@@ -1,4 +1,7 @@
-"""Admission: what a call and its program must be to be carried out, and what a user is told."""
+"""The checks that a call of `plan` or `parallelize` passes before it is carried out.
+
+Each function refuses one contradiction with the rule, the options and a remedy.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +34,21 @@ from autopar.text.units import counted
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's parameters are, or will be; no model is refused by all ranks together."""
+    """Return the device of a model's parameters; the CPU for meta devices, or for no model."""
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
     return next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
 
 
 PLAN = OptionKind(
     "what plan() made, or one from a file",
-    lambda given: isinstance(given, Plan | SavedPlan | None),
+    lambda value: isinstance(value, Plan | SavedPlan | None),
     'ap.Plan.load("plan.json")',
 )
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What `parallelize` takes besides a plan: how a program runs."""
+    """The options of `parallelize` that say how a program runs."""
 
     backend: str | None
     local_inputs: bool
@@ -56,31 +59,31 @@ class RunOptions:
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> RunOptions:
-        """Those of a function that takes them all, from its arguments by name."""
+        """Return the options among a function's arguments, of which it takes all."""
         return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
     @property
-    def said(self) -> dict[str, Hashable]:
-        """What is alike on all ranks, as one says it to others."""
+    def comparable(self) -> dict[str, Hashable]:
+        """The options in a form in which ranks compare them."""
         return {field.name: comparable_option(getattr(self, field.name)) for field in fields(self)}
 
     def validate(self, place: str, plan: object, device: torch.device) -> None:
-        """Refuse what one process sees by itself, on a backend."""
-        validate_running(place, plan, self.local_inputs, self.check)
+        """Refuse options that one process sees to be wrong, on a backend."""
+        validate_running(place, plan, local_inputs=self.local_inputs, check=self.check)
         validate_profile(self.profile, plan)
         validate_outputs(place, self.outputs)
         validate_compile(self.compile, device)
 
 
 def comparable_option(value: object) -> Hashable:
-    """An option as ranks say it: equal where these give the same, wherever it lies in memory."""
+    """Return an option in a form that is equal for equal options, whatever their addresses."""
     return value if isinstance(value, bool | str | None) else _text(value)
 
 
 def _text(value: object) -> str:
     if isinstance(value, Mapping):
-        pairs = sorted((repr(key), _text(one)) for key, one in value.items())
-        return f"{{{', '.join(f'{key}: {one}' for key, one in pairs)}}}"
+        pairs = sorted((repr(key), _text(item)) for key, item in value.items())
+        return f"{{{', '.join(f'{key}: {text}' for key, text in pairs)}}}"
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
@@ -90,7 +93,7 @@ BACKENDS = {
 }
 
 
-def validate_running(place: str, plan: object, local_inputs: bool, check: bool) -> None:
+def validate_running(place: str, plan: object, *, local_inputs: bool, check: bool) -> None:
     """Refuse a way to run a program that contradicts itself."""
     require_one_of("backend", place, BACKENDS)
     PLAN("plan", plan)
@@ -110,7 +113,7 @@ def validate_running(place: str, plan: object, local_inputs: bool, check: bool) 
 
 PROFILE = OptionKind(
     "a number of plans to run, from 1, or None",
-    lambda given: given is None or is_count(given),
+    lambda value: value is None or is_count(value),
     "10",
 )
 
@@ -174,9 +177,9 @@ def validate_pieces(outputs: str, stages: int) -> None:
 
 COMPILED = OptionKind(
     "True, False or options of torch.compile by name",
-    lambda given: (
-        isinstance(given, bool)
-        or (isinstance(given, Mapping) and all(isinstance(name, str) for name in given))
+    lambda value: (
+        isinstance(value, bool)
+        or (isinstance(value, Mapping) and all(isinstance(name, str) for name in value))
     ),
     'True, or {"mode": "max-autotune-no-cudagraphs"}',
 )
@@ -214,7 +217,7 @@ def validate_compile(compile: object, device: torch.device) -> None:
 
 
 def validate_compiled_mesh(place: str, compile: object, mesh: Mesh) -> None:
-    """Refuse to compile what runs on lists of tensors."""
+    """Refuse to compile for a virtual mesh of several ranks, which runs on lists of tensors."""
     if compile is not False and place == "virtual" and mesh.size > 1:
         raise InvalidInput(
             "what is compiled is the program of one rank, and the virtual mesh runs all of them "
@@ -226,14 +229,14 @@ def validate_compiled_mesh(place: str, compile: object, mesh: Mesh) -> None:
 
 
 def admit(captured: Captured, request: Request, options: PlanOptions) -> Request:
-    """The request for this very program, if that can be planned as asked."""
+    """Return the request for this very program, or refuse it."""
     if options.strict:
         require_rules(captured)
     statistics = batch_statistics(captured)
     if statistics and options.microbatches == "auto" and not isinstance(options.schedule, Schedule):
-        request = _in_one(statistics, request, options)
+        request = _in_one_microbatch(statistics, request, options)
     elif not captured.has_loss and options.microbatches == "auto" and options.schedule == "auto":
-        request = _at_once(request, options)
+        request = _without_loss(request, options)
     if request.mesh is not None:
         refuse_random(captured, request.mesh, request.microbatches or 1)
     return request
@@ -241,7 +244,7 @@ def admit(captured: Captured, request: Request, options: PlanOptions) -> Request
 
 @cache
 def tell_of_virtual_mesh() -> None:
-    """Once in a process, where other devices would compute too: nobody asks them to."""
+    """Warn once in a process that other devices of this machine do not compute."""
     devices = torch.accelerator.device_count()
     if devices > 1:
         warn(
@@ -251,8 +254,8 @@ def tell_of_virtual_mesh() -> None:
         )
 
 
-def _at_once(request: Request, options: PlanOptions) -> Request:
-    """Without stages and micro-batches that nobody asked for, which need the loss."""
+def _without_loss(request: Request, options: PlanOptions) -> Request:
+    """Remove stages and micro-batches that nobody asked for from a request: they need the loss."""
     if options.mesh is not None and request.axis is not None:
         return request
     if options.mesh is None and options.pipeline not in ("auto", None):
@@ -260,18 +263,20 @@ def _at_once(request: Request, options: PlanOptions) -> Request:
     return replace(request, axis=None, stages=1, microbatches=1)
 
 
-def _in_one(statistics: Sequence[fx.Node], request: Request, options: PlanOptions) -> Request:
-    """With one micro-batch, where more, which nobody asked for, change the loss."""
+def _in_one_microbatch(
+    statistics: Sequence[fx.Node], request: Request, options: PlanOptions
+) -> Request:
+    """Return the request with one micro-batch: more, which nobody asked for, change the loss."""
     with suppress(InvalidInput):
-        one = replace(read_request(replace(options, microbatches=1)), wanted=request.wanted)
-        if one.microbatches == 1:
-            return one
-    made = request.schedule
-    assert made is not None
+        uncut = replace(read_request(replace(options, microbatches=1)), wanted=request.wanted)
+        if uncut.microbatches == 1:
+            return uncut
+    schedule = request.schedule
+    assert schedule is not None
     raise InvalidInput(
         "micro-batches that change what a step computes are taken only when asked for",
-        got=f"schedule {made.name!r}, which needs several, and {named_statistics(statistics)}, "
+        got=f"schedule {schedule.name!r}, which needs several, and {named_statistics(statistics)}, "
         "which would take statistics over each alone",
-        remedy=f"microbatches={made.microbatches}, or another schedule",
+        remedy=f"microbatches={schedule.microbatches}, or another schedule",
         source=info(statistics[0]).source,
     )

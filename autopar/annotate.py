@@ -1,4 +1,4 @@
-"""shard(): say where a few modules, functions or tensors live; the rest follows.
+"""shard(): annotate a few modules, functions or tensors with layouts; the rest follows.
 
     shard(model.up, params={"weight": ("tp", None)})       a module's parameters
     shard(model.bn, ((4, 1),))                              a module's inputs, in order
@@ -46,7 +46,7 @@ def shard(
     device: str | None = None,
     recompute: RecomputeSetting | Literal["auto"] = "auto",
 ) -> Target:
-    """Annotates a module (in place), wraps a function, or marks a tensor; the search keeps it.
+    """Annotate a module (in place), wrap a function, or mark a tensor; the search keeps it.
 
     Each dim takes None (not cut), the name of a mesh axis, a tuple of names (outermost first), or a
     number of slices.
@@ -56,7 +56,7 @@ def shard(
         in_strategy: For a tensor one entry for each dim. For a module or function a tuple of such
             tuples, one for each tensor input in order; None leaves an input free. Example:
             `ap.shard(torch.matmul, ((1, 1), (1, 4)))`.
-        out_strategy: The same for the outputs of a module or function.
+        out_strategy: Entries for the outputs of a module or function, as for inputs.
         params: Entries for parameters by name, dotted from the module. Example:
             `ap.shard(model.up, params={"weight": ("tp", None)})`.
         stage: The number of the pipeline stage that begins with this module.
@@ -123,12 +123,12 @@ def _require_plain(target: nn.Module) -> None:
             )
 
 
-def _recompute(target: Any, given: Any) -> None:
-    how = Recompute.of(given)
+def _recompute(target: Any, setting: Any) -> None:
+    how = Recompute.of(setting)
     if not isinstance(target, nn.Module):
         raise InvalidInput(
             "recompute= is of a module, whose operators are a region",
-            got=f"recompute={given!r} for {type(target).__name__}",
+            got=f"recompute={setting!r} for {type(target).__name__}",
             remedy='shard(model.layers[2], recompute="full")',
         )
     _note(target, RECOMPUTE, how, "a module is recomputed in one way")
@@ -147,7 +147,7 @@ def _pin(target: Any, stage: int) -> None:
 def _note(
     target: nn.Module, key: str, value: object, rule: str, say: Callable[[Any], str] = str
 ) -> None:
-    """Say something of a module that it can be told once, with the user's line."""
+    """Note a fact of a module, with the user's line; refuse another value of the same fact."""
     source = caller() or ""
     earlier, before = target.__dict__.setdefault(key, (value, source))
     if earlier != value:
@@ -224,9 +224,10 @@ def _shard_function(function: Callable, marks: _Marks) -> Callable:
 
 @dataclass(frozen=True)
 class _Marks:
-    """The strategies for what goes into a module or function, and for what comes out.
+    """The strategies for the inputs and outputs of a module or function.
 
-    Its methods are the hooks of a module, which can be copied and pickled."""
+    Its methods are the hooks of a module, which can be copied and pickled.
+    """
 
     inputs: tuple | None
     outputs: tuple | None
@@ -271,7 +272,7 @@ class _Marks:
 
 
 def _annotation(dims: tuple[Entry, ...], what: str) -> Annotation:
-    """That of one value, by the line that called shard()."""
+    """Return the annotation of one value, with the line that called shard()."""
     return Annotation(dims, "value", next(_calls), 0, what, caller() or "")
 
 
@@ -295,23 +296,23 @@ def _require_each_dim(
         )
 
 
-def _strategies(given: Any, argument: str, what: str) -> tuple | None:
-    if given is None:
+def _strategies(strategies: Any, argument: str, what: str) -> tuple | None:
+    if strategies is None:
         return None
-    if isinstance(given, str | int) or not all(
-        entry is None or isinstance(entry, tuple | list) for entry in given
+    if isinstance(strategies, str | int) or not all(
+        entry is None or isinstance(entry, tuple | list) for entry in strategies
     ):
         raise InvalidInput(
             f"{argument} is a tuple with one tuple for each tensor, in order",
-            got=f"{given!r} for {what}",
+            got=f"{strategies!r} for {what}",
             remedy=f'{argument}=(("dp", None),) for one tensor of two dims',
         )
-    return tuple(None if entry is None else _dims(entry, what) for entry in given)
+    return tuple(None if entry is None else _dims(entry, what) for entry in strategies)
 
 
-def _dims(given: Any, what: str) -> tuple[Entry, ...]:
+def _dims(strategy: Any, what: str) -> tuple[Entry, ...]:
     entries: list[Entry] = []
-    for entry in given if isinstance(given, tuple | list) else (given,):
+    for entry in strategy if isinstance(strategy, tuple | list) else (strategy,):
         if entry is None or isinstance(entry, str):
             entries.append(entry)
         elif is_count(entry):

@@ -64,7 +64,7 @@ from autopar.text.progress import Report, reporter
 BackendName = Literal["virtual", "torch"]  # all ranks in this process, or this process is one
 
 
-@torch.inference_mode(False)  # what is made here learns
+@torch.inference_mode(False)  # the parameters that are made here learn
 def parallelize(
     model: nn.Module,
     args: tuple = (),
@@ -95,7 +95,7 @@ def parallelize(
     seconds: float | None = SECONDS,
     progress: Report | bool | None = None,
 ) -> ParallelModule:
-    """Returns the same model as a parallel program that trains.
+    """Return a model as a parallel program that trains as the model does.
 
     All options must be equal on all ranks; a call that one rank refuses is refused on all.
 
@@ -172,12 +172,12 @@ def parallelize(
 
 @dataclass(frozen=True)
 class _ParallelizeCall:
-    """What is asked of `parallelize`."""
+    """One call of `parallelize`, with its options."""
 
     model: nn.Module
     args: tuple
     kwargs: Mapping[str, Any] | None
-    plan: Plan | SavedPlan | None  # or what is asked of one:
+    plan: Plan | SavedPlan | None  # None: one is made by these options
     options: PlanOptions
     running: RunOptions
     values: InitialValues
@@ -185,55 +185,62 @@ class _ParallelizeCall:
 
     def carry_out(self) -> ParallelModule:
         is_rank = dist.is_initialized() or dist.is_torchelastic_launched() or has_failed()
-        asked = self.running
-        place = asked.backend if asked.backend is not None else "torch" if is_rank else "virtual"
+        running = self.running
+        default = "torch" if is_rank else "virtual"
+        place = running.backend if running.backend is not None else default
         if place == "virtual" or not is_rank:
             self.validate(place)
         if place == "virtual":
             device = device_of(self.model)
-            decided = self.choose(self.decide_and_tell(), place, device)
-            if asked.backend is None and decided.whole_mesh.size > 1:
+            plan = self.choose(self.decide_and_tell(), place, device)
+            if running.backend is None and plan.whole_mesh.size > 1:
                 tell_of_virtual_mesh()
-            compiler = self.compiler(decided, device)
-            backend = VirtualBackend(decided.program, device, asked.check, compiler)
-            return self.module(decided, backend)
+            compiler = self.compiler(plan, device)
+            backend: Backend = VirtualBackend(plan.program, device, running.check, compiler)
+            return self.module(plan, backend)
         device = enter_world(device_of(self.model))
         with stop_all_on_failure(agreed=True):
-            said = replace(asked, backend=place).said
-            require_same_call(lambda: self.validate(place), **said)
+            options = replace(running, backend=place).comparable
+            require_same_call(lambda: self.validate(place), **options)
             self.values.rank0_facts = broadcast_from_rank0(self.values.rank0_facts)
-            decided = self.choose(self.decide_together(), place, device)
+            plan = self.choose(self.decide_together(), place, device)
         with stop_all_on_failure():
-            about = asked.local_inputs, device, asked.outputs, self.compiler(decided, device)
-            return self.module(decided, TorchBackend(decided.program, *about))
+            backend = TorchBackend(
+                plan.program,
+                running.local_inputs,
+                device,
+                running.outputs,
+                self.compiler(plan, device),
+            )
+            return self.module(plan, backend)
 
     def decide(self, plan: Plan | SavedPlan | None) -> list[Plan]:
-        """The plan that this process carries out, by itself; or those of which it is one."""
+        """Return the plans that this process chooses from, by itself: `plan`, if there is one."""
         self.values.accept()
         if plan is None:
-            about = self.model, self.args, self.kwargs, self.options
-            found = make_plans(*about, self.running.profile)
+            profile = self.running.profile
+            plans = make_plans(self.model, self.args, self.kwargs, self.options, profile)
         else:
-            found = [plan.attach(self.model, self.args, self.kwargs)]
-        require_constants(found[0].original)
-        return found
+            plans = [plan.attach(self.model, self.args, self.kwargs)]
+        require_constants(plans[0].original)
+        return plans
 
     def decide_and_tell(self) -> list[Plan]:
-        """The same, telling of a plan that was given what is told of a new one as it is made."""
-        found = self.decide(self.plan)
+        """Like `decide`, but a finished plan gives the warnings that a new one gives."""
+        plans = self.decide(self.plan)
         if self.plan is not None:
-            tell_of_statistics(found[0].original, found[0].microbatches)
-        return found
+            tell_of_statistics(plans[0].original, plans[0].microbatches)
+        return plans
 
     def decide_together(self) -> list[Plan]:
-        """Those of rank 0, on all ranks."""
+        """Return the plans that rank 0 decides, on all ranks."""
         if dist.get_world_size() == 1:
             return self.decide_and_tell()
-        made: list[Plan] = []
+        plans: list[Plan] = []
 
         def first() -> Plan:
-            made.extend(self.decide_and_tell())
-            return made[0]
+            plans.extend(self.decide_and_tell())
+            return plans[0]
 
         def follow(first: SavedPlan) -> Plan:
             if self.plan is None:
@@ -241,16 +248,19 @@ class _ParallelizeCall:
             return require_equal_plan(self.decide(self.plan)[0], first)
 
         best = agree_on_plan(first, follow)
-        others = broadcast_from_rank0(len(made)) - 1 if self.running.profile is not None else 0
+        others = broadcast_from_rank0(len(plans)) - 1 if self.running.profile is not None else 0
 
-        def next_one(saved: SavedPlan) -> Plan:
+        def follow_next(saved: SavedPlan) -> Plan:
             return saved.attach_captured(best.original)
 
         numbers = range(1, 1 + others)
-        return [best, *(agree_on_plan(partial(made.__getitem__, at), next_one) for at in numbers)]
+        return [
+            best,
+            *(agree_on_plan(partial(plans.__getitem__, at), follow_next) for at in numbers),
+        ]
 
     def choose(self, plans: list[Plan], place: str, device: torch.device) -> Plan:
-        """The best that can run as it is asked for: as predicted, or as measured."""
+        """Return the fastest plan that can run with these options, predicted or measured."""
         runnable: list[Plan] = []
         for plan in plans:
             try:
@@ -263,14 +273,14 @@ class _ParallelizeCall:
             return runnable[0]
 
         def build(plan: Plan) -> ParallelModule:
-            about, compiler = plan.program, self.compiler(plan, device)
-            backend: Backend = VirtualBackend(about, device, compiler=compiler)
+            program, compiler = plan.program, self.compiler(plan, device)
+            backend: Backend = VirtualBackend(program, device, compiler=compiler)
             if place == "torch":
-                backend = TorchBackend(about, False, device, compiler=compiler)
+                backend = TorchBackend(program, False, device, compiler=compiler)
             return ParallelModule(self.model, plan.program, plan, backend, values=self.values)
 
-        here = world() if place == "torch" else None
-        speaks = here is None or here.rank == 0
+        ranks = world() if place == "torch" else None
+        speaks = ranks is None or ranks.rank == 0
         progress = reporter(self.options.progress if speaks else False)
         with progress as report, state_put_back(self.model):
             trials = run_trials(
@@ -279,53 +289,53 @@ class _ParallelizeCall:
                 args=self.args,
                 kwargs=self.kwargs,
                 report=report,
-                world=here,
+                world=ranks,
                 device=device,
             )
-        number, ordered = fastest_trial(trials), sorted(trials, key=lambda one: one.order)
-        for one in ordered:
-            if one.why and speaks:
-                warn(f"of the plans that were run, one is left out: {one}")
+        number, ordered = fastest_trial(trials), sorted(trials, key=lambda trial: trial.order)
+        for trial in ordered:
+            if trial.why and speaks:
+                warn(f"of the plans that were run, one is left out: {trial}")
         return runnable[number].with_trials(tuple(ordered))
 
-    def require_runnable(self, decided: Plan, place: str) -> None:
-        """Refuse a plan that cannot be carried out as it is asked for."""
-        asked = self.running
+    def require_runnable(self, plan: Plan, place: str) -> None:
+        """Refuse a plan that cannot run with these options."""
+        running = self.running
         if place == "virtual":
-            validate_compiled_mesh(place, asked.compile, decided.whole_mesh)
+            validate_compiled_mesh(place, running.compile, plan.whole_mesh)
             return
-        require_world_of(decided.whole_mesh)
-        stages = () if decided.pipelining is None else decided.pipelining.stages
-        validate_pieces(asked.outputs, len(stages))
-        if asked.local_inputs:
-            refuse_questions_about_slices(decided)
-        if asked.local_inputs and decided.batches is not None:
-            require_even_slices(decided.program)
+        require_world_of(plan.whole_mesh)
+        stages = () if plan.pipelining is None else plan.pipelining.stages
+        validate_pieces(running.outputs, len(stages))
+        if running.local_inputs:
+            refuse_questions_about_slices(plan)
+        if running.local_inputs and plan.batches is not None:
+            require_even_slices(plan.program)
 
-    def module(self, decided: Plan, backend: Backend) -> ParallelModule:
+    def module(self, plan: Plan, backend: Backend) -> ParallelModule:
         on_processes = not isinstance(backend, VirtualBackend)
-        checks = Checks(self.model, decided.original, on_processes) if self.running.check else None
+        checks = Checks(self.model, plan.original, on_processes) if self.running.check else None
         return ParallelModule(
-            self.model, decided.program, decided, backend, check=checks, values=self.values
+            self.model, plan.program, plan, backend, check=checks, values=self.values
         )
 
-    def compiler(self, decided: Plan, device: torch.device) -> RegionCompiler | None:
-        """What compiles the programs of a plan, if that is asked for."""
+    def compiler(self, plan: Plan, device: torch.device) -> RegionCompiler | None:
+        """Return the compiler of a plan's programs; None unless `compile` asks for it."""
         compile = self.running.compile
         if isinstance(compile, bool) and not compile:
             return None
-        if (key := id(decided.program)) not in self.compilers:
+        if (key := id(plan.program)) not in self.compilers:
             options = {} if isinstance(compile, bool) else compile
-            together = Together(decided.mesh, decided.states.buffer_bytes)
-            about = options, device, repeated(decided.original), together
-            self.compilers[key] = RegionCompiler(*about)
+            together = Together(plan.mesh, plan.states.buffer_bytes)
+            blocks = repeated(plan.original)
+            self.compilers[key] = RegionCompiler(options, device, blocks, together)
         return self.compilers[key]
 
     def validate(self, place: str) -> None:
-        """Refuse what this process sees by itself."""
+        """Refuse a call that this process sees to be wrong."""
         self.running.validate(place, self.plan, device_of(self.model))
-        given = (v for v in (self.args, self.kwargs) if v is not None)
-        is_empty = all(isinstance(value, tuple | Mapping) and not value for value in given)
+        inputs = (v for v in (self.args, self.kwargs) if v is not None)
+        is_empty = all(isinstance(value, tuple | Mapping) and not value for value in inputs)
         if self.plan is None or not is_empty:  # a plan knows its own inputs
             check_call(self.model, self.args, self.kwargs)
         require_free_names(self.model, RESERVED_NAMES)

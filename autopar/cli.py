@@ -19,27 +19,27 @@ from autopar.errors import AutoparError, InvalidInput, error_text
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code."""
-    told = "autopar"
+    """Run one command and return its exit code."""
+    name = "autopar"
     with ignore_closed_stderr():
         try:
             parser = make_parser(autopar.__doc__ or "", autopar.__version__)
             arguments = parser.parse_args(words)
-            told = f"autopar {arguments.command}"
+            name = f"autopar {arguments.command}"
             with redirect_prints():
                 return _run(command(arguments.command).run, arguments)
         except AutoparError as error:
-            print(f"{told}: {error}", file=sys.stderr)
+            print(f"{name}: {error}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
-            print(f"{told}: stopped", file=sys.stderr)
+            print(f"{name}: stopped", file=sys.stderr)
             return 130
         except BrokenPipeError:  # as in `autopar plan ... | head`
             return 141
         except Exception as error:
             traceback.print_exc()
             print(
-                f"{told}: an error of autopar's own: {error_text(error)}\n"
+                f"{name}: an error of autopar's own: {error_text(error)}\n"
                 "  remedy: please report it with the lines above",
                 file=sys.stderr,
             )
@@ -47,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    """No command ends the process by itself: what does is in the user's model."""
+    """Run a command; refuse a model whose code ends the process."""
     try:
         return int(run(arguments))
     except (Exception, KeyboardInterrupt):

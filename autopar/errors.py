@@ -1,4 +1,4 @@
-"""The one family of errors: each says the rule, what was given, the remedy and the user's line.
+"""The errors of autopar: each gives the rule, the offending input, a remedy and the user's line.
 
 >>> raise InvalidInput("a mesh axis cuts at most one dim of a tensor",
 ...                    got="('tp', 'tp')", remedy="name 'tp' once", source="train.py:12")
@@ -55,7 +55,7 @@ class AutoparError(Exception):
 
 
 def _filled(line: str) -> str:
-    """On as many lines as it takes, parted between words; as it is where it fits."""
+    """Wrap a line of a message between words."""
     if len(line) <= WIDTH:
         return line
     words = textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False)
@@ -67,11 +67,11 @@ def _rebuild(kind: type[AutoparError], rule: str, got: str, remedy: str, source:
 
 
 class InvalidInput(AutoparError, ValueError):
-    """The caller asked for something that a rule forbids."""
+    """An input that a rule forbids."""
 
 
 def error_text(error: BaseException) -> str:
-    """`TypeError: its words`, also of an error that cannot say them."""
+    """Return an error as `TypeError: its words`, even if its words cannot be printed."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
@@ -91,9 +91,10 @@ def require_ending(path: str | Path, ending: str, what: str) -> None:
 def require_one_of(
     what: str, value: object, known: Sequence[str] | Mapping[str, str], others: str = ""
 ) -> None:
-    """Refuse a word that is none of `known`, which maps each to an explanation where it has any.
+    """Refuse a word that is none of `known`.
 
-    `others` names what may stand in the place of a word."""
+    A mapping gives an explanation of each word. `others` names what may stand in place of a word.
+    """
     if value not in known:
         means = known if isinstance(known, Mapping) else {}
         names = ", ".join(f"{name!r} ({means[name]})" if means else repr(name) for name in known)
@@ -104,7 +105,7 @@ def require_one_of(
 
 
 def known_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """A method that refuses arguments that it does not take, with the names of those it does."""
+    """Return a method that refuses unknown arguments, with the names of those that it takes."""
     taken = inspect.signature(function)
     _, *names = taken.parameters
 
@@ -126,17 +127,17 @@ def known_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class ExecutionError(AutoparError, RuntimeError):
-    """A program that was accepted could not be carried out."""
+    """A failure to carry out a program that was accepted."""
 
 
 class Interrupted(ExecutionError):
-    """Ctrl-C came to a search before it had anything to show."""
+    """A search that Ctrl-C ended before it had found any plan."""
 
 
 def unforeseen(doing: str, node: fx.Node | None, error: Exception) -> AutoparError:
-    """What an error from the depths becomes: one that names the operator and the user's line.
+    """Return an unexpected error as one that names the operator and the user's line.
 
-    This is the last net: what can be foreseen is refused by its own rule.
+    This is the last resort: whatever can be foreseen is refused by its own rule.
     """
     if isinstance(error, AutoparError):
         return error
@@ -150,4 +151,4 @@ def unforeseen(doing: str, node: fx.Node | None, error: Exception) -> AutoparErr
 
 
 class VerifierError(ExecutionError):
-    """A pass broke an invariant of the graph: an error of autopar, not of its user."""
+    """A broken invariant of the graph: an error of a pass of autopar, not of its user."""

@@ -3,7 +3,7 @@
     autopar plan autopar.examples:gpt --cluster dgx-h100 --mesh dp=2,tp=4
 
 Each function returns (model, args, kwargs): what `autopar.plan` takes. `--out plan.json` keeps the
-plan, and `autopar explain plan.json layers.0.up --model autopar.examples:gpt` tells why.
+plan; `autopar explain plan.json layers.0.up --model autopar.examples:gpt` gives its reasons.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class TransformerBlock(nn.Module):
-    """Causal attention, then an MLP, each with its residual."""
+    """A block of causal attention and an MLP, each with its residual."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class TransformerBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """Embeddings, blocks and a head; returns the loss."""
+    """A language model of embeddings, blocks and a head, which returns its loss."""
 
     def __init__(self, layers: int, hidden: int, heads: int, sequence: int, vocabulary: int):
         super().__init__()
@@ -52,27 +52,29 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def build(
-    layers: int, hidden: int, heads: int, sequence: int, vocabulary: int, batch: int
-) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A GPT in bfloat16 with one global batch, all of it on the meta device."""
+def build(batch: int, **sizes: int) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Return a GPT in bfloat16 with one global batch, all of it on the meta device.
+
+    `sizes` are the arguments of `GPT`.
+    """
+    sequence = sizes["sequence"]
     with torch.device("meta"):
-        model = GPT(layers, hidden, heads, sequence, vocabulary).to(torch.bfloat16)
+        model = GPT(**sizes).to(torch.bfloat16)
         ids = torch.zeros(batch, sequence, dtype=torch.long)
         labels = torch.zeros(batch, sequence, dtype=torch.long)
     return model, (ids,), {"labels": labels}
 
 
 def gpt() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """124 million parameters."""
+    """Return a GPT of 124 million parameters."""
     return build(layers=12, hidden=768, heads=12, sequence=1024, vocabulary=50304, batch=32)
 
 
 def gpt_xl() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """1.5 billion parameters."""
+    """Return a GPT of 1.5 billion parameters."""
     return build(layers=48, hidden=1600, heads=25, sequence=1024, vocabulary=50304, batch=32)
 
 
 def gpt_175b() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """175 billion parameters: planned on a laptop."""
+    """Return a GPT of 175 billion parameters, which is planned on a laptop."""
     return build(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200, batch=64)

@@ -1,11 +1,10 @@
-"""Layout: where one tensor lives on a mesh; Placement, TensorType: with its gradient, its shape.
+"""Layout: where one tensor lives on a mesh. Placement adds its gradient, TensorType its shape.
 
-For each dim, the axes that cut it, outermost first; and the axes over which the tensor is a
-partial sum. Every other axis holds a replica. A Placement is a layout that knows its gradient.
+A layout names for each dim the axes that cut it, outermost first, and the axes over which the
+tensor is a partial sum. Every other axis holds a replica.
 
-A dim of several equal parts, as a weight for queries, keys and values, or a batch joined of two,
-may be cut *in parts*: each part by itself, and a rank holds its piece of every part. That is
-written before the axes, as `/3`.
+A dim of several equal parts, such as a weight for queries, keys and values, may be cut *in parts*:
+a rank holds its piece of every part. Their number is written before the axes, as `/3`.
 
 >>> layout = Layout("dp", None, ("tp",))
 >>> print(TensorType.parse("f32[8@dp, 128, 1024]{+tp}"))
@@ -36,14 +35,14 @@ Parts = tuple[tuple[int, int], ...]  # dims of equal parts, each with their numb
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and length of piece `index` of `parts`: DTensor's rule, the last pieces are shorter."""
+    """Return start and length of piece `index` of `parts`, the last ones shorter, as in DTensor."""
     full = -(-size // parts)
     start = min(full * index, size)
     return start, min(full, size - start)
 
 
 class Layout:
-    """A frozen value. Equal layouts are one object: made and compared at no cost."""
+    """The layout of one tensor. Equal layouts are one object: made and compared at no cost."""
 
     __slots__ = ("dims", "partial", "parts")
     FORM: ClassVar = tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]  # in files
@@ -59,12 +58,12 @@ class Layout:
     def _of(cls, dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> Layout:
         known = cls._known.get((dims, partial))
         if known is None:
-            made = cls._made(dims, partial)
-            known = cls._known[dims, partial] = cls._known.setdefault(made.to_form(), made)
+            new = cls._make(dims, partial)
+            known = cls._known[dims, partial] = cls._known.setdefault(new.to_form(), new)
         return known
 
     @classmethod
-    def _made(cls, dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> Layout:
+    def _make(cls, dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> Layout:
         self = super().__new__(cls)
         self.partial = tuple(sorted(partial))
         self.dims = tuple(dim if axes_of(dim) else () for dim in dims)
@@ -95,7 +94,7 @@ class Layout:
 
     @classmethod
     def replicated(cls, ndim: int) -> Layout:
-        """Whole on every rank."""
+        """Return the layout of a tensor that is whole on every rank."""
         return cls(*(None,) * ndim)
 
     @property
@@ -110,8 +109,11 @@ class Layout:
     def with_part_dims(
         self, shape: Sequence[int], parts: Parts | None = None
     ) -> tuple[Layout, tuple[int, ...]]:
-        """The layout and shape of the tensor seen with a dim before each dim in parts, for their
-        number. `parts`: those that get one, if not those of this layout."""
+        """Return the layout and shape of a view with another dim before each dim in parts.
+
+        The other dim counts the parts. `parts` are the dims that get one; None: those of this
+        layout.
+        """
         counts = dict(self.parts if parts is None else parts)
         if not counts:
             return self, tuple(shape)
@@ -128,33 +130,33 @@ class Layout:
         return not self.partial and not any(self.dims)
 
     def dim_of(self, axis: str) -> int | None:
-        """The dim that `axis` cuts, if it cuts one."""
+        """Return the dim that `axis` cuts; None if it cuts none."""
         return next((index for index, dim in enumerate(self.dims) if axis in dim), None)
 
     def with_dim(self, dim: int, axes: AxisNames) -> Layout:
-        """The same layout with `dim` cut by `axes`."""
+        """Return this layout with `dim` cut by `axes`."""
         dims = (*self.dims[:dim], _axis_names(axes), *self.dims[dim + 1 :])
         return Layout._of(dims, self.partial)
 
     def with_partial(self, axes: Iterable[str]) -> Layout:
-        """The same cuts with exactly `axes` as partial sums."""
+        """Return this layout with exactly `axes` as partial sums."""
         return Layout._of(self.dims, _axis_names(axes))
 
     def cuts_into(self, finer: Layout) -> bool:
-        """Whether `finer` is the same, or cuts one dim of its pieces further."""
+        """Return whether `finer` equals this layout, or cuts one dim of its pieces further."""
         if self.partial != finer.partial or self.ndim != finer.ndim:
             return False
-        pairs = [(own, other) for own, other in zip(self.dims, finer.dims) if own != other]
+        pairs = [(axes, more) for axes, more in zip(self.dims, finer.dims) if axes != more]
         return len(pairs) <= 1 and all(
-            other[: len(own)] == own and parts_of(other) == parts_of(own) for own, other in pairs
+            more[: len(axes)] == axes and parts_of(more) == parts_of(axes) for axes, more in pairs
         )
 
     def over_axes(self, axes: Iterable[str]) -> Layout:
-        """What this layout says of `axes`; the others replicated."""
-        kept = set(axes)
+        """Return this layout over `axes` alone; it is replicated over the others."""
+        names = set(axes)
         return Layout(
-            *(tuple(a for a in dim if a in kept or a.startswith("/")) for dim in self.dims),
-            partial=(axis for axis in self.partial if axis in kept),
+            *(tuple(a for a in dim if a in names or a.startswith("/")) for dim in self.dims),
+            partial=(axis for axis in self.partial if axis in names),
         )
 
     @property
@@ -165,7 +167,7 @@ class Layout:
     def local_bounds(
         self, shape: Sequence[int], mesh: Mesh, rank: int
     ) -> tuple[tuple[int, int], ...]:
-        """Start and length of the piece of each dim that `rank` holds, where none is in parts."""
+        """Return start and length of `rank`'s piece of each dim; no dim is cut in parts."""
         assert not self.parts, self
         place = mesh.coordinate(rank)
         bounds = []
@@ -178,11 +180,11 @@ class Layout:
         return tuple(bounds)
 
     def bounds_in(self, dim: int, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple[int, int]:
-        """Start and length of the piece of one dim, which is not in parts."""
+        """Return start and length of the piece of one dim, which is not in parts."""
         return Layout(self.dims[dim]).local_bounds((shape[dim],), mesh, rank)[0]
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """The shape of the piece that `rank` holds."""
+        """Return the shape of the piece that `rank` holds."""
         layout, sizes = self.with_part_dims(shape)
         lengths = iter([length for _, length in layout.local_bounds(sizes, mesh, rank)])
         return tuple(next(lengths) * (next(lengths) if parts_of(axes) else 1) for axes in self.dims)
@@ -190,8 +192,10 @@ class Layout:
     def boxes(
         self, shape: Sequence[int], mesh: Mesh, rank: int
     ) -> list[tuple[tuple[int, int], ...]]:
-        """Start and length of each dim of what `rank` holds: in a dim that is cut in parts, it
-        holds several pieces, one after the other, of later dims before those of earlier ones."""
+        """Return start and length in each dim of every box that `rank` holds.
+
+        A dim that is cut in parts gives a box for each part. Boxes of later dims change fastest.
+        """
         layout, sizes = self.with_part_dims(shape)
         bounds, pieces = iter(layout.local_bounds(sizes, mesh, rank)), []
         for size, axes in zip(shape, self.dims):
@@ -201,7 +205,7 @@ class Layout:
         return list(itertools.product(*pieces))
 
     def largest_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        """The shape of the largest piece: rank 0's."""
+        """Return the shape of the largest piece: rank 0's."""
         return self.local_shape(shape, mesh, 0)
 
     def validate(self, shape: Sequence[int], mesh: Mesh, source: str | None = None) -> None:
@@ -242,7 +246,7 @@ class Layout:
 class Placement:
     """A layout, and the axes on which it is *pending*: replicas whose gradient is a partial sum.
 
-    Equal placements are one object, so that they are compared and found at no cost.
+    Equal placements are one object: made and compared at no cost.
     """
 
     __slots__ = ("layout", "pending")
@@ -262,9 +266,9 @@ class Placement:
                     got=f"pending {', '.join(map(repr, key[1]))} with {layout}",
                     remedy=f"leave {', '.join(map(repr, taken))} out",
                 )
-            made = super().__new__(cls)
-            made.layout, made.pending = key
-            cls._known.setdefault(key, made)
+            new = super().__new__(cls)
+            new.layout, new.pending = key
+            cls._known.setdefault(key, new)
         return cls._known[key]
 
     def to_form(self) -> tuple[object, ...]:
@@ -277,7 +281,7 @@ class Placement:
 
     @classmethod
     def whole(cls, ndim: int) -> Placement:
-        """A replica on every rank, whose gradient is one, too."""
+        """Return the placement of a replica on every rank, whose gradient is one, too."""
         return cls(Layout.replicated(ndim))
 
     @property
@@ -297,7 +301,7 @@ class Placement:
 
 Place = Literal["storage", "working", "gradient", "optimizer"]
 ALL_PLACES: tuple[Place, ...] = get_args(Place)
-# What of a parameter may be on the host.
+# The sets of places of a parameter that may be on the host.
 ON_HOST: tuple[tuple[Place, ...], ...] = (
     (),
     ("optimizer",),
@@ -331,7 +335,7 @@ class ParameterPlacement:
 
     @property
     def is_nested(self) -> bool:
-        """Whether from each place one collective leads to the next: all cut one dim further."""
+        """Return whether one collective leads from each place to the next: all cut one dim."""
         between = (self.storage, self.gradient)
         return self.on_host in ON_HOST and all(
             at.cuts_into(self.optimizer) and self.working.cuts_into(at) for at in between
@@ -339,7 +343,7 @@ class ParameterPlacement:
 
     @property
     def goes_up(self) -> tuple[Place, Place] | None:
-        """Between which two places a parameter is copied from the host to the device."""
+        """The two places between which a parameter is copied from the host to the device."""
         if not self.on_host or "working" in self.on_host:
             return None
         return ("storage", "working") if "storage" in self.on_host else ("optimizer", "storage")
@@ -371,7 +375,7 @@ _TYPE = re.compile(r"(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?:\{(?P<partial>[^}]*)\}
 
 @lru_cache(maxsize=1 << 14)
 def _most_elements(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> int:
-    """How many the largest piece has."""
+    """Return the number of elements of the largest piece."""
     return math.prod(layout.largest_shape(shape, mesh))
 
 
@@ -385,21 +389,21 @@ class TensorType:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, layout: Layout) -> TensorType:
-        """That of a tensor with a layout."""
+        """Return the type of a tensor with a layout."""
         return cls(tuple(tensor.shape), tensor.dtype, layout)
 
     @property
     def bytes(self) -> int:
-        """The size of the whole tensor."""
+        """The bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def local_bytes(self, mesh: Mesh) -> int:
-        """The size of the largest piece."""
+        """Return the bytes of the largest piece."""
         return _most_elements(self.layout, self.shape, mesh) * self.dtype.itemsize
 
     @classmethod
     def parse(cls, text: str) -> TensorType:
-        """The inverse of `str`."""
+        """Read a type that `str` has written."""
         match = _TYPE.fullmatch(text.strip())
         if match is None or match["dtype"] not in DTYPES:
             raise InvalidInput(
@@ -428,12 +432,12 @@ class TensorType:
 
 
 def parts_of(dim: Sequence[str]) -> int:
-    """In how many parts a dim is cut; 0 where it is cut as a whole, or not at all."""
+    """Return the number of parts in which a dim is cut; 0 if it is cut as a whole, or not."""
     return int(dim[0][1:]) if dim and dim[0].startswith("/") else 0
 
 
 def axes_of(dim: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes that cut a dim, without its parts."""
+    """Return the axes that cut a dim, without its number of parts."""
     return dim[1:] if dim and dim[0].startswith("/") else dim
 
 

@@ -73,22 +73,22 @@ class Mesh:
         return iter(self.names)
 
     def degree(self, axes: Iterable[str]) -> int:
-        """Into how many pieces `axes` cut together."""
+        """Return the number of pieces into which `axes` cut together."""
         return math.prod(self[axis] for axis in axes)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on each axis."""
+        """Return the index of `rank` along each axis."""
         place: dict[str, int] = {}
         for name, size in zip(reversed(self.names), reversed(self.shape)):
             rank, place[name] = divmod(rank, size)
         return {name: place[name] for name in self.names}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The rank that stands at `coordinate`."""
+        """Return the rank that stands at `coordinate`."""
         return self._index(coordinate, self.names)
 
     def position(self, rank: int, axes: tuple[str, ...]) -> int:
-        """The index of `rank` inside its group over `axes` (outermost first)."""
+        """Return the index of `rank` inside its group over `axes` (outermost first)."""
         return self._index(self.coordinate(rank), axes)
 
     def _index(self, place: Mapping[str, int], axes: tuple[str, ...]) -> int:
@@ -98,7 +98,7 @@ class Mesh:
         return index
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """All groups of ranks that differ only along `axes`, members ordered outermost first."""
+        """Return the groups of ranks that differ only along `axes`, ordered outermost first."""
 
         def places(names: Sequence[str]) -> list[dict[str, int]]:
             sizes = [range(self[name]) for name in names]
@@ -108,7 +108,7 @@ class Mesh:
         return tuple(tuple(self.rank(at | inside) for inside in places(axes)) for at in fixed)
 
     def split(self, axis: str, outer: int) -> Mesh:
-        """The same grid with an axis in two: `outer` groups of neighbours, and the ranks of one.
+        """Split an axis in two: `outer` groups of neighbours, and the ranks of one group.
 
         The parts of an axis `dp` are called `dp.0`, `dp.1`, ..., outermost first.
         """
@@ -126,23 +126,23 @@ class Mesh:
         return Mesh(**sizes)
 
     def split_axes(self, axis: str) -> tuple[str, ...]:
-        """What an axis was split into, outermost first: itself, if it was not."""
+        """Return the axes that an axis was split into, outermost first: itself, if it was not."""
         if axis in self:
             return (axis,)
         return tuple(name for name in self.names if name.partition(".")[0] == axis)
 
     def without(self, *axes: str) -> Mesh:
-        """The mesh that is left when `axes` are taken away."""
+        """Return the mesh that is left when `axes` are taken away."""
         return Mesh(**{name: size for name, size in self.sizes.items() if name not in axes})
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
-        """The same grid; axes without names are called `axis0`, `axis1`, ..."""
+        """Return the mesh of a torch `DeviceMesh`; unnamed axes become `axis0`, `axis1`, ..."""
         names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(device_mesh.ndim))
         return cls(**dict(zip(names, device_mesh.shape)))
 
     def to_device_mesh(self, device_type: str) -> DeviceMesh:
-        """The same grid over the ranks of the running process group."""
+        """Return a torch `DeviceMesh` of this shape over the ranks of the running process group."""
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(device_type, self.shape, mesh_dim_names=self.names)
@@ -159,7 +159,7 @@ class Mesh:
 
 @lru_cache(1 << 9)
 def meshes(devices: int, most_axes: int, per_node: int) -> tuple[Mesh, ...]:
-    """All meshes of `devices` ranks with at most `most_axes` axes, fewest axes first.
+    """Return all meshes of `devices` ranks with at most `most_axes` axes, fewest axes first.
 
     The last axis joins nearest neighbours, so the order of the sizes is also their placement on the
     levels of links. An axis that would straddle the border of a node, of `per_node` ranks, unevenly
@@ -167,12 +167,12 @@ def meshes(devices: int, most_axes: int, per_node: int) -> tuple[Mesh, ...]:
     """
     every = [sizes for sizes in _factorisations(devices) if len(sizes) <= most_axes]
     even = [sizes for sizes in every if _respects_nodes(sizes, per_node)]
-    found = [Mesh(**dict(zip(AXIS_NAMES, sizes))) for sizes in even or every]
-    return tuple(sorted(found, key=lambda mesh: len(mesh.names)))
+    unsorted = (Mesh(**dict(zip(AXIS_NAMES, sizes))) for sizes in even or every)
+    return tuple(sorted(unsorted, key=lambda mesh: len(mesh.names)))
 
 
 def _factorisations(number: int) -> Iterator[tuple[int, ...]]:
-    """Every ordered way to write `number` as a product of factors from 2."""
+    """Yield every ordered way to write `number` as a product of factors from 2."""
     yield (number,)
     for factor in range(2, number // 2 + 1):
         if number % factor == 0:
@@ -181,7 +181,7 @@ def _factorisations(number: int) -> Iterator[tuple[int, ...]]:
 
 
 def _respects_nodes(sizes: tuple[int, ...], per_node: int) -> bool:
-    """Whether each axis lies inside nodes or spans whole nodes."""
+    """Return whether each axis lies inside nodes or spans whole nodes."""
     stride = 1
     for size in reversed(sizes):
         inside = per_node % (stride * size) == 0

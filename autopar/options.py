@@ -1,4 +1,4 @@
-"""Options: what the doors take about a plan, read into a request, or refused.
+"""The options of `plan`, `parallelize` and `verify`, read into a request or refused.
 
 >>> request = read_request(PlanOptions(mesh=Mesh(pp=2, dp=2), schedule="chimera"))
 >>> list(request.sizes()), request.meshes(2)           # to weigh: a choice of one
@@ -51,7 +51,7 @@ _OF_A_SCHEDULE = ("schedule_options",)
 
 @dataclass(frozen=True)
 class OptionKind:
-    """What an argument may be: in words, as a test, and by an example; or one of some names."""
+    """The values that an option may have, as a test, in words and by an example."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -69,41 +69,41 @@ class OptionKind:
             raise InvalidInput(f"{name} is {self.words}", got=got, remedy=remedy)
 
 
-def _is_named(given: object) -> bool:
-    return isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+def _is_named(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
-def _require_schedule(name: str, given: object) -> None:
-    """That it is known, before what it is for."""
-    if isinstance(given, str):
+def _require_schedule(name: str, value: object) -> None:
+    """Refuse a schedule that is unknown, or of another kind."""
+    if isinstance(value, str):
         others = f"a mapping with name and options, or {FROM_FILE}"
-        require_one_of(name, given, ("auto", *known_names()), others)
-    elif isinstance(given, Mapping) and "name" in given:
-        require_one_of("the name of a schedule", given["name"], known_names())
-    SCHEDULE(name, given)
+        require_one_of(name, value, ("auto", *known_names()), others)
+    elif isinstance(value, Mapping) and "name" in value:
+        require_one_of("the name of a schedule", value["name"], known_names())
+    SCHEDULE(name, value)
 
 
-def _require_recompute(name: str, given: object) -> None:
-    RECOMPUTE(name, given)
-    for module, kind in given.items() if isinstance(given, Mapping) else ():
-        AGAIN(f"{name} of {module!r}", kind)
+def _require_recompute(name: str, value: object) -> None:
+    RECOMPUTE(name, value)
+    for module, setting in value.items() if isinstance(value, Mapping) else ():
+        MODULE_RECOMPUTE(f"{name} of {module!r}", setting)
 
 
-def _require_cluster(name: str, given: object) -> None:
-    """A name is that of a preset, which has a number of nodes, too."""
-    meant = nearest(given, PRESETS) if isinstance(given, str) else []
-    known = f"; presets: {', '.join(PRESETS)}" if isinstance(given, str) else ""
+def _require_cluster(name: str, value: object) -> None:
+    """Refuse what is no cluster; a text is taken for the name of a preset that is meant."""
+    meant = nearest(value, PRESETS) if isinstance(value, str) else []
+    known = f"; presets: {', '.join(PRESETS)}" if isinstance(value, str) else ""
     words = "a Cluster, or None for this machine"
     example = f'ap.Cluster.preset("{[*meant, *PRESETS][0]}"){known}'
-    OptionKind(words, lambda one: isinstance(one, Cluster | None), example)(name, given)
+    OptionKind(words, lambda cluster: isinstance(cluster, Cluster | None), example)(name, value)
 
 
-def _asked_recomputation(given: Any) -> AskedRecomputation:
-    """Given by module, all others are kept."""
+def _read_recompute(value: Any) -> AskedRecomputation:
+    """Read what is recomputed; modules that a mapping does not name keep everything."""
     of = Recompute.of
-    if isinstance(given, Mapping):
-        return AskedRecomputation(of(None), {name: of(one) for name, one in given.items()})
-    return AskedRecomputation(given if given == "auto" else of(given))
+    if isinstance(value, Mapping):
+        return AskedRecomputation(of(None), {name: of(entry) for name, entry in value.items()})
+    return AskedRecomputation(value if value == "auto" else of(value))
 
 
 SCHEDULE = OptionKind(
@@ -111,7 +111,7 @@ SCHEDULE = OptionKind(
     lambda given: isinstance(given, str | Schedule | None) or _is_named(given),
     f'"chimera", {{"name": "chimera", "pipes": 4}}, or {FROM_FILE}',
 )
-AGAIN = OptionKind(
+MODULE_RECOMPUTE = OptionKind(
     '"selective", "full", None or a Recompute',
     lambda given: isinstance(given, bool | Recompute | None),
     '"full"',
@@ -126,7 +126,7 @@ RECOMPUTE = OptionKind(
     "None, a Recompute, or a mapping of names of modules to these",
 )
 FLAG = OptionKind("True or False", lambda given: isinstance(given, bool), "True")
-# By option what refuses a value that is never one, whatever the other options are.
+# For each option a function that refuses a value which is wrong whatever the other options are.
 KINDS: Mapping[str, Callable[[str, Any], None]] = {
     "cluster": _require_cluster,
     "mesh": OptionKind(
@@ -186,7 +186,7 @@ KINDS: Mapping[str, Callable[[str, Any], None]] = {
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of `plan`, as they were given."""
+    """The options of `plan` as its caller gives them."""
 
     cluster: Cluster | None = None
     mesh: Mesh | DeviceMesh | None = None
@@ -206,25 +206,25 @@ class PlanOptions:
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> PlanOptions:
-        """Those of a function that takes them all, from its arguments by name."""
+        """Return the options among a function's arguments, of which it takes all."""
         return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
     def require_kinds(self) -> None:
-        """Refuse an option that is not what it may be."""
+        """Refuse an option of the wrong kind."""
         for name, require in KINDS.items():
             require(name, getattr(self, name))
 
     def refuse_beside_plan(self) -> None:
-        """Refuse whatever is given."""
-        given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-        if given:
-            got = f"plan= together with {', '.join(given)}"
+        """Refuse every option that differs from its default, for use with a finished plan."""
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        if changed:
+            got = f"plan= together with {', '.join(changed)}"
             rule = "a finished plan leaves nothing to decide"
             raise InvalidInput(rule, got=got, remedy="give these to plan() instead")
 
 
 def read_request(options: PlanOptions) -> Request:
-    """What the options of `plan` ask for, if they do not contradict themselves.
+    """Read the options of `plan` into a request; refuse those that contradict each other.
 
     A pipeline whose schedule is not named is weighed by simulation, in all forms that are left
     open. One that is named takes twice as many micro-batches as ranks if no number is given.
@@ -246,15 +246,15 @@ def read_request(options: PlanOptions) -> Request:
     is_limited = options.mode == "auto" or options.memory is not None
     request = Request(cluster, options.mode, limit, is_limited, microbatches=count)
     if options.states != "auto":
-        given = options.states
-        request = replace(request, states=given if isinstance(given, States) else States.of(given))
-    again = _asked_recomputation(options.recompute)
-    request = replace(request, recompute=again)
+        states = options.states
+        states = states if isinstance(states, States) else States.of(states)
+        request = replace(request, states=states)
+    request = replace(request, recompute=_read_recompute(options.recompute))
     is_weighed = options.mode == "auto" and options.schedule in ("auto", None)
     if mesh is None and is_weighed and options.pipeline is not None:
         axis, stages = _axis_to_make(options.pipeline, cluster.devices)
     if axis is None:
-        _refuse_words(
+        _refuse_options(
             options,
             (*(("pipeline",) if mesh is None else ()), "schedule", *_OF_A_SCHEDULE),
             "a schedule is for a pipeline on a given mesh, as are its options",
@@ -278,28 +278,28 @@ def read_request(options: PlanOptions) -> Request:
             mesh = Mesh(**mesh.sizes, dp=1)
     request = replace(request, axis=axis, mesh=mesh, stages=stages)
     if is_weighed or mesh is None:
-        _refuse_words(
+        _refuse_options(
             options,
             _OF_A_SCHEDULE,
             "options need the name of the schedule that they are for",
             'schedule="chimera" or another name, beside them',
         )
         return request
-    made = _schedule(options, mesh[axis], count)
-    return replace(request, microbatches=made.all_parts, schedule=made)
+    schedule = _read_schedule(options, mesh[axis], count)
+    return replace(request, microbatches=schedule.all_parts, schedule=schedule)
 
 
-def _refuse_words(
-    options: PlanOptions, words: tuple[str, ...], rule: str, remedy: str, where: str = ""
+def _refuse_options(
+    options: PlanOptions, names: tuple[str, ...], rule: str, remedy: str, where: str = ""
 ) -> None:
-    """Refuse those of some options that say something."""
-    said = {word: getattr(options, word) for word in words}
-    if named := ", ".join(f"{name}={v!r}" for name, v in said.items() if v and v != "auto"):
+    """Refuse those of some options that are neither empty nor "auto"."""
+    values = {name: getattr(options, name) for name in names}
+    if named := ", ".join(f"{name}={v!r}" for name, v in values.items() if v and v != "auto"):
         raise InvalidInput(rule, got=f"{named}{where}", remedy=remedy)
 
 
 def read_limit(memory: float | str | None, cluster: Cluster) -> float:
-    """The bytes of each device that a plan keeps to; refused where some have less."""
+    """Return the bytes of each device that a plan keeps to; refuse more than the smallest has."""
     has = cluster.device.memory
     if memory is None:
         return has
@@ -309,13 +309,14 @@ def read_limit(memory: float | str | None, cluster: Cluster) -> float:
             got=f"memory={memory!r} on {cluster.device.name}, which has {bytes_text(has)}",
             remedy="less, or None for all that they have",
         )
-    # What was said holds for all devices, though the smallest have just that: less by a hair.
+    # The limit holds for larger devices too. Less by a hair, it differs from the default, which
+    # lets each device use all that it has.
     is_for_all = any(node.device.memory > has for node in cluster.nodes)
     return math.nextafter(limit, 0.0) if limit == has and is_for_all else limit
 
 
 def _devices_here() -> int:
-    """How many devices this process can count on: its world, its GPUs, or its cores."""
+    """Return the number of devices of this process: the ranks of its world, its GPUs or cores."""
     if dist.is_initialized():
         return dist.get_world_size()
     if dist.is_torchelastic_launched():
@@ -324,7 +325,7 @@ def _devices_here() -> int:
 
 
 def _pipeline_axis(mesh: Mesh, pipeline: str | int | None) -> tuple[str | None, Mesh]:
-    """The axis of the pipeline, if there is one, and the mesh of all ranks with it.
+    """Return the axis of the pipeline, if there is one, and the mesh of all ranks with it.
 
     `pipeline` names the axis ("auto": `pp`, if the mesh has it), or is a number of ranks that are
     put before the mesh's axes, or None.
@@ -345,7 +346,7 @@ def _pipeline_axis(mesh: Mesh, pipeline: str | int | None) -> tuple[str | None, 
 
 
 def _axis_to_make(pipeline: str | int, devices: int) -> tuple[str, int | None]:
-    """The name and the ranks (None: any) of the pipeline's axis, where the mesh is chosen too."""
+    """Return the name and the ranks (None: any) of a pipeline's axis on a mesh to be chosen."""
     if is_count(pipeline):
         if devices % int(pipeline):
             raise InvalidInput(
@@ -365,27 +366,27 @@ def _axis_to_make(pipeline: str | int, devices: int) -> tuple[str, int | None]:
     return pipeline, None
 
 
-def _schedule(options: PlanOptions, ranks: int, count: int | None) -> Schedule:
-    """The one that is named, by itself or in its mapping, or finished."""
-    given = None if options.schedule == "auto" else options.schedule
-    words = dict(options.schedule_options or {})
-    if isinstance(given, Schedule):
-        count = given.microbatches if count is None else count
-        if words or given.ranks != ranks or count not in (1, given.microbatches):
+def _read_schedule(options: PlanOptions, ranks: int, count: int | None) -> Schedule:
+    """Return the schedule that an option gives by its name, as a mapping, or finished."""
+    value = None if options.schedule == "auto" else options.schedule
+    settings = dict(options.schedule_options or {})
+    if isinstance(value, Schedule):
+        count = value.microbatches if count is None else count
+        if settings or value.ranks != ranks or count not in (1, value.microbatches):
             raise InvalidInput(
                 "a finished schedule fits the mesh and the micro-batches, and takes no options",
-                got=f"a schedule of {counted(given.ranks, 'rank')} and "
-                f"{counted(given.microbatches, 'micro-batch')} for {counted(ranks, 'rank')} and "
-                f"{counted(count, 'micro-batch')}, options {words}",
+                got=f"a schedule of {counted(value.ranks, 'rank')} and "
+                f"{counted(value.microbatches, 'micro-batch')} for {counted(ranks, 'rank')} and "
+                f"{counted(count, 'micro-batch')}, options {settings}",
                 remedy="make the schedule for this mesh, or give its name",
             )
-        check(given)
-        return given
-    if isinstance(given, Mapping):
-        words = {**given, **words}
-        given = words.pop("name", DEFAULT)
-    name = DEFAULT if given is None else given
+        check(value)
+        return value
+    if isinstance(value, Mapping):
+        settings = {**value, **settings}
+        value = settings.pop("name", DEFAULT)
+    name = DEFAULT if value is None else value
     count = 2 * ranks if count is None else count
-    made = make_schedule(name, stages=ranks, microbatches=count, **words)
-    check(made)
-    return made
+    schedule = make_schedule(name, stages=ranks, microbatches=count, **settings)
+    check(schedule)
+    return schedule

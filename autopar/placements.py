@@ -1,4 +1,4 @@
-"""Placements: layouts as DTensor says them, one placement for each axis of a mesh.
+"""Conversion between layouts and DTensor's placements, one placement for each axis of a mesh.
 
 >>> to_placements(Layout(("/3", "tp"), None), Mesh(dp=2, tp=2))
 (Replicate(), _StridedShard(dim=0, sf=3))
@@ -18,7 +18,7 @@ from autopar.mesh import Mesh
 
 
 def to_placements(layout: Layout, mesh: Mesh) -> tuple[dtensor.Placement, ...]:
-    """DTensor's placements, one for each mesh axis, the order of axes on a dim kept."""
+    """Return DTensor's placements, one for each mesh axis; they keep the order of axes on a dim."""
     placements: list[dtensor.Placement] = []
     for position, axis in enumerate(mesh.names):
         dim = layout.dim_of(axis)
@@ -36,7 +36,7 @@ def to_placements(layout: Layout, mesh: Mesh) -> tuple[dtensor.Placement, ...]:
 
 
 def from_placements(placements: Sequence[dtensor.Placement], mesh: Mesh, ndim: int) -> Layout:
-    """The layout that DTensor's placements describe."""
+    """Return the layout that DTensor's placements describe."""
     dims: list[list[str]] = [[] for _ in range(ndim)]
     partial = []
     for axis, placement in reversed(list(zip(mesh.names, placements))):

@@ -112,7 +112,7 @@ def plan(
 def make_plan(
     model: nn.Module, args: tuple, kwargs: Mapping[str, Any] | None, options: PlanOptions
 ) -> Plan:
-    """The same with the options as one value."""
+    """Return the plan of `plan()`, whose options come as one value."""
     return make_plans(model, args, kwargs, options)[0]
 
 
@@ -123,7 +123,7 @@ def make_plans(
     options: PlanOptions,
     profile: int | None = None,
 ) -> list[Plan]:
-    """The fastest plans that differ, the best first: at most as many as steps will be run of."""
+    """Return the fastest plans that differ, the best first: at most `profile`, or one."""
     request = replace(read_request(options), wanted=profile or 1)
     with reporter(options.progress) as report:
         report("capture", type(model).__name__)
@@ -152,24 +152,26 @@ def make_plans(
         warn(cut_short(choice.ended, patience.seconds, best))
     return [
         Plan.of(
-            one,
+            candidate,
             mode=request.mode,
             limit=limit,
-            constraints=planner.constraints(one.captured, one.decisions.recompute, one.mesh),
+            constraints=planner.constraints(
+                candidate.captured, candidate.decisions.recompute, candidate.mesh
+            ),
             alternatives=choice.alternatives,
             left_out=dict(choice.left_out),
             dynamic=dynamic,
             strict=options.strict,
             progress=options.progress or False,
         )
-        for one, limit in ((best, planner.request.limit), *others)
+        for candidate, limit in ((best, planner.request.limit), *others)
     ]
 
 
 def _declared(
     model: nn.Module, args: tuple, kwargs: Mapping[str, Any] | None, options: PlanOptions
 ) -> DynamicShapes | None:
-    """Which sizes of the inputs vary."""
+    """Return the sizes of the inputs that vary; None if none is declared to."""
     if options.dynamic_shapes is None:
         return None
     check_call(model, args, kwargs)

@@ -1,4 +1,4 @@
-"""Precision: in which dtypes a program computes, sums its gradients and keeps its parameters.
+"""Precision: the dtypes in which a program computes, sums gradients and keeps parameters.
 
 >>> precision = Precision(compute=torch.bfloat16, reduce=torch.float32)
 >>> precision.master_of(torch.bfloat16), precision.master_of(torch.float64)
@@ -21,7 +21,7 @@ COMPUTE = tuple(DTYPES[name] for name in get_args(Name))
 
 @dataclass(frozen=True)
 class Precision:
-    """In which dtypes a program computes and sums gradients; parameters are kept as masters.
+    """The dtypes in which a program computes and sums gradients; parameters are kept as masters.
 
     Masters have at least the precision of float32. Inputs that are floating point are cast to
     `compute`, buffers are not.
@@ -40,11 +40,11 @@ class Precision:
 
     def __post_init__(self) -> None:
         for name in ("compute", "reduce"):
-            given = getattr(self, name)
-            if given not in COMPUTE:
+            dtype = getattr(self, name)
+            if dtype not in COMPUTE:
                 raise InvalidInput(
                     "a program computes and sums in a floating-point dtype that torch trains in",
-                    got=f"{name}={given!r}",
+                    got=f"{name}={dtype!r}",
                     remedy=f"one of {', '.join(map(str, COMPUTE))}",
                 )
         if self.loss_scale not in (None, "dynamic"):
@@ -68,5 +68,5 @@ class Precision:
         return f"computes in {names[0]}, sums gradients in {names[1]}{scaled}"
 
     def master_of(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter that a model has in `dtype` is kept."""
+        """Return the dtype in which a parameter that a model has in `dtype` is kept."""
         return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype

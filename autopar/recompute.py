@@ -1,4 +1,4 @@
-"""Recompute: what of a region runs again in backward, and where it is kept what backward reads.
+"""Recompute: what a region runs again in backward, and where it keeps what backward reads.
 
 >>> print(Recompute("full", keep="cut"), Recompute.parse("selective"), sep="; ")
 full, cut; selective
@@ -19,7 +19,7 @@ _KEPT = {"device": "", "cut": ", kept as pieces", "host": ", kept on the host"}
 
 @dataclass(frozen=True)
 class Recompute:
-    """How much of a region's forward runs again in backward, and where the rest is kept till then.
+    """A choice of what a region runs again in backward, and of where it keeps the rest.
 
     Attributes:
         kind: "full" keeps what the region reads, "selective" what is dear to make, None everything.
@@ -36,22 +36,22 @@ class Recompute:
         require_one_of("keep", self.keep, get_args(Keep))
 
     @classmethod
-    def of(cls, given: object) -> Recompute:
-        """What is asked for by a word, too: True is "full", False and None are nothing again."""
-        if isinstance(given, Recompute):
-            return given
-        if given is not None and not isinstance(given, str | bool):
+    def of(cls, setting: object) -> Recompute:
+        """Read a setting: True is "full", False and None recompute nothing."""
+        if isinstance(setting, Recompute):
+            return setting
+        if setting is not None and not isinstance(setting, str | bool):
             raise InvalidInput(
                 "recompute= is a word, None or a Recompute",
-                got=f"{given!r}, of type {type(given).__name__}",
+                got=f"{setting!r}, of type {type(setting).__name__}",
                 remedy='"full", "selective", or ap.Recompute("full", keep="host")',
             )
-        kind: Any = ("full" if given else None) if isinstance(given, bool) else given
+        kind: Any = ("full" if setting else None) if isinstance(setting, bool) else setting
         return cls(kind)
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing runs again, and all is kept where it is."""
+        """Return whether nothing runs again, and all is kept where it is."""
         return self.kind is None and self.keep == "device"
 
     def __str__(self) -> str:
@@ -59,9 +59,10 @@ class Recompute:
 
     @classmethod
     def parse(cls, text: str) -> Recompute:
-        for one in (cls(k, p) for k in _WORDS for p in get_args(Keep)):
-            if str(one) == text:
-                return one
+        """Return the setting that `str` writes as `text`."""
+        for setting in (cls(k, p) for k in _WORDS for p in get_args(Keep)):
+            if str(setting) == text:
+                return setting
         raise InvalidInput(
             "what is recomputed is one of full, selective and none, and where it is kept",
             got=repr(text),
@@ -70,10 +71,10 @@ class Recompute:
 
     @property
     def words(self) -> str:
-        """As a person reads it."""
+        """The setting in words for a person."""
         how = {"full": "in full", "selective": "selectively", None: "nothing again"}[self.kind]
         return how + _KEPT[self.keep]
 
 
-# Of a module: what is recomputed of it; True is "full", False None.
+# A user's setting for a module; True is "full", False None.
 RecomputeSetting = Literal["full", "selective"] | Recompute | bool | None

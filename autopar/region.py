@@ -84,7 +84,7 @@ class _CompiledRegion:
         return program.structure(outputs)
 
     def _key(self) -> list[Tensor]:
-        """What random numbers follow from, as the first rank has it."""
+        """Return the keys of random numbers as the first rank has them."""
         drawn = self.program.captured.draw().values()
         keys = [key.to(self.device_mesh.device_type) for key in drawn]
         for key in keys:
@@ -143,7 +143,7 @@ def _placements(layout: Layout, mesh: Mesh) -> tuple[Any, ...]:
 
 
 def _local(leaf: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-    """The local tensor; its gradient has the layout of the input, partial sums whole."""
+    """Return the local tensor of a DTensor; its gradient has its layout, without partial sums."""
     if not isinstance(leaf, DTensor):
         return leaf
     return leaf.to_local(grad_placements=_placements(layout.gradient, mesh))
@@ -163,7 +163,7 @@ def _example(leaf: Any) -> Any:
 
 
 def _kind(leaf: Any) -> Any:
-    """What a compiled region depends on."""
+    """Return the properties of an argument that a compiled region depends on."""
     if not isinstance(leaf, Tensor):
         return leaf
     placements = leaf.placements if isinstance(leaf, DTensor) else None

@@ -1,4 +1,4 @@
-"""States: into how many parts a parameter, its gradient and what an optimizer keeps of it are cut.
+"""States: the number of parts that a parameter, its gradient and optimizer states are cut into.
 
 They are cut over the ranks that hold replicas of a parameter and sum its gradient. A factor smaller
 than their number cuts over the innermost of them, and leaves replicas over the others.
@@ -32,7 +32,7 @@ BUFFER_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class States:
-    """How ZeRO cuts parameters, gradients and optimizer states over ranks that hold replicas.
+    """The parts into which ZeRO cuts parameters, gradients and optimizer states over replicas.
 
     Each number of parts divides the next. Fewer parts than replicas cut over nearest neighbours, as
     ZeRO++ (hpZ), HSDP and InternEvo do.
@@ -111,12 +111,12 @@ class States:
 
     @property
     def _factors(self) -> dict[str, Factor]:
-        own = (self.parameters, self.gradients, self.optimizer)
-        return dict(zip(("parameters", "gradients", "optimizer"), own))
+        names = ("parameters", "gradients", "optimizer")
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def of(cls, name: str) -> States:
-        """The setting of a name."""
+        """Return the setting of a name such as "zero1"."""
         return NAMED[name]
 
     @property
@@ -126,25 +126,28 @@ class States:
 
     @property
     def keeps_mesh(self) -> bool:
-        """Whether they may be put on any layouts: numbers of parts may split an axis."""
+        """Return whether no axis of the mesh is split: a number of parts may do that."""
         return not self.numbers
 
     @property
     def is_on_host(self) -> bool:
-        """Whether hosts update parameters."""
+        """Return whether hosts update parameters."""
         return self.optimizer_device == "host"
 
     @property
     def is_whole(self) -> bool:
-        """Nothing is cut, and nothing on the host."""
+        """Return whether nothing is cut, and nothing on the host."""
         return not self.is_cut and not self.is_on_host
 
     @property
     def is_cut(self) -> bool:
         return self.optimizer != 1
 
-    def on_host(self, learns: bool = True) -> tuple[Place, ...]:
-        """What is there of a parameter; an optimizer keeps nothing of one that does not learn."""
+    def on_host(self, *, learns: bool = True) -> tuple[Place, ...]:
+        """Return the places of a parameter that are on the host.
+
+        An optimizer keeps nothing of a parameter that does not learn.
+        """
         if self.parameters_device == "host":
             return ("storage", "optimizer")
         return ("optimizer",) if self.is_on_host and learns else ()
@@ -155,16 +158,17 @@ class States:
         shape: Sequence[int],
         axes: Sequence[str],
         mesh: Mesh,
+        *,
         learns: bool = True,
         already: int = 1,
-        is_there: bool = False,
+        runs_on_host: bool = False,
     ) -> ParameterPlacement:
-        """Where a parameter is that readers start from at `working`, cut over some of `axes`.
+        """Return the places of a parameter that readers start from at `working`.
 
-        `already`: into how many parts it is cut there over such axes, because that was asked for.
-        `is_there`: its readers run on the host.
+        The others are cut over some of `axes`. `already` is the number of parts into which
+        annotations cut it over such axes. `runs_on_host`: its readers run on the host.
         """
-        on_host = ALL_PLACES if is_there else self.on_host(learns)
+        on_host = ALL_PLACES if runs_on_host else self.on_host(learns=learns)
         axes = tuple(axis for axis in axes if mesh[axis] > 1)
         stored = 1 if self.lifetime == "step" else self.parameters
         factors = (stored, self.gradients, self.optimizer) if learns else (stored,) * 3
@@ -179,11 +183,11 @@ class States:
             return ParameterPlacement.tied(working, on_host)
         dim = _dim_to_cut(sizes, mesh.degree(levels[-1]))
         cuts: tuple[str, ...] = ()  # further axes cut further inside
-        found = []
+        layouts = []
         for level in levels:
             cuts += tuple(axis for axis in mesh if axis in level and axis not in cuts)
-            found.append(working.with_dim(dim, (*working.dims[dim], *cuts)))
-        storage, gradient, optimizer = found
+            layouts.append(working.with_dim(dim, (*working.dims[dim], *cuts)))
+        storage, gradient, optimizer = layouts
         if working.parts and [*optimizer.dims[dim]] != [
             axis for axis in mesh if axis in optimizer.dims[dim]
         ]:  # DTensor has no whole of a tensor with strides in two dims
@@ -197,9 +201,9 @@ class States:
         if self.buffer_bytes != BUFFER_BYTES:
             return f"{replace(self, buffer_bytes=BUFFER_BYTES)}, {self.buffer_bytes:,} at a time"
         if self.is_on_host:
-            there = "parameters and " * (self.parameters_device == "host") + "optimizer"
+            hosted = "parameters and " * (self.parameters_device == "host") + "optimizer"
             on_device = replace(self, parameters_device="device", optimizer_device="device")
-            return f"{on_device}, {there} on the host"
+            return f"{on_device}, {hosted} on the host"
         parts = ", ".join(f"{name} in {factor}" for name, factor in self._factors.items())
         return parts if self.parameters == 1 else f"{parts}, gathered for a {self.lifetime}"
 
@@ -215,8 +219,7 @@ class StateBytes:
 
     @property
     def updated(self) -> int:
-        """What an optimizer moves: it reads the gradient, reads and writes the master and its
-        states."""
+        """The bytes that an update moves: it reads the gradient, and reads and writes the rest."""
         return self.master + 2 * (self.master + self.optimizer)
 
     @classmethod
@@ -226,13 +229,13 @@ class StateBytes:
         copy: torch.dtype | None = None,
         gradient: torch.dtype | None = None,
     ) -> StateBytes:
-        """As Adam keeps them, with two moments in the dtype of the master."""
+        """Return the bytes that Adam keeps, with two moments in the dtype of the master."""
         used, summed = copy or master, gradient or master
         return cls(master.itemsize, used.itemsize, summed.itemsize, 2 * master.itemsize)
 
 
 WHOLE = States()
-# On the host, the one with less traffic first.
+# Settings that use the host, the one with less traffic first.
 HOSTED = (
     States("all", "all", "all", optimizer_device="host"),
     States("all", "all", "all", parameters_device="host", optimizer_device="host"),
@@ -246,7 +249,7 @@ NAMED: Mapping[str, States] = {
 
 
 def innermost(factor: Factor, axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
-    """The last of `axes`, in their order, that together have `factor` ranks, or as many as can."""
+    """Return the last of `axes` that together have `factor` ranks, or the most that divide it."""
     if factor == "all":
         return tuple(axes)
     count = 0
@@ -256,6 +259,6 @@ def innermost(factor: Factor, axes: Sequence[str], mesh: Mesh) -> tuple[str, ...
 
 
 def _dim_to_cut(sizes: Sequence[int], parts: int) -> int:
-    """The first dim that is cut evenly, else the largest."""
+    """Return the first dim that is cut evenly, else the largest."""
     even = (dim for dim, size in enumerate(sizes) if size and size % parts == 0)
     return next(even, max(range(len(sizes)), key=sizes.__getitem__))

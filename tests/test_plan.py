@@ -86,7 +86,7 @@ def test_ranks_say_all_that_parallelize_takes_about_running():
     taken = inspect.signature(ap.parallelize).parameters.keys()
     assert kinds == taken - plain - {one.name for one in fields(PlanOptions)}
     modes = ({"mode": mode, "options": {"a": 1, "b": nn.Linear}} for mode in ("x", "x", "y"))
-    said = [RunOptions(None, False, "whole", False, mode).said for mode in modes]
+    said = [RunOptions(None, False, "whole", False, mode).comparable for mode in modes]
     assert said[0].keys() == kinds
     assert said[0] == said[1] != said[2]
     turned = {"options": {"b": nn.Linear, "a": 1}, "mode": "x"}

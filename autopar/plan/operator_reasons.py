@@ -357,8 +357,8 @@ class _Explainer:
             tuple(info(node).val.shape),
             axes,
             self.mesh,
-            info(node).learns,
-            is_there=info(node).on_host,
+            learns=info(node).learns,
+            runs_on_host=info(node).on_host,
         )
 
     # The whole step with one decision forced

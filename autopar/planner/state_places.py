@@ -37,8 +37,15 @@ def state_places(graph: fx.Graph, states: States, mesh: Mesh) -> dict[str, Param
         already = mesh.degree(axis for axis in places.working.axes if axis in main)
         key = places.working, shape, tuple(order), learns, already, info(node).on_host
         if key not in known:
-            about = shape, order, mesh, learns, already, info(node).on_host
-            known[key] = states.places(places.working, *about)
+            known[key] = states.places(
+                places.working,
+                shape,
+                order,
+                mesh,
+                learns=learns,
+                already=already,
+                runs_on_host=info(node).on_host,
+            )
         found[node.name] = known[key]
     return {name: places for name, places in found.items() if not places.is_tied}
 

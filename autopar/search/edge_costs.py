@@ -129,7 +129,9 @@ class EdgeCosts:
         summed = tuple(pending or ()) if is_known else self.mesh.names
         axes = [axis for axis in self.mesh if axis in summed and axis not in layout.axes]
         states = self.states if value.users else WHOLE  # as `planner/state_places.py` has it
-        return states.places(layout, shape, axes, self.mesh, known.learns, is_there=known.on_host)
+        return states.places(
+            layout, shape, axes, self.mesh, learns=known.learns, runs_on_host=known.on_host
+        )
 
     def _deferred_key(self, deferred: DeferredReduction) -> tuple:
         if deferred.parameter is None:
