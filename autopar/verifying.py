@@ -42,6 +42,7 @@ from autopar.verification.references import (
     CallArguments,
     CapturedModule,
     Difference,
+    RunInputs,
     Tensors,
     TrainingResult,
     compare_training,
@@ -133,7 +134,7 @@ def verify(
         "them",
     )
     asked = {"plan": plan, "backend": backend, "check": check, **vars(options)}
-    original, call, dtype = to_double(model, (args, kwargs or {}), plan is not None)
+    original, call, dtype = to_double(model, (args, kwargs or {}), keep_dtype=plan is not None)
     with state_put_back(original):
         found, made = _side_by_side(original, call, call, dtype, steps, asked)
     if made.dynamic is None:
@@ -180,7 +181,9 @@ def _side_by_side(
     second = own_copy(original)
     run = CapturedModule(second, captured)
     exported, _ = train_module(run, second, _again(call), steps, rate)
-    tolerances = measure_tolerances(captured, original, _again(call), dtype, exported, rate)
+    tolerances = measure_tolerances(
+        captured, RunInputs(original, _again(call), dtype), exported, rate
+    )
     from_captured = compare_training(exported, plain, tolerances)
     differences: list[Difference | None] = []
     if any(row.differs for row in from_captured):
@@ -251,7 +254,7 @@ def _train_parallel(
     def collect(values: Iterable[tuple[str, Tensor]]) -> Tensors:
         return module.backend.collect(dict(values))
 
-    return train(module, step, module.full_grads, collect, steps, rate)[0]
+    return train(module, step, module.full_grads, collect, steps=steps, rate=rate)[0]
 
 
 def _forward(

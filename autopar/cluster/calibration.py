@@ -48,7 +48,7 @@ _TIME_LIMIT = 120.0  # seconds that one time may take
 _GUESSED_LINK = (200e-6, 2e9)
 
 
-def local_node(devices: int, measure: bool = True, again: bool = False) -> Node:
+def local_node(devices: int, *, measure: bool = True, again: bool = False) -> Node:
     """Return this machine as a node of `devices` processes that share it; `again` measures anew."""
     if not measure:
         return measured_node(devices, devices, _GUESS)
@@ -57,36 +57,36 @@ def local_node(devices: int, measure: bool = True, again: bool = False) -> Node:
         f"local-{processes}-{machine_id()}.json",
         partial(measured_node, devices, processes),
         lambda: _run_measurement(processes, _REPEATS if again else 1),
-        again,
+        again=again,
     )
 
 
 def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node:
     """Return the node that the figures printed by `measure.py` describe. Raise where they cannot be
     true."""
-    crowd = devices / processes
-    memory, flops = host_memory() / devices, figures["flops"]["f32"] / crowd
+    sharing = devices / processes
+    memory, flops = host_memory() / devices, figures["flops"]["f32"] / sharing
     alpha, copying = figures["copy"]
-    bandwidth, overhead = figures["bandwidth"] / crowd, figures["overhead"] * crowd
-    near, far = far_memory_cost(figures.get("far_points", []))
-    host = Host(memory, alpha, copying / crowd, bandwidth, flops, overhead, is_device=True)
+    bandwidth, overhead = figures["bandwidth"] / sharing, figures["overhead"] * sharing
+    near_bytes, far_seconds = far_memory_cost(figures.get("far_points", []))
+    host = Host(memory, alpha, copying / sharing, bandwidth, flops, overhead, is_device=True)
     device = Device(
         "CPU process",
-        {dtype: rate / crowd for dtype, rate in figures["flops"].items()},
+        {dtype: rate / sharing for dtype, rate in figures["flops"].items()},
         memory=memory,
         bandwidth=bandwidth,
         overhead=overhead,
         **REACHED,
         overlap=figures["overlap"],
-        near_bytes=near,
-        far_seconds=far * crowd,
+        near_bytes=near_bytes,
+        far_seconds=far_seconds * sharing,
         half_flops=figures["half_flops"],
         host=host,
     )
     fitted = fit_links(figures["collectives"])
     alpha, rate = message_link(fitted)
-    measured = {key: (a, b / crowd) for key, (a, b) in fitted.items()}
-    node = Node(device, devices, Link(alpha, rate / crowd, measured))
+    measured = {key: (a, b / sharing) for key, (a, b) in fitted.items()}
+    node = Node(device, devices, Link(alpha, rate / sharing, measured))
     return schema.read(Node, schema.write(node))
 
 
@@ -104,14 +104,14 @@ def far_memory_cost(points: list[tuple[float, float]]) -> tuple[float, float]:
     if not points or not 0 < points[0][1] < points[1][1]:
         return 0.0, 0.0
     (small, fast), (large, slow) = points
-    each = (slow - fast) / (large - small)
-    return max(0.0, large - slow / each), each
+    seconds_per_byte = (slow - fast) / (large - small)
+    return max(0.0, large - slow / seconds_per_byte), seconds_per_byte
 
 
 def fit_links(timings: list[tuple[str, int, int, float]]) -> Fitted:
     """Fit latency to the smallest and bandwidth to the largest size of each collective that was
     measured with two sizes."""
-    found: Fitted = {}
+    links: Fitted = {}
     for kind, ranks in {(kind, ranks): None for kind, ranks, _, _ in timings}:
         points = sorted((size, t) for k, n, size, t in timings if (k, n) == (kind, ranks))
         (small, fast), (large, slow) = points[0], points[-1]
@@ -120,8 +120,8 @@ def fit_links(timings: list[tuple[str, int, int, float]]) -> Fitted:
         volume = volume_count(kind, ranks)
         # Noise can make the large one as fast as the small one; it is never more than 50 times so.
         bandwidth = volume * (large - small) / max(slow - fast, slow / 50)
-        found[kind, ranks] = (fast / latency_count(kind, ranks), bandwidth)
-    return found
+        links[kind, ranks] = (fast / latency_count(kind, ranks), bandwidth)
+    return links
 
 
 def _run_measurement(processes: int, times: int = 1) -> dict[str, Any]:
@@ -137,10 +137,10 @@ def output_of(command: Sequence[str], seconds: float) -> str:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes, start_new_session=True) as program:
         try:
-            found, said = program.communicate(timeout=seconds)
+            output, errors = program.communicate(timeout=seconds)
             if not program.returncode:
-                return found
-            got = f"it failed: {said.strip()[-500:]}"
+                return output
+            got = f"it failed: {errors.strip()[-500:]}"
         except BaseException as error:  # of Ctrl-C, too, a session of its own hears nothing
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(program.pid, signal.SIGKILL)
@@ -155,7 +155,7 @@ def output_of(command: Sequence[str], seconds: float) -> str:
 
 
 def read_cached(
-    name: str, read: Callable[[Any], T], make: Callable[[], Any], again: bool = False
+    name: str, read: Callable[[Any], T], make: Callable[[], Any], *, again: bool = False
 ) -> T:
     """Return `read(data)` of a JSON file in the cache folder. Write `make()` there first where the
     file is missing, unreadable, or to be made `again`."""
@@ -163,10 +163,10 @@ def read_cached(
         if not again:
             with contextlib.suppress(Exception):  # whatever is wrong with it
                 return read(json.loads(path.read_text()))
-        made = make()
-        found = read(made)
-        write_file(path, json.dumps(made), "the cache of this machine's constants")
-        return found
+        data = make()
+        result = read(data)
+        write_file(path, json.dumps(data), "the cache of this machine's constants")
+        return result
 
 
 @contextlib.contextmanager

@@ -141,11 +141,11 @@ class Cluster:
                 remedy="Cluster.local(8)",
             )
         if torch.cuda.is_available():
-            made = cls(*local_gpus(devices), "local")
+            cluster = cls(*local_gpus(devices), "local")
         else:
-            node = local_node(devices, measure)
-            made = cls((node,), node.link, "local")
-        return made.at(cached_pace(made.device.name, devices)) if measure else made
+            node = local_node(devices, measure=measure)
+            cluster = cls((node,), node.link, "local")
+        return cluster.at(cached_pace(cluster.device.name, devices)) if measure else cluster
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
@@ -154,8 +154,8 @@ class Cluster:
 
     def save(self, path: str | Path) -> None:
         """Write the TOML file that `load` reads."""
-        about = self.name, self._runs(), self.network, self.levels, self.used
-        write_file(path, cluster_text(*about), "a cluster file")
+        text = cluster_text(self.name, self._runs(), self.network, self.levels, self.used)
+        write_file(path, text, "a cluster file")
 
     def at(self, pace: Pace) -> Cluster:
         """Return these machines at a pace: their work takes `pace` times as long."""
@@ -207,8 +207,8 @@ class Cluster:
         """
         node_of = self._links.node_of[: len(needed)]
         ranks, sums = np.bincount(node_of), np.bincount(node_of, needed)
-        own = zip(self.nodes, ranks.tolist(), sums.tolist())
-        loads = [HostLoad(n, size, n * node.device.host.memory) for node, n, size in own if n]
+        hosts = zip(self.nodes, ranks.tolist(), sums.tolist())
+        loads = [HostLoad(n, size, n * node.device.host.memory) for node, n, size in hosts if n]
         return min(loads, key=lambda load: load.room)
 
     def _kinds(self, ranks: Iterable[int]) -> list[Device]:
@@ -251,7 +251,7 @@ class Cluster:
     ) -> tuple[AxisLink, ...]:
         """Return one link for each entry of `replicas`, a list of places that hold the same stage.
         The ranks that stand for one another form groups, all of them busy at once."""
-        groups = [np.stack([places[one] for one in some], axis=1) for some in replicas]
+        groups = [np.stack([places[place] for place in copies], axis=1) for copies in replicas]
         place_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         return self._links.of_groups("replicas", np.concatenate(groups), place_of)
 
@@ -278,22 +278,31 @@ class Cluster:
     @property
     def taken(self) -> str:
         """Return a text that names the devices that take ranks."""
-        every = sum(node.devices for node in self.nodes)
-        some = f"{self.devices} of {every} devices used, " if self.devices < every else ""
+        device_count = sum(node.devices for node in self.nodes)
+        some = (
+            f"{self.devices} of {device_count} devices used, "
+            if self.devices < device_count
+            else ""
+        )
         nodes = counted(sum(used > 0 for used in self.used_of_nodes), "node")
         kinds = Counter[str]()
         for node, used in zip(self.nodes, self.used_of_nodes):
             kinds[node.device.name] += used
-        found = ", ".join(f"{count} x {name}" for name, count in kinds.items() if count)
-        return f"{some}{found} in {nodes}"
+        devices = ", ".join(f"{count} x {name}" for name, count in kinds.items() if count)
+        return f"{some}{devices} in {nodes}"
 
     def to_form(self) -> ClusterForm:
-        runs = (EqualNodes(*_fields(node), count=count) for node, count in self._runs())
+        runs = (
+            EqualNodes(node.device, node.devices, node.link, node.rails, count=count)
+            for node, count in self._runs()
+        )
         return ClusterForm(self.name, self.network, tuple(runs), self.levels, self.used)
 
     @classmethod
     def of_form(cls, form: ClusterForm) -> Cluster:
-        runs = ((Node(*_fields(run)),) * run.count for run in form.nodes)
+        runs = (
+            (Node(run.device, run.devices, run.link, run.rails),) * run.count for run in form.nodes
+        )
         nodes = tuple(itertools.chain(*runs))
         return cls(nodes, form.network, form.name, form.levels, form.used)
 
@@ -327,21 +336,17 @@ class Cluster:
     @property
     def idle(self) -> list[str]:
         """Return the unused devices, one text for equal nodes."""
-        left = zip(self.nodes, self.used_of_nodes, itertools.count())
+        numbered = zip(self.nodes, self.used_of_nodes, itertools.count())
         rows = [
             (f"{node.devices - used} of {node.devices} x {node.device.name}", number)
-            for node, used, number in left
+            for node, used, number in numbered
             if used < node.devices
         ]
-        found = []
-        for what, some in itertools.groupby(rows, key=lambda row: row[0]):
-            numbers = [str(number) for _, number in some]
-            found.append(f"{what} in {plural('node', len(numbers))} {', '.join(numbers)}")
-        return found
-
-
-def _fields(node: Node) -> tuple[Device, int, Link, int]:
-    return node.device, node.devices, node.link, node.rails
+        texts = []
+        for text, rows_of_text in itertools.groupby(rows, key=lambda row: row[0]):
+            numbers = [str(number) for _, number in rows_of_text]
+            texts.append(f"{text} in {plural('node', len(numbers))} {', '.join(numbers)}")
+        return texts
 
 
 def _is_part(used: Sequence[int], counts: Sequence[int]) -> bool:

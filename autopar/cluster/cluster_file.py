@@ -42,7 +42,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from autopar.base.schema import At, Count, Index, Mismatch, read, write
 from autopar.cluster.machines import Device, Level, Link, Node
@@ -100,8 +100,8 @@ def read_cluster(path: Path, make: MakeCluster[SomeCluster]) -> SomeCluster:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         lines = text.splitlines()
-        found = re.search(r"line (\d+)", str(error))  # or it is at the end of the document
-        number = min(int(found[1]) if found else len(lines), len(lines))
+        position = re.search(r"line (\d+)", str(error))  # or it is at the end of the document
+        number = min(int(position[1]) if position else len(lines), len(lines))
         raise InvalidInput(
             "a cluster file is TOML, each key once",
             got=f"{lines[number - 1].strip() if lines else ''!r}: {error}",
@@ -132,9 +132,9 @@ def cluster_text(
         alike = sum(kind.name == node.device.name for kind in names if kind != node.device)
         names.setdefault(node.device, node.device.name + (f", {alike + 1}" if alike else ""))
     lines = [f"name = {_toml(name)}", *([f"used = {_toml(used)}"] if used else [])]
-    for kind, own in names.items():
+    for kind, name_in_file in names.items():
         parts = {key: value for key, value in write(kind).items() if key != "name"}
-        lines += ["", f"[device.{_toml(own)}]"]
+        lines += ["", f"[device.{_toml(name_in_file)}]"]
         lines += [f"{key} = {_toml(value)}" for key, value in parts.items()]
     for node, count in runs:
         entry = {"count": count, "device": names[node.device], "devices": node.devices}
@@ -149,30 +149,32 @@ def cluster_text(
 
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False)
 
 
 def _cluster(data: dict[str, Any], name: str, make: MakeCluster[SomeCluster]) -> SomeCluster:
-    given = data.get("nodes")
-    if not given or not isinstance(given, list):
-        got = sorted(data) if given is None else given
+    tables = data.get("nodes")
+    if not tables or not isinstance(tables, list):
+        got = sorted(data) if tables is None else tables
         raise Mismatch(("nodes",), "are one or more tables [[nodes]]", got, _ADD_NODES)
     file = read(_File, data)
     devices = {key: _device(key, entry) for key, entry in file.device.items()}
     nodes: list[Node] = []
-    known: list[Link] = []
+    preset_networks: list[Link] = []
     for index, entry in enumerate(file.nodes):
         count, node, default = _nodes(entry, ("nodes", index), devices)
         nodes += [node] * count
-        known += [default] if default else []
+        preset_networks += [default] if default else []
     # Where presets have several, as fast as the slowest.
-    network = file.network or min(known, key=lambda link: link.bandwidth, default=_NETWORK)
+    network = file.network or min(
+        preset_networks, key=lambda link: link.bandwidth, default=_NETWORK
+    )
     try:
-        own = name if file.name is None else file.name
-        return make(tuple(nodes), network, own, file.levels, file.used)
+        cluster_name = name if file.name is None else file.name
+        return make(tuple(nodes), network, cluster_name, file.levels, file.used)
     except AutoparError as error:
         rule, remedy = f"are sound ({error.rule})", str(error.remedy)
         raise Mismatch(("nodes",), rule, error.got, remedy) from None
@@ -188,20 +190,25 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
     return read(Device, {"name": name, **entry}, at)
 
 
-def _nodes(
-    entry: Mapping[str, Any], at: At, devices: Mapping[str, Device]
-) -> tuple[int, Node, Link | None]:
+class _EqualNodes(NamedTuple):
+    nodes: int
+    node: Node
+    network: Link | None  # of a preset
+
+
+def _nodes(entry: Mapping[str, Any], at: At, devices: Mapping[str, Device]) -> _EqualNodes:
     if "preset" in entry:
         known = read(_Preset, entry, at)
         if known.preset not in NAMES:
             remedy = f"one of {', '.join(NAMES)}"
             raise Mismatch((*at, "preset"), "is known", known.preset, remedy)
-        return (known.count, *preset(known.preset))
-    own = read(_Nodes, entry, at)
-    if own.device not in devices:
+        return _EqualNodes(known.count, *preset(known.preset))
+    table = read(_Nodes, entry, at)
+    if table.device not in devices:
         remedy = f"one of {', '.join(devices) or 'none: add [device.NAME]'}"
-        raise Mismatch((*at, "device"), "names a device of the file", own.device, remedy)
-    return own.count, Node(devices[own.device], own.devices, own.link, own.rails), None
+        raise Mismatch((*at, "device"), "names a device of the file", table.device, remedy)
+    node = Node(devices[table.device], table.devices, table.link, table.rails)
+    return _EqualNodes(table.count, node, None)
 
 
 def _line(text: str, at: At) -> int:

@@ -70,18 +70,26 @@ class ClusterPart(Cluster):
     @classmethod
     def of(cls, whole: Cluster, line: PipelineLine) -> ClusterPart:
         """Return a part that is at least as fast as every place of the line."""
-        about = whole.nodes, whole.network, whole.name, whole.levels, whole.used
-        made = cls(*about, line=line, places=tuple(range(line.stages)), is_best=True)
-        vars(made)["_links"] = whole._links
-        return made
+        part = cls(
+            whole.nodes,
+            whole.network,
+            whole.name,
+            whole.levels,
+            whole.used,
+            line=line,
+            places=tuple(range(line.stages)),
+            is_best=True,
+        )
+        vars(part)["_links"] = whole._links
+        return part
 
     __hash__ = Cluster.__hash__
 
     def among(self, *places: int) -> ClusterPart:
         """Return a part that is at least as slow as each of these places."""
-        made = replace(self, places=places, is_best=False)
-        vars(made)["_links"] = self._links
-        return made
+        part = replace(self, places=places, is_best=False)
+        vars(part)["_links"] = self._links
+        return part
 
     def kinds(self, mesh: Mesh) -> tuple[list[ClusterPart], list[int]]:
         """Return one part for each group of equal places, and each place's group number. `mesh` is
@@ -91,15 +99,15 @@ class ClusterPart(Cluster):
         ]
         whole, axis = self.line.mesh(mesh), self.line.axis
         links = zip(*(self.place_links(whole, axes, axis) for axes in subsets))
-        found: dict[object, ClusterPart] = {}
+        parts: dict[object, ClusterPart] = {}
         numbers: dict[object, int] = {}
-        kinds = []
-        for place, own in enumerate(links):
+        kind_of_place = []
+        for place, links_of_place in enumerate(links):
             part = self.among(place)
-            key = part.device, own
-            found.setdefault(key, part)
-            kinds.append(numbers.setdefault(key, len(numbers)))
-        return list(found.values()), kinds
+            key = part.device, links_of_place
+            parts.setdefault(key, part)
+            kind_of_place.append(numbers.setdefault(key, len(numbers)))
+        return list(parts.values()), kind_of_place
 
     @cached_property
     def device(self) -> Device:
@@ -108,19 +116,19 @@ class ClusterPart(Cluster):
 
     def group_link(self, mesh: Mesh, axes: Sequence[str]) -> AxisLink:
         links = self.place_links(self.line.mesh(mesh), axes, self.line.axis)
-        own = dict.fromkeys(links[place] for place in self.places)
-        return next(iter(own)) if len(own) == 1 else self._extreme(list(own))
+        distinct = dict.fromkeys(links[place] for place in self.places)
+        return next(iter(distinct)) if len(distinct) == 1 else self._extreme(list(distinct))
 
     def _extreme(self, links: Sequence[AxisLink]) -> AxisLink:
         """Return the best or the worst link in each respect."""
         less, more = (min, max) if self.is_best else (max, min)
-        one = more(links, key=lambda link: link.bandwidth)
+        widest = more(links, key=lambda link: link.bandwidth)
         kinds = {kind for link in links for kind, _ in link.link.measured}
         reached = {kind: [link.of(kind) for link in links] for kind in kinds}
         measured = {
-            (kind, one.size): (less(a for a, _ in all_), more(b for _, b in all_))
+            (kind, widest.size): (less(a for a, _ in all_), more(b for _, b in all_))
             for kind, all_ in reached.items()
         }
-        link = Link(less(link.alpha for link in links), one.bandwidth, measured)
+        link = Link(less(link.alpha for link in links), widest.bandwidth, measured)
         exchange = more(link.exchange_bandwidth for link in links)
-        return AxisLink(one.axis, one.size, one.level, link, exchange)
+        return AxisLink(widest.axis, widest.size, widest.level, link, exchange)

@@ -77,12 +77,12 @@ _KNOWN_GPUS: tuple[tuple[str, Device], ...] = (
 def local_gpus(devices: int) -> tuple[tuple[Node, ...], Link]:
     """Return nodes with `devices` GPUs of machines such as this one, and the network between
     them."""
-    here = torch.cuda.device_count()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", here))
-    crowd = max(1.0, ranks / here)  # how many ranks share a GPU
+    count = torch.cuda.device_count()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    crowd = max(1.0, ranks / count)  # how many ranks share a GPU
     device, link = min(
-        (local_gpu(index) for index in range(min(here, devices))),
-        key=lambda found: found[0].peak("f32"),
+        (local_gpu(index) for index in range(min(count, devices))),
+        key=lambda gpu: gpu[0].peak("f32"),
     )
     if crowd > 1:
         device = replace(
@@ -93,8 +93,8 @@ def local_gpus(devices: int) -> tuple[tuple[Node, ...], Link]:
         )
         link = replace(link, bandwidth=link.bandwidth / crowd)
     share = min(ranks, devices)  # of this machine's memory
-    own = replace(device.host, memory=host_memory() / share)
-    device = replace(device, host=own)
+    host = replace(device.host, memory=host_memory() / share)
+    device = replace(device, host=host)
     full, rest = divmod(devices, ranks)
     sizes = [ranks] * full + [rest] * (rest > 0)
     network = gpu_links(torch.cuda.get_device_properties(0).name)[1]
@@ -145,20 +145,20 @@ def measure_gpu(device: torch.device, name: str) -> Device:
     overhead = median_seconds(lambda: [small + small for _ in range(100)], device) / 100
     is_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else host_memory()
-    about: dict[str, Any] = {"overhead": overhead, "host": measure_host(device), **REACHED}
-    return Device(name, flops, float(memory), bandwidth, **about)
+    further: dict[str, Any] = {"overhead": overhead, "host": measure_host(device), **REACHED}
+    return Device(name, flops, float(memory), bandwidth, **further)
 
 
 def measure_host(device: torch.device) -> Host:
     """Measure the bandwidth of copies between pinned memory and a device."""
     is_gpu = device.type == "cuda"
-    there = torch.empty(1 << 24, dtype=torch.uint8, pin_memory=is_gpu)
-    here = torch.empty_like(there, device=device)
+    on_host = torch.empty(1 << 24, dtype=torch.uint8, pin_memory=is_gpu)
+    on_device = torch.empty_like(on_host, device=device)
     small, large = (
-        median_seconds(lambda n=n: here[:n].copy_(there[:n], non_blocking=True), device)  # type: ignore[misc]
-        for n in (1, len(there))
+        median_seconds(lambda n=n: on_device[:n].copy_(on_host[:n], non_blocking=True), device)  # type: ignore[misc]
+        for n in (1, len(on_host))
     )
-    bandwidth = len(there) / max(large - small, large / 2)
+    bandwidth = len(on_host) / max(large - small, large / 2)
     return Host(host_memory(), small, bandwidth, is_device=not is_gpu)
 
 

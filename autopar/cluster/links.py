@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,11 +76,11 @@ class ClusterLinks:
         return self._known[key]
 
     def _of_axes(self, mesh: Mesh, axes: Sequence[str], along: str | None) -> tuple[AxisLink, ...]:
-        own = [mesh.names.index(axis) for axis in axes]
-        first = [] if along is None else [mesh.names.index(along)]
-        other = [i for i in range(len(mesh.names)) if i not in own + first]
-        ranks = np.arange(mesh.size).reshape(mesh.shape).transpose(first + other + own)
-        groups = ranks.reshape(-1, math.prod(mesh.shape[i] for i in own))
+        inner = [mesh.names.index(axis) for axis in axes]
+        outer = [] if along is None else [mesh.names.index(along)]
+        other = [i for i in range(len(mesh.names)) if i not in inner + outer]
+        ranks = np.arange(mesh.size).reshape(mesh.shape).transpose(outer + other + inner)
+        groups = ranks.reshape(-1, math.prod(mesh.shape[i] for i in inner))
         places = mesh[along] if along is not None else 1
         place_of = np.repeat(np.arange(places), len(groups) // places)
         return self.of_groups("*".join(axes), groups, place_of)
@@ -104,24 +105,24 @@ class ClusterLinks:
             places = place_of[row]
             rings = np.bincount(unit, minlength=tier.count)
             outward = np.bincount(unit, members * (size - members) / size, tier.count)
-            own = np.minimum(tier.link.bandwidth / rings[unit], members * tier.rail[unit])
-            np.minimum.at(ring, places, own)
+            share = np.minimum(tier.link.bandwidth / rings[unit], members * tier.rail[unit])
+            np.minimum.at(ring, places, share)
             # Of what a member holds, that part leaves the unit which is for those elsewhere.
-            away = (size - 1) / size
-            own = np.minimum(
-                tier.link.bandwidth / outward[unit] * away,
+            sent_elsewhere = (size - 1) / size
+            share = np.minimum(
+                tier.link.bandwidth / outward[unit] * sent_elsewhere,
                 tier.rail[unit] * (size - 1) / (size - members),
             )
-            np.minimum.at(exchange, places, own)
+            np.minimum.at(exchange, places, share)
             for place in np.unique(place_of[crossing]).tolist():
                 alpha[place] = max(alpha[place], tier.link.alpha)
                 widest[place] = tier
-        found = []
+        links = []
         for place, (inside, tier) in enumerate(zip(insides, widest)):
             link = inside if tier is self._inside else tier.link
             link = replace(link, alpha=float(alpha[place]), bandwidth=float(ring[place]))
-            found.append(AxisLink(name, size, tier.level, link, float(exchange[place])))
-        return tuple(found)
+            links.append(AxisLink(name, size, tier.level, link, float(exchange[place])))
+        return tuple(links)
 
     @cached_property
     def _inside(self) -> _Tier:
@@ -147,15 +148,15 @@ class ClusterLinks:
                 return None
             if members == size:
                 break
-            rail, way = float(tier.rail[0]), tier.link.bandwidth
-            ring = min(ring, way * members / ranks, rail * members)
-            apart = (size - 1) / (size - members)
-            exchange = min(exchange, way / ranks * apart, rail * apart)
+            rail, bandwidth = float(tier.rail[0]), tier.link.bandwidth
+            ring = min(ring, bandwidth * members / ranks, rail * members)
+            elsewhere = (size - 1) / (size - members)
+            exchange = min(exchange, bandwidth / ranks * elsewhere, rail * elsewhere)
             link = replace(tier.link, alpha=max(link.alpha, tier.link.alpha))
             level = tier.level
         link = replace(link, bandwidth=ring)
-        found = AxisLink("*".join(axes), size, level, link, exchange)
-        return (found,) * (1 if along is None else mesh[along])
+        axis_link = AxisLink("*".join(axes), size, level, link, exchange)
+        return (axis_link,) * (1 if along is None else mesh[along])
 
     def of_messages(
         self, ranks: Sequence[Ranks], pairs: Iterable[tuple[int, int]]
@@ -167,45 +168,54 @@ class ClusterLinks:
         for tier in self._tiers:
             leaving = np.zeros(len(self.node_of), bool)
             for sender, receiver in pairs:
-                here, there = tier.unit_of[ranks[sender]], tier.unit_of[ranks[receiver]]
-                leaving[ranks[sender][here != there]] = True
+                sending, receiving = tier.unit_of[ranks[sender]], tier.unit_of[ranks[receiver]]
+                leaving[ranks[sender][sending != receiving]] = True
             flows = np.bincount(tier.unit_of[leaving], minlength=tier.count)
             shares.append(np.minimum(tier.link.bandwidth / np.maximum(flows, 1), tier.rail))
-        found = {}
+        links_of_pairs = {}
         for sender, receiver in pairs:
             nodes = {*self.node_of[ranks[sender]].tolist(), *self.node_of[ranks[receiver]].tolist()}
             links = [self._nodes[node].link for node in nodes]
             alpha = max(link.alpha for link in links)
             bandwidth, is_inside = min(link.bandwidth for link in links), True
             for tier, share in zip(self._tiers, shares):
-                here, there = tier.unit_of[ranks[sender]], tier.unit_of[ranks[receiver]]
-                apart = here != there
-                if apart.any():
+                sending, receiving = tier.unit_of[ranks[sender]], tier.unit_of[ranks[receiver]]
+                crossing = sending != receiving
+                if crossing.any():
                     alpha, is_inside = max(alpha, tier.link.alpha), False
                     # What comes in is as much as goes out: it is answered on the way back.
-                    bandwidth = min(bandwidth, share[here[apart]].min(), share[there[apart]].min())
-            found[sender, receiver] = MessageLink(alpha, float(bandwidth), is_inside)
-        return found
+                    bandwidth = min(
+                        bandwidth, share[sending[crossing]].min(), share[receiving[crossing]].min()
+                    )
+            links_of_pairs[sender, receiver] = MessageLink(alpha, float(bandwidth), is_inside)
+        return links_of_pairs
 
 
-def _crossings(units: Ranks) -> tuple[Ranks, Ranks, Ranks, Ranks]:
+class _Crossings(NamedTuple):
+    groups: Ranks  # with members in several units
+    rows: Ranks  # these groups, once for each of their units
+    units: Ranks  # for each row
+    members: Ranks  # of the group in this unit, for each row
+
+
+def _crossings(units: Ranks) -> _Crossings:
     """Return the groups with members in several units, and the units that each of these has."""
     crossing = np.flatnonzero((units != units[:, :1]).any(axis=1))
     count = int(units.max()) + 1
     keys, members = np.unique(crossing[:, None] * count + units[crossing], return_counts=True)
-    return crossing, keys // count, keys % count, members
+    return _Crossings(crossing, keys // count, keys % count, members)
 
 
 def _members_among(mesh: Mesh, axes: Sequence[str], ranks: int) -> int | None:
     """Return how many members of a group over `axes` are among the first `ranks` ranks; None where
     these are no grid of the mesh."""
-    found, stride = 1, 1
+    members, stride = 1, 1
     for name, size in zip(reversed(mesh.names), reversed(mesh.shape)):
         inside = size
         if stride * size > ranks:
             inside = max(1, ranks // stride)
             if stride < ranks and (ranks % stride or (stride * size) % ranks):
                 return None
-        found *= inside if name in axes else 1
+        members *= inside if name in axes else 1
         stride *= size
-    return found
+    return members

@@ -111,7 +111,8 @@ class Device:
     @classmethod
     def strongest(cls, kinds: Sequence[Device]) -> Device:
         """Return a device as strong in each respect as the strongest of several: none is faster."""
-        best = _extremes(cls, kinds, True, ("name", "flops", "host", "half_flops"))
+        left_out = ("name", "flops", "host", "half_flops")
+        best = _extremes(cls, kinds, is_best=True, besides=left_out)
         peaks = {dtype: max(kind.peak(dtype) for kind in kinds) for dtype in _dtypes(kinds)}
         # What it takes a product to get going is the same time in every dtype.
         start = min(kind.half("f32") / kind.peak("f32") for kind in kinds)
@@ -140,17 +141,17 @@ class Device:
 
 
 def _extremes(
-    cls: Any, kinds: Sequence[Any], is_best: bool = False, besides: Sequence[str] = ()
+    cls: Any, instances: Sequence[Any], *, is_best: bool = False, besides: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return the worst (or best) value of each field over several instances of `cls`."""
     other = {min: max, max: min}
-    found = {}
+    values = {}
     for part in fields(cls):
         if part.name not in besides:
             worst = part.metadata.get("worst", min)
             choose = other[worst] if is_best else worst
-            found[part.name] = choose(getattr(kind, part.name) for kind in kinds)
-    return found
+            values[part.name] = choose(getattr(kind, part.name) for kind in instances)
+    return values
 
 
 def _dtypes(kinds: Sequence[Device]) -> list[str]:

@@ -118,7 +118,7 @@ def ring_shift(
 def measure_links(ranks: int) -> list[tuple[str, int, int, float]]:
     """Return kind, group size, bytes and seconds of collectives, the groups of a size busy
     together."""
-    found = []
+    rows = []
     rank = dist.get_rank()
     for size in [n for n in range(2, ranks + 1) if ranks % n == 0]:
         groups = [dist.new_group(range(at, at + size)) for at in range(0, ranks, size)]
@@ -129,8 +129,8 @@ def measure_links(ranks: int) -> list[tuple[str, int, int, float]]:
                     seconds = median_seconds(collective(kind, size, total, group), BUDGET / 2)
                 except RuntimeError:  # a collective that this build of torch does not have
                     continue
-                found.append((kind, size, total, seconds))
-    return found
+                rows.append((kind, size, total, seconds))
+    return rows
 
 
 def overlap_share(alone: float, moved: float, together: float) -> float:
@@ -174,14 +174,14 @@ def slowest_rank(seconds: list[float]) -> list[float]:
     return table.tolist()
 
 
-def nested_medians(found: list[Any]) -> Any:
+def nested_medians(samples: list[Any]) -> Any:
     """Return the medians of equally nested figures that were measured several times."""
-    first = found[0]
+    first = samples[0]
     if isinstance(first, dict):
-        return {name: nested_medians([one[name] for one in found]) for name in first}
+        return {name: nested_medians([sample[name] for sample in samples]) for name in first}
     if isinstance(first, list | tuple):
-        return [nested_medians(list(parts)) for parts in zip(*found)]
-    return first if isinstance(first, str) else sorted(found)[len(found) // 2]
+        return [nested_medians(list(parts)) for parts in zip(*samples)]
+    return first if isinstance(first, str) else sorted(samples)[len(samples) // 2]
 
 
 def measure_on_rank(rank: int, ranks: int, times: int, store: str) -> None:
@@ -189,15 +189,15 @@ def measure_on_rank(rank: int, ranks: int, times: int, store: str) -> None:
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    found = []
+    samples = []
     for _ in range(times):
         figures = measure_device()
         figures["collectives"] = measure_links(ranks)
         figures["overlap"] = measure_overlap() if ranks > 1 else 0.0
-        found.append(figures)
+        samples.append(figures)
     dist.barrier()
     if rank == 0:
-        print(json.dumps(nested_medians(found)), flush=True)
+        print(json.dumps(nested_medians(samples)), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -31,7 +31,7 @@ class Pace:
 
     def __post_init__(self) -> None:
         factors = self.compute, self.communication
-        if not all(isinstance(one, int | float) and 0 < one < math.inf for one in factors):
+        if not all(isinstance(factor, int | float) and 0 < factor < math.inf for factor in factors):
             raise InvalidInput(
                 "work takes a positive number of times as long",
                 got=f"Pace({self.compute!r}, {self.communication!r})",
@@ -95,11 +95,11 @@ class MeasuredStep:
 def fit_pace(steps: Sequence[MeasuredStep]) -> Pace:
     """Return the pace with the least mean deviation of predicted from measured seconds. A factor of
     which no step has a part is 1."""
-    steps = [one for one in steps if one.predicted(Pace()) > 0]
+    steps = [step for step in steps if step.predicted(Pace()) > 0]
     if not steps:
         return Pace()
     compute, communication, measured = np.array(
-        [(one.compute, one.communication, one.measured) for one in steps]
+        [(step.compute, step.communication, step.measured) for step in steps]
     ).T
     factors = np.geomspace(*_RANGE, _FINE)
     predicted = (

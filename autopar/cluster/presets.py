@@ -31,18 +31,18 @@ def data_sheet(
 ) -> Device:
     """Return a device from figures in TFLOP/s, GB and GB/s; halves are in GFLOP and MB."""
     flops = {dtype: rate * 1e12 for dtype, rate in rates.items()}
-    reached = {
+    efficiencies = {
         "efficiency": efficiency,
         "half_flops": half_flops * 1e9,
         "half_bytes": half_bytes * 1e6,
     }
-    return Device(name, flops, memory * 1e9, bandwidth * 1e9, **reached, host=host)
+    return Device(name, flops, memory * 1e9, bandwidth * 1e9, **efficiencies, host=host)
 
 
 def rates(f64: float, f32: float, f16: float, bf16: float | None = None) -> dict[str, float]:
     """Return rates by dtype; bf16 defaults to f16. A rate of 0 means that the dtype runs as f32."""
-    known = {"f64": f64, "f32": f32, "f16": f16, "bf16": f16 if bf16 is None else bf16}
-    return {dtype: rate for dtype, rate in known.items() if rate}
+    given_rates = {"f64": f64, "f32": f32, "f16": f16, "bf16": f16 if bf16 is None else bf16}
+    return {dtype: rate for dtype, rate in given_rates.items() if rate}
 
 
 # Alone, the best products reach 268 of the 312 TFLOP/s of an A100 and 792 of the 989 of an H100

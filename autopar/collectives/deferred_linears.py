@@ -63,7 +63,7 @@ class _Linears(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         moved, *weights = ctx.saved_tensors
-        rows = [None if one is None else _rows(one) for one in gradients]
+        rows = [None if gradient is None else _rows(gradient) for gradient in gradients]
         total: Tensor | None = None
         for row, weight in zip(rows, weights):
             if row is not None:
@@ -71,13 +71,13 @@ class _Linears(torch.autograd.Function):
         assert total is not None
         finish = ctx.start(total.view(moved.shape), *ctx.arguments)
         columns = _rows(moved)
-        found: list[Tensor | None] = []
+        weight_gradients: list[Tensor | None] = []
         for row, (weight, bias) in zip(rows, _pairs(ctx.needs_input_grad[3:])):
-            found += [
+            weight_gradients += [
                 row.t() @ columns if weight and row is not None else None,
                 row.sum(0) if bias and row is not None else None,
             ]
-        return finish(), None, None, *found
+        return finish(), None, None, *weight_gradients
 
 
 def _rows(value: Tensor) -> Tensor:

@@ -178,13 +178,14 @@ def run_joint_kernel(
     """Return the differentiable outputs of each member; `groups` and `calls` hold one entry per
     member."""
     leaves, forms = zip(*(pytree.tree_flatten(dict(call)) for call in calls))
-    tensors = [[leaf for leaf in own if isinstance(leaf, Tensor)] for own in leaves]
-    read = [tensor for own in tensors for tensor in own]
-    flat = _JointFunction.apply(
-        _JointCall(kernel, groups, drive, leaves, forms, gradient_ends(*read)), *read
+    tensors = [[leaf for leaf in call_leaves if isinstance(leaf, Tensor)] for call_leaves in leaves]
+    flat_tensors = [tensor for call_leaves in tensors for tensor in call_leaves]
+    outputs = _JointFunction.apply(
+        _JointCall(kernel, groups, drive, leaves, forms, gradient_ends(*flat_tensors)),
+        *flat_tensors,
     )
-    count = len(flat) // len(groups)
-    return [tuple(flat[at * count : (at + 1) * count]) for at in range(len(groups))]
+    count = len(outputs) // len(groups)
+    return [tuple(outputs[at * count : (at + 1) * count]) for at in range(len(groups))]
 
 
 @dataclass(frozen=True)
@@ -197,11 +198,11 @@ class _JointCall:
     ends: GradientEnds
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Any]:
-        given = iter(tensors)
+        remaining = iter(tensors)
         steps = []
-        for group, own, form in zip(self.groups, self.leaves, self.forms):
-            found = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in own]
-            steps.append(self.kernel.forward(group, **pytree.tree_unflatten(found, form)))
+        for group, call_leaves, form in zip(self.groups, self.leaves, self.forms):
+            filled = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in call_leaves]
+            steps.append(self.kernel.forward(group, **pytree.tree_unflatten(filled, form)))
         return self.drive(steps)
 
 
@@ -211,11 +212,12 @@ class _JointFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _JointCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         results = call.forward(tensors)
-        kept = [tuple(saved) for _, saved, _ in results]
-        ctx.save_for_backward(*(tensor for saved in kept for tensor in saved))
+        saved_of_members = [tuple(saved) for _, saved, _ in results]
+        ctx.save_for_backward(*(tensor for saved in saved_of_members for tensor in saved))
         ctx.kernel, ctx.groups, ctx.drive = call.kernel, call.groups, call.drive
-        ctx.ends = call.ends if any(kept) else ()  # else gradients depend on what comes alone
-        ctx.counts = [len(saved) for saved in kept]
+        # With nothing saved, gradients depend on the output gradients alone.
+        ctx.ends = call.ends if any(saved_of_members) else ()
+        ctx.counts = [len(saved) for saved in saved_of_members]
         ctx.rests = [rest for _, _, rest in results]
         outputs = tuple(output for outputs, _, _ in results for output in outputs)
         ctx.mark_non_differentiable(*(o for o in outputs if not _takes_gradient(o)))
@@ -224,10 +226,10 @@ class _JointFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
-            found = _JointFunction._gradients(ctx, gradients)
+            computed = _JointFunction._gradients(ctx, gradients)
         remedy = 'a plan without it, as mode="propagate" makes where no annotation asks for it'
         return None, *forbid_double_grad(
-            found, ctx.ends, gradients, ctx.kernel.forward.__name__, remedy
+            computed, ctx.ends, gradients, ctx.kernel.forward.__name__, remedy
         )
 
     @staticmethod
@@ -238,10 +240,10 @@ class _JointFunction(torch.autograd.Function):
         steps = []
         for at, (first, end) in enumerate(pairwise((0, *accumulate(ctx.counts)))):
             group = replace(ctx.groups[at], needs=needs[at * inputs : (at + 1) * inputs])
-            own = gradients[at * outputs : (at + 1) * outputs]
+            output_gradients = gradients[at * outputs : (at + 1) * outputs]
             saved = ctx.saved_tensors[first:end]
-            steps.append(ctx.kernel.backward(group, saved, ctx.rests[at], *own))
-        return [gradient for found in ctx.drive(steps) for gradient in found]
+            steps.append(ctx.kernel.backward(group, saved, ctx.rests[at], *output_gradients))
+        return [gradient for member_gradients in ctx.drive(steps) for gradient in member_gradients]
 
 
 def _require_sharded(cut: ShardedDim | None) -> ShardedDim:
@@ -260,24 +262,24 @@ def in_lock_step(members: Sequence[Steps]) -> list[Any]:
     """Run the members of one group in this process, and return each one's result."""
     answers: list[Any] = [None] * len(members)
     while True:
-        asked, ended = [], []
+        requests, results = [], []
         for steps, answer in zip(members, answers):
             try:
-                asked.append(steps.send(answer))
+                requests.append(steps.send(answer))
             except StopIteration as end:
-                ended.append(end.value)
-        if len(ended) == len(members):
-            return ended
-        if ended or len({type(request) for request in asked}) > 1:
+                results.append(end.value)
+        if len(results) == len(members):
+            return results
+        if results or len({type(request) for request in requests}) > 1:
             raise ExecutionError(
                 "the members of a group ask for the same in the same order",
-                got=f"{', '.join(type(one).__name__ for one in asked)}; {len(ended)} have ended",
+                got=f"{', '.join(type(r).__name__ for r in requests)}; {len(results)} have ended",
                 remedy="let what a member asks depend on the group alone, not on its numbers",
             )
-        if isinstance(asked[0], InFlight):
-            answers = [travelling.arrive() for travelling in asked]
+        if isinstance(requests[0], InFlight):
+            answers = [travelling.arrive() for travelling in requests]
         else:
-            answers = [InFlight(partial(tuple, tensors)) for tensors in _deliver(asked)]
+            answers = [InFlight(partial(tuple, tensors)) for tensors in _deliver(requests)]
 
 
 def drive_groups(groups: Sequence[Sequence[int]]) -> Driver:
@@ -286,30 +288,32 @@ def drive_groups(groups: Sequence[Sequence[int]]) -> Driver:
     def drive(members: Sequence[Steps]) -> list[Any]:
         results: list[Any] = [None] * len(members)
         for group in groups:
-            found = in_lock_step([members[rank] for rank in group])
-            for rank, result in zip(group, found):
+            group_results = in_lock_step([members[rank] for rank in group])
+            for rank, result in zip(group, group_results):
                 results[rank] = result
         return results
 
     return drive
 
 
-def _deliver(asked: Sequence[Any]) -> list[Tensors]:
+def _deliver(requests: Sequence[Any]) -> list[Tensors]:
     """Return the tensors that each member receives, in memory of its own as from a message."""
-    count = len(asked)
-    match asked[0]:
+    count = len(requests)
+    match requests[0]:
         case RingShift():
-            given = [asked[(at - one.by) % count].tensors for at, one in enumerate(asked)]
+            delivered = [
+                requests[(at - sent.by) % count].tensors for at, sent in enumerate(requests)
+            ]
         case AllToAll():
-            given = [tuple(other.tensors[at] for other in asked) for at in range(count)]
+            delivered = [tuple(other.tensors[at] for other in requests) for at in range(count)]
         case AllGather():
-            return [tuple(other.tensor.clone() for other in asked) for _ in asked]
+            return [tuple(other.tensor.clone() for other in requests) for _ in requests]
         case AllReduce():
-            total = asked[0].tensor.clone()
-            for other in asked[1:]:
+            total = requests[0].tensor.clone()
+            for other in requests[1:]:
                 total += other.tensor
-            return [(total.clone(),) for _ in asked]
-    for at, (tensors, request) in enumerate(zip(given, asked)):
+            return [(total.clone(),) for _ in requests]
+    for at, (tensors, request) in enumerate(zip(delivered, requests)):
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if shapes != [tuple(shape) for shape in request.shapes]:
             raise ExecutionError(
@@ -317,7 +321,7 @@ def _deliver(asked: Sequence[Any]) -> list[Tensors]:
                 got=f"member {at} of {count} says {request.shapes}, and {shapes} arrive",
                 remedy="say the shapes of what the member before sends",
             )
-    return [tuple(tensor.clone() for tensor in tensors) for tensors in given]
+    return [tuple(tensor.clone() for tensor in tensors) for tensors in delivered]
 
 
 def drive_without_messages(members: Sequence[Steps]) -> list[Any]:
@@ -330,20 +334,20 @@ def _run_member(steps: Steps, set_out: Callable[[Request], InFlight]) -> Any:
     answer: Any = None
     try:
         while True:
-            asked = steps.send(answer)
-            answer = asked.arrive() if isinstance(asked, InFlight) else set_out(asked)
+            request = steps.send(answer)
+            answer = request.arrive() if isinstance(request, InFlight) else set_out(request)
     except StopIteration as end:
         return end.value
 
 
-def _send_nothing(asked: Request) -> InFlight:
-    match asked:
+def _send_nothing(request: Request) -> InFlight:
+    match request:
         case RingShift() | AllToAll():
-            like = asked.tensors
-            found = tuple(x.new_empty(tuple(shape)) for x, shape in zip(like, asked.shapes))
+            like = request.tensors
+            empty = tuple(x.new_empty(tuple(shape)) for x, shape in zip(like, request.shapes))
         case _:
-            found = (asked.tensor.clone(),)
-    return InFlight(lambda: found)
+            empty = (request.tensor.clone(),)
+    return InFlight(lambda: empty)
 
 
 # Processes.
@@ -359,31 +363,31 @@ def drive_on_process(name: str, group: KernelGroup) -> Driver:
     return drive
 
 
-def _send_request(asked: Request, own: KernelGroup, group: dist.ProcessGroup) -> InFlight:
-    count, index = own.count, own.index
+def _send_request(request: Request, member: KernelGroup, group: dist.ProcessGroup) -> InFlight:
+    count, index = member.count, member.index
     empty: Tensors = ()
-    match asked:
+    match request:
         case RingShift():
             sent: list[Tensors] = [empty] * count
-            comes: list[Sequence[Shape]] = [()] * count
-            target, source = (index + asked.by) % count, (index - asked.by) % count
+            expected: list[Sequence[Shape]] = [()] * count
+            target, source = (index + request.by) % count, (index - request.by) % count
             if target == index:
-                kept = tuple(x.clone() for x in asked.tensors)
-                return InFlight(lambda: kept)
-            sent[target], comes[source] = asked.tensors, asked.shapes
-            travelling = _exchange_pieces(sent, comes, asked.tensors, index, group)
+                copies = tuple(x.clone() for x in request.tensors)
+                return InFlight(lambda: copies)
+            sent[target], expected[source] = request.tensors, request.shapes
+            travelling = _exchange_pieces(sent, expected, request.tensors, index, group)
             return InFlight(lambda: travelling()[source])
         case AllToAll():
-            sent = [(tensor,) for tensor in asked.tensors]
-            comes = [(shape,) for shape in asked.shapes]
-            travelling = _exchange_pieces(sent, comes, asked.tensors[:1], index, group)
-            return InFlight(lambda: tuple(one for (one,) in travelling()))
+            sent = [(tensor,) for tensor in request.tensors]
+            expected = [(shape,) for shape in request.shapes]
+            travelling = _exchange_pieces(sent, expected, request.tensors[:1], index, group)
+            return InFlight(lambda: tuple(piece for (piece,) in travelling()))
         case AllGather():
-            x = asked.tensor
+            x = request.tensor
             travelling = _exchange_pieces([(x,)] * count, [(x.shape,)] * count, (x,), index, group)
-            return InFlight(lambda: tuple(one for (one,) in travelling()))
+            return InFlight(lambda: tuple(piece for (piece,) in travelling()))
         case AllReduce():
-            x = asked.tensor
+            x = request.tensor
             total = x.cpu() if x.is_cuda and moves_through_host(group) else x.clone()
             work = dist.all_reduce(total, group=group, async_op=True)
 
@@ -404,14 +408,14 @@ def _exchange_pieces(
 ) -> Callable[[], list[Tensors]]:
     """Send tensors to each member and receive those of `shapes`, in the dtypes of `like`."""
     is_on_host = like[0].is_cuda and moves_through_host(group)
-    out = [[_contiguous_at(x, is_on_host) for x in tensors] for tensors in sent]
+    out = [[_contiguous_at(x, is_on_host=is_on_host) for x in tensors] for tensors in sent]
     device = torch.device("cpu") if is_on_host else like[0].device
     received = [
-        [torch.empty(tuple(s), dtype=x.dtype, device=device) for s, x in zip(own, like)]
-        for own in shapes
+        [torch.empty(tuple(s), dtype=x.dtype, device=device) for s, x in zip(member_shapes, like)]
+        for member_shapes in shapes
     ]
-    for one, other in zip(received[index], out[index]):
-        one.copy_(other)
+    for into, out_of in zip(received[index], out[index]):
+        into.copy_(out_of)
     moved_out = [[movable(x) for x in tensors] for tensors in out]
     moved_in = [[movable(x) for x in tensors] for tensors in received]
     moved_out[index], moved_in[index] = [], []
@@ -429,7 +433,7 @@ def _exchange_pieces(
     return arrive
 
 
-def _contiguous_at(x: Tensor, is_on_host: bool) -> Tensor:
+def _contiguous_at(x: Tensor, *, is_on_host: bool) -> Tensor:
     return (x.cpu() if is_on_host else x).contiguous()
 
 

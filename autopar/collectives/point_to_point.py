@@ -25,7 +25,7 @@ def uses_messages(device: torch.device, group: dist.ProcessGroup) -> bool:
 def send_and_receive(
     sent: Sequence[Sequence[Tensor]],
     received: Sequence[Sequence[Tensor]],
-    own: int,
+    rank: int,
     group: dist.ProcessGroup,
 ) -> list[PendingWork]:
     """Start to exchange tensors with each other member, by its place in the group, neighbours
@@ -36,19 +36,23 @@ def send_and_receive(
     """
     works: list[PendingWork] = []
     steps = range(1, len(sent))
-    for target in [(own + step) % len(sent) for step in steps]:
-        works += [send_to(one, target, group) for one in sent[target] if one.numel()]
-    for source in [(own - step) % len(sent) for step in steps]:
-        works += [receive_from(one, source, group) for one in received[source] if one.numel()]
+    for target in [(rank + step) % len(sent) for step in steps]:
+        works += [send_to(tensor, target, group) for tensor in sent[target] if tensor.numel()]
+    for source in [(rank - step) % len(sent) for step in steps]:
+        works += [
+            receive_from(tensor, source, group) for tensor in received[source] if tensor.numel()
+        ]
     return works
 
 
 def exchange_pieces(
-    sent: Sequence[Tensor], received: Sequence[Tensor], own: int, group: dist.ProcessGroup
+    sent: Sequence[Tensor], received: Sequence[Tensor], rank: int, group: dist.ProcessGroup
 ) -> None:
     """Send each member its piece, and wait for theirs; this member's own is copied."""
-    works = send_and_receive([[one] for one in sent], [[one] for one in received], own, group)
-    received[own].copy_(sent[own])
+    works = send_and_receive(
+        [[piece] for piece in sent], [[piece] for piece in received], rank, group
+    )
+    received[rank].copy_(sent[rank])
     for work in works:
         wait_for(work)
 
@@ -60,19 +64,19 @@ class ScatteredSum:
         self,
         terms: Sequence[Sequence[Tensor]],
         part: Tensor,
-        own: int,
+        rank: int,
         group: dist.ProcessGroup,
     ) -> None:
         """Start the sum; `terms`: what this member adds to each member's part, laid out in
         `part`."""
-        self._part, self._own = part, terms[own]
-        self._lengths = [one.numel() for one in self._own]
+        self._part, self._own = part, terms[rank]
+        self._lengths = [tensor.numel() for tensor in self._own]
         # The first that arrives lies in `part` itself, and all others are added to it.
         more = [torch.empty_like(part) for _ in range(len(terms) - 2)]
         self._arriving = [part, *more] if len(terms) > 1 else []
-        received = [self._split(one) for one in self._arriving]
-        received.insert(own, [])
-        self._works = send_and_receive(terms, received, own, group)
+        received = [self._split(tensor) for tensor in self._arriving]
+        received.insert(rank, [])
+        self._works = send_and_receive(terms, received, rank, group)
         self._terms: Sequence[Sequence[Tensor]] | None = terms  # as long as they are being sent
 
     def wait(self) -> None:
@@ -82,9 +86,9 @@ class ScatteredSum:
         for work in self._works:
             wait_for(work)
         put = add_each if self._arriving else copy_each
-        put(self._split(self._part), [one.reshape(-1) for one in self._own])
-        for one in self._arriving[1:]:
-            self._part.add_(one)
+        put(self._split(self._part), [piece.reshape(-1) for piece in self._own])
+        for piece in self._arriving[1:]:
+            self._part.add_(piece)
         self._works, self._terms, self._arriving, self._own = [], None, [], ()
 
     def _split(self, part: Tensor) -> list[Tensor]:

@@ -93,8 +93,8 @@ def redistribute(
     Without `differentiable` only forward counts, and the target's pending axes are ignored. Without
     `learns` the path has a backward that never runs and costs nothing.
     """
-    about = itemsize, mesh, price, differentiable, learns and differentiable
-    return _solve(source, target, tuple(shape), *about)[0]
+    learns = learns and differentiable
+    return _solve(source, target, tuple(shape), itemsize, mesh, price, differentiable, learns)[0]
 
 
 def redistribution_cost(
@@ -108,8 +108,8 @@ def redistribution_cost(
     learns: bool = True,
 ) -> float:
     """Return the seconds that the movements of `redistribute` take, forward and backward."""
-    about = itemsize, mesh, price, differentiable, learns and differentiable
-    return _solve(source, target, tuple(shape), *about)[1]
+    learns = learns and differentiable
+    return _solve(source, target, tuple(shape), itemsize, mesh, price, differentiable, learns)[1]
 
 
 def apply_path(path: Iterable[Movement], source: Layout) -> Placement:
@@ -138,11 +138,12 @@ def movement_cost(
     itemsize: float,
     mesh: Mesh,
     price: Price,
+    *,
     learns: bool = True,
 ) -> float:
     """Return the seconds of one movement from `layout`, forward and, if it `learns`, backward."""
     size = moved_bytes(movement, layout, shape, itemsize, mesh)
-    return _edge_cost(movement, size, price, learns)
+    return _edge_cost(movement, size, price, learns=learns)
 
 
 def moved_bytes(
@@ -155,7 +156,7 @@ def moved_bytes(
     )
 
 
-def _edge_cost(movement: Movement, size: float, price: Price, learns: bool) -> float:
+def _edge_cost(movement: Movement, size: float, price: Price, *, learns: bool) -> float:
     kinds = (movement.kind, movement.backward) if learns else (movement.kind,)
     return sum(
         (price.seconds(kind, movement.axes, size) for kind in kinds if kind not in FREE), 0.0
@@ -182,8 +183,8 @@ def _solve(
         # Every cut is even: only the bytes count, so that shapes of one size share a search.
         even = (mesh.size,) * len(shape)
         size = itemsize * math.prod(shape) / math.prod(even)
-    about = even, size, mesh, price, differentiable, learns
-    return _search(source, *about, parts).reach(target)
+    search = _search(source, even, size, mesh, price, differentiable, learns, parts)
+    return search.reach(target)
 
 
 def _validate(source: Layout, target: Placement, shape: tuple[int, ...], mesh: Mesh) -> None:
@@ -261,7 +262,7 @@ class _Search:
     def _cost(self, movement: Movement, size: float) -> float:
         key = (movement.kind, movement.pending, movement.axes, size)
         if key not in self.costs:
-            self.costs[key] = _edge_cost(movement, size, self.price, self.learns)
+            self.costs[key] = _edge_cost(movement, size, self.price, learns=self.learns)
         return self.costs[key]
 
     def _bytes(self, dims: tuple[tuple[str, ...], ...]) -> float:
@@ -291,24 +292,24 @@ def possible_movements(
 ) -> tuple[PossibleMovement, ...]:
     """Return every single collective that is possible in `placement`; `parts` of dims may be
     cut."""
-    found = []
+    possible = []
     for movement in _movements(placement, mesh, parts):
-        after, cuts = movement.place(placement), []
+        after, even_cuts = movement.place(placement), []
         if len(movement.axes) > 1 or movement.parts:
             for dim in {movement.dim, movement.to_dim} - {None}:
                 assert dim is not None
                 longer = max(placement.dims[dim], after.dims[dim], key=len)
-                cuts.append((dim, (parts_of(longer) or 1) * mesh.degree(axes_of(longer))))
-        found.append((movement, after, tuple(cuts)))
-    return tuple(found)
+                even_cuts.append((dim, (parts_of(longer) or 1) * mesh.degree(axes_of(longer))))
+        possible.append((movement, after, tuple(even_cuts)))
+    return tuple(possible)
 
 
 def _movements(placement: Placement, mesh: Mesh, parts: Parts) -> Iterator[Movement]:
-    def into(dim: int) -> list[Parts]:
-        """In what a dim may be cut, or cut further: as a whole, or in parts."""
+    def possible_parts(dim: int) -> list[Parts]:
+        """Return the ways in which a dim may be cut (further): whole, or in parts."""
         if cut := placement.dims[dim]:
             return [_in_parts(dim, cut)]
-        return [(), *((one,) for one in parts if one[0] == dim)]
+        return [(), *((part,) for part in parts if part[0] == dim)]
 
     used = {*placement.layout.axes, *placement.pending}
     sums = _subsets(axis for axis in mesh.names if axis in placement.partial)
@@ -319,18 +320,18 @@ def _movements(placement: Placement, mesh: Mesh, parts: Parts) -> Iterator[Movem
     for axes in free:
         yield Movement("identity", axes, pending=True)
     for dim, cut in enumerate(placement.dims):
-        for own in into(dim):
+        for dim_parts in possible_parts(dim):
             for axes in sums:
-                yield Movement("reduce_scatter", axes, dim, parts=own)
+                yield Movement("reduce_scatter", axes, dim, parts=dim_parts)
             for axes in free:
-                yield Movement("slice", axes, dim, parts=own)
-        own = _in_parts(dim, cut)
+                yield Movement("slice", axes, dim, parts=dim_parts)
+        dim_parts = _in_parts(dim, cut)
         for axes in _innermost(axes_of(cut), mesh):
-            yield Movement("all_gather", axes, dim, parts=own)
-            yield Movement("all_gather", axes, dim, pending=True, parts=own)
+            yield Movement("all_gather", axes, dim, parts=dim_parts)
+            yield Movement("all_gather", axes, dim, pending=True, parts=dim_parts)
             for to_dim in range(placement.layout.ndim):
-                for other in into(to_dim) if to_dim != dim else ():
-                    both = tuple(sorted((*own, *other)))
+                for other in possible_parts(to_dim) if to_dim != dim else ():
+                    both = tuple(sorted((*dim_parts, *other)))
                     yield Movement("all_to_all", axes, dim, to_dim, parts=both)
 
 
@@ -340,13 +341,15 @@ def _in_parts(dim: int, cut: tuple[str, ...]) -> Parts:
 
 
 def _subsets(axes: Iterable[str]) -> list[tuple[str, ...]]:
-    """The choices of at least one axis, each in the order of the mesh: that of a group's ranks."""
+    """Return all non-empty subsets of axes, each in the order of the mesh."""
     axes = tuple(axes)
-    return [some for count in range(len(axes)) for some in itertools.combinations(axes, count + 1)]
+    return [
+        subset for count in range(len(axes)) for subset in itertools.combinations(axes, count + 1)
+    ]
 
 
 def _innermost(cut: tuple[str, ...], mesh: Mesh) -> Iterator[tuple[str, ...]]:
-    """The ends of `cut` that are in the order of the mesh."""
+    """Yield the suffixes of `cut` that are in the order of the mesh."""
     for at in reversed(range(len(cut))):
         if at + 1 < len(cut) and mesh.names.index(cut[at]) > mesh.names.index(cut[at + 1]):
             return

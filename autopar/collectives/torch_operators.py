@@ -144,7 +144,7 @@ def start_reduce_scatter(
     piece = stacked.new_empty(_resized(x, dim, full))
     work: PendingWork | None
     if uses_messages(stacked.device, members):
-        terms = [[one] for one in stacked.view(parts, -1).unbind()]
+        terms = [[term] for term in stacked.view(parts, -1).unbind()]
         work = ScatteredSum(terms, piece, index, members)
     else:
         work = reduce_scatter_single(piece, stacked, group=members, async_op=later)
@@ -153,10 +153,10 @@ def start_reduce_scatter(
     def finish() -> Tensor:
         if work is not None:
             wait_for(work)
-        own = piece.to(x.device)
+        result = piece.to(x.device)
         if size != parts * full:
-            own = own.narrow(dim, 0, chunk(size, parts, index)[1]).contiguous()
-        return own if own.dtype == x.dtype else own.to(x.dtype)
+            result = result.narrow(dim, 0, chunk(size, parts, index)[1]).contiguous()
+        return result if result.dtype == x.dtype else result.to(x.dtype)
 
     return finish
 
@@ -195,8 +195,8 @@ def _all_to_all(
         joined = torch.cat(received.view(parts, *piece).unbind(), dim)
     if size == parts * full and cut == parts * to_full:
         return joined
-    own = chunk(cut, parts, index)[1]
-    return joined.narrow(dim, 0, size).narrow(to_dim, 0, own).contiguous()
+    length = chunk(cut, parts, index)[1]
+    return joined.narrow(dim, 0, size).narrow(to_dim, 0, length).contiguous()
 
 
 def _stacked(x: Tensor, dim: int, parts: int) -> Tensor:

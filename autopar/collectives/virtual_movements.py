@@ -34,6 +34,7 @@ def move(
     movement: Movement,
     values: Sequence[Tensor],
     mesh: Mesh,
+    *,
     shape: Sequence[int] | None = None,
     layout: Layout | None = None,
     sums: torch.dtype | None = None,

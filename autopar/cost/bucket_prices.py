@@ -66,23 +66,23 @@ def fill_buckets(
     """
     filling: dict[Key, list[tuple[SomeGradient, Key]]] = {}
     filled: dict[Key, int] = {}  # bytes of these
-    first: dict[Key, list[tuple[SomeGradient, Key]]] = {}
-    found: list[list[tuple[SomeGradient, Key]]] = []
-    for one, key in reversed([*gradients]):
-        alone = one.size >= SINGLE_BUCKET_BYTES and key not in cut
-        bucket = None if alone else filling.get(key)
-        limit = FIRST_BUCKET_BYTES if first.get(key) is bucket else buffer_bytes
+    first_bucket: dict[Key, list[tuple[SomeGradient, Key]]] = {}
+    buckets: list[list[tuple[SomeGradient, Key]]] = []
+    for gradient, key in reversed([*gradients]):
+        is_single = gradient.size >= SINGLE_BUCKET_BYTES and key not in cut
+        bucket = None if is_single else filling.get(key)
+        limit = FIRST_BUCKET_BYTES if first_bucket.get(key) is bucket else buffer_bytes
         limit = min(buffer_bytes, cut.get(key, limit))
-        if bucket is None or filled[key] + one.size > limit:
+        if bucket is None or filled[key] + gradient.size > limit:
             bucket = []
-            found.append(bucket)
-            first.setdefault(key, bucket)
-            if not alone:
+            buckets.append(bucket)
+            first_bucket.setdefault(key, bucket)
+            if not is_single:
                 filling[key], filled[key] = bucket, 0
-        bucket.append((one, key))
-        if not alone:
-            filled[key] += one.size
-    return found
+        bucket.append((gradient, key))
+        if not is_single:
+            filled[key] += gradient.size
+    return buckets
 
 
 def is_sent_directly(shape: Sequence[int], dim: int, piece: int) -> bool:
@@ -126,11 +126,11 @@ class _BucketKey:
 
     stages: tuple[int, ...]  # that read their parameters
     holders: tuple[int, ...]  # which are at these places of a pipeline: summed over all of them
-    summed: tuple[str, ...]  # axes over which what is not cut is summed
-    each: tuple[str, ...]  # axes over which that of a micro-batch is cut
-    last: tuple[str, ...]  # and what has added up
-    adds: bool  # they add up in another dtype
-    about: tuple[Hashable, ...]
+    sum_axes: tuple[str, ...]  # over which the sum stays unsharded
+    run_axes: tuple[str, ...]  # over which each micro-batch's gradient is sharded
+    step_axes: tuple[str, ...]  # over which the accumulated gradient is sharded
+    is_cast_sum: bool  # gradients add up in another dtype
+    further: tuple[Hashable, ...]
 
 
 @dataclass(eq=False)
@@ -138,16 +138,16 @@ class PlannedBucket:
     """A bucket of a program, which is summed when it has all its gradients."""
 
     gradients: list[ParameterGradient]
-    waits: bool  # what each backward makes is whole until then
-    # Bytes that its sum takes: besides the gradients while it begins; in their place while it goes
-    # on. In their place after it, where they have added up whole.
+    waits: bool  # gradients stay unsharded until the sum
+    # Bytes of the sum: when it begins, besides the gradients; while it goes on, and after it, in
+    # their place.
     begins: float
     goes_on: float
     part: float
 
     @property
     def whole(self) -> float:
-        return sum(one.whole for one in self.gradients)
+        return sum(gradient.whole for gradient in self.gradients)
 
 
 def program_buckets(
@@ -156,39 +156,45 @@ def program_buckets(
     """Return the buckets of a program's learning parameters. A parameter that stands for others
     counts `times`, or as often as it says itself (None)."""
     copied = copied_parameters(graph.nodes, mesh)
-    kinds = {n: _bucket_key(n, one, mesh) for n, one in copied.items() if info(n).learns}
+    kinds = {n: _bucket_key(n, gradient, mesh) for n, gradient in copied.items() if info(n).learns}
     summed = {
         node: (_parameter_gradient(node, copied[node], kind, mesh, travel), kind)
         for node, kind in kinds.items()
-        if kind.summed or kind.each or kind.last or kind.adds or len(kind.holders) > 1
+        if kind.sum_axes
+        or kind.run_axes
+        or kind.step_axes
+        or kind.is_cast_sum
+        or len(kind.holders) > 1
     }
-    made: list[tuple[ParameterGradient, _BucketKey]] = []
-    for count, some in groupby(copied, lambda node: times_of(node, times)):
-        own = [summed[node] for node in some if node in summed]
-        made += own
+    gradients: list[tuple[ParameterGradient, _BucketKey]] = []
+    for count, nodes in groupby(copied, lambda node: times_of(node, times)):
+        some_gradients = [summed[node] for node in nodes if node in summed]
+        gradients += some_gradients
         for copy in range(1, count):
-            made += [(replace(one, copy=copy), kind) for one, kind in own]
+            gradients += [(replace(gradient, copy=copy), kind) for gradient, kind in some_gradients]
     groups = copy_groups(copied.values(), mesh, travel.buffer_bytes)
     cut = {
         kind: sharded_bucket_bytes(largest_group_bytes(groups, kind.stages, mesh))
-        for kind in dict.fromkeys(kind for _, kind in made)
-        if kind.each or kind.last
+        for kind in dict.fromkeys(kind for _, kind in gradients)
+        if kind.run_axes or kind.step_axes
     }
     return [
-        _planned_bucket([one for one, _ in bucket], bucket[0][1], mesh, travel)
-        for bucket in fill_buckets(made, cut, travel.buffer_bytes)
+        _planned_bucket([gradient for gradient, _ in bucket], bucket[0][1], mesh, travel)
+        for bucket in fill_buckets(gradients, cut, travel.buffer_bytes)
     ]
 
 
 def _bucket_key(node: fx.Node, copied: CopiedParameter, mesh: Mesh) -> _BucketKey:
     at, bytes_ = copied.places, state_bytes(node)
-    each = in_mesh_order({*copied.summed.axes} - {*copied.leaf.axes}, mesh)
-    last = in_mesh_order({*at.optimizer.axes} - {*copied.summed.axes}, mesh)
-    whole = in_mesh_order({*copied.pending} - {*at.optimizer.axes}, mesh)
-    about = (copied.dtype, bytes_.gradient, at.goes_up, at.on_host)
-    adds = bytes_.copy != bytes_.gradient and not each
+    run_axes = in_mesh_order({*copied.summed.axes} - {*copied.leaf.axes}, mesh)
+    step_axes = in_mesh_order({*at.optimizer.axes} - {*copied.summed.axes}, mesh)
+    sum_axes = in_mesh_order({*copied.pending} - {*at.optimizer.axes}, mesh)
+    further = (copied.dtype, bytes_.gradient, at.goes_up, at.on_host)
+    is_cast_sum = bytes_.copy != bytes_.gradient and not run_axes
     readers = copied.readers
-    return _BucketKey(readers.stages, readers.holders, whole, each, last, adds, about)
+    return _BucketKey(
+        readers.stages, readers.holders, sum_axes, run_axes, step_axes, is_cast_sum, further
+    )
 
 
 def _parameter_gradient(
@@ -199,32 +205,34 @@ def _parameter_gradient(
     def size(layout: Layout, itemsize: int) -> float:
         return float(local_elements(layout.dims, shape, mesh) * itemsize)
 
-    is_there = "gradient" in at.on_host
-    fine = copied.summed if kind.each else at.optimizer
+    is_host_gradient = "gradient" in at.on_host
+    fine = copied.summed if kind.run_axes else at.optimizer
     whole, part = size(leaf, bytes_.copy), size(fine, bytes_.gradient)
     dim = next((d for d, cut in enumerate(leaf.dims) if cut != fine.dims[d]), 0)
     leads = is_sent_directly(leaf.largest_shape(shape, mesh), dim, int(part))
-    is_straight = travel.on_host and leads and bytes_.copy == bytes_.gradient
-    kept = 0.0 if is_there else size(copied.summed, bytes_.gradient)
-    packed = 0.0 if is_straight else size(leaf, bytes_.gradient)
-    return ParameterGradient(node, whole, kept, part, packed)
+    is_direct = travel.on_host and leads and bytes_.copy == bytes_.gradient
+    accumulated = 0.0 if is_host_gradient else size(copied.summed, bytes_.gradient)
+    packed = 0.0 if is_direct else size(leaf, bytes_.gradient)
+    return ParameterGradient(node, whole, accumulated, part, packed)
 
 
 def _planned_bucket(
     gradients: list[ParameterGradient], kind: _BucketKey, mesh: Mesh, travel: BucketConfig
 ) -> PlannedBucket:
-    packed = sum(one.packed for one in gradients)
-    part = sum(one.part for one in gradients)
-    waits = bool(kind.each or kind.adds)
-    if kind.adds:  # the buffer is what they add up in, and is cut as it is
-        more = part if kind.last else 0.0
-        return PlannedBucket(gradients, True, sum(one.kept for one in gradients) + more, more, part)
-    if not (kind.each or kind.last):
-        whole = sum(one.whole for one in gradients)
+    packed = sum(gradient.packed for gradient in gradients)
+    part = sum(gradient.part for gradient in gradients)
+    waits = bool(kind.run_axes or kind.is_cast_sum)
+    if kind.is_cast_sum:  # the buffer is what they add up in, and is cut as it is
+        buffer = part if kind.step_axes else 0.0
+        return PlannedBucket(
+            gradients, True, sum(gradient.kept for gradient in gradients) + buffer, buffer, part
+        )
+    if not (kind.run_axes or kind.step_axes):
+        whole = sum(gradient.whole for gradient in gradients)
         return PlannedBucket(gradients, waits, whole if len(gradients) > 1 else 0.0, whole, whole)
-    members = math.prod(mesh[axis] for axis in kind.each or kind.last)
+    members = math.prod(mesh[axis] for axis in kind.run_axes or kind.step_axes)
     arriving = part * (max(1, members - 1) if travel.on_host else 1)
-    straight = sum(one.whole for one in gradients if not one.packed)
+    straight = sum(gradient.whole for gradient in gradients if not gradient.packed)
     return PlannedBucket(gradients, waits, packed + arriving, packed + arriving + straight, part)
 
 

@@ -70,14 +70,14 @@ class CopiedParameter:
         """Return the copies: first the one made once a step, then the one for each use."""
         if not self.is_read:
             return ()
-        at, found = self.places, []
-        up, is_there = at.goes_up == ("optimizer", "storage"), "storage" in at.on_host
+        at, copies = self.places, []
+        up, is_host_copy = at.goes_up == ("optimizer", "storage"), "storage" in at.on_host
         if at.optimizer != at.storage or self.is_cast or up:
-            found.append(ParameterCopy(at.optimizer, at.storage, True, up, is_there))
-        up, is_there = at.goes_up == ("storage", "working"), "working" in at.on_host
+            copies.append(ParameterCopy(at.optimizer, at.storage, True, up, is_host_copy))
+        up, is_host_copy = at.goes_up == ("storage", "working"), "working" in at.on_host
         if at.storage != self.leaf or up:
-            found.append(ParameterCopy(at.storage, self.leaf, False, up, is_there))
-        return tuple(found)
+            copies.append(ParameterCopy(at.storage, self.leaf, False, up, is_host_copy))
+        return tuple(copies)
 
     @property
     def summed(self) -> Layout:
@@ -97,9 +97,9 @@ def describe_copies(
     readers over all stages of a pipeline; None: those of this program."""
     places, type_ = info(node).places, info(node).type
     assert places is not None
-    taken = taken_copies(node)
-    end = taken[-1] if taken else node
-    moved = [movement for one in taken if (movement := info(one).movement) is not None]
+    gathers = taken_copies(node)
+    end = gathers[-1] if gathers else node
+    moved = [movement for gather in gathers if (movement := info(gather).movement) is not None]
     gathered = {axis for movement in moved for axis in movement.axes}
     dtype, readers = info(end).type.dtype, known or info(node).readers
     if readers is None:
@@ -111,7 +111,7 @@ def describe_copies(
         dtype,
         dtype != type_.dtype,
         places,
-        len(taken),
+        len(gathers),
         info(end).type.layout if end.users else places.optimizer,
         in_mesh_order({*info(node).sync, *gathered}, mesh),
         readers,
@@ -148,7 +148,7 @@ class CopyGroupKey(NamedTuple):
 
     def bytes(self, parameters: Iterable[CopiedParameter], mesh: Mesh) -> int:
         """Return the bytes of the largest pieces of these parameters' copies."""
-        return sum(one.bytes(self.way(one).coarse, mesh) for one in parameters)
+        return sum(parameter.bytes(self.way(parameter).coarse, mesh) for parameter in parameters)
 
 
 SomeCopied = TypeVar("SomeCopied", bound=CopiedParameter)
@@ -163,7 +163,7 @@ class CopyGroup(Generic[SomeCopied]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(one.name for one in self.parameters)
+        return tuple(parameter.name for parameter in self.parameters)
 
     def bytes(self, mesh: Mesh) -> int:
         """Return the bytes of the largest pieces of all copies."""
@@ -175,22 +175,28 @@ def copy_groups(
 ) -> list[CopyGroup[SomeCopied]]:
     """Return the copies of some parameters in groups, each read by the same stages."""
     kinds: dict[CopyGroupKey, list[SomeCopied]] = {}
-    for one in parameters:
-        for way in one.copied:
-            axes = in_mesh_order({*way.fine.axes} - {*way.coarse.axes}, mesh)
-            about = axes, way.goes_up, way.on_host, one.dtype, one.readers.stages
-            kinds.setdefault(CopyGroupKey(way == one.copied[-1], way.lasts, *about), []).append(one)
-    found = []
-    for kind, those in kinds.items():
-        sizes = {one.name: kind.bytes([one], mesh) for one in those}  # groups ask again and again
+    for parameter in parameters:
+        for copy in parameter.copied:
+            axes = in_mesh_order({*copy.fine.axes} - {*copy.coarse.axes}, mesh)
+            is_leaf = copy == parameter.copied[-1]
+            stages = parameter.readers.stages
+            key = CopyGroupKey(
+                is_leaf, copy.lasts, axes, copy.goes_up, copy.on_host, parameter.dtype, stages
+            )
+            kinds.setdefault(key, []).append(parameter)
+    groups = []
+    for kind, members in kinds.items():
+        sizes = {
+            parameter.name: kind.bytes([parameter], mesh) for parameter in members
+        }  # groups ask again and again
 
-        def size(one: SomeCopied, sizes: Mapping[str, int] = sizes) -> int:
-            return sizes[one.name]
+        def size(parameter: SomeCopied, sizes: Mapping[str, int] = sizes) -> int:
+            return sizes[parameter.name]
 
-        found += [
-            CopyGroup(kind, tuple(group)) for group in gather_groups(those, size, buffer_bytes)
+        groups += [
+            CopyGroup(kind, tuple(group)) for group in gather_groups(members, size, buffer_bytes)
         ]
-    return found
+    return groups
 
 
 def in_mesh_order(axes: Iterable[str], mesh: Mesh) -> tuple[str, ...]:
@@ -217,5 +223,5 @@ def live_copy_bytes(groups: Iterable[CopyGroup], mesh: Mesh) -> float:
 
 def largest_group_bytes(groups: Iterable[CopyGroup], stages: tuple[int, ...], mesh: Mesh) -> int:
     """Return the bytes of the largest group of copies that exactly these stages read."""
-    there = (group.bytes(mesh) for group in groups if group.kind.stages == stages)
-    return max(there, default=0)
+    sizes = (group.bytes(mesh) for group in groups if group.kind.stages == stages)
+    return max(sizes, default=0)

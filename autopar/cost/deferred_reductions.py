@@ -39,21 +39,21 @@ def mergeable_linears(calls: Iterable[fx.Node]) -> list[list[fx.Node]]:
     """Return groups of linears, in order, that each become one call with the movement before them
     in an eager program. All their inputs exist before any output is read, and no rank exchanges
     messages in them."""
-    found = []
+    groups = []
     for node in calls:
         movement = info(node).movement
         if (
             movement is None
             or movement.kind not in STARTED_KINDS
-            or not (some := linears_after(node))
+            or not (linears := linears_after(node))
         ):
             continue
-        if any(info(one).joint is not None for one in some):
+        if any(info(linear).joint is not None for linear in linears):
             continue
-        read = [value for one in some for value in one.all_input_nodes]
-        if max(read) < min(user for one in some for user in one.users):
-            found.append(sorted(some))
-    return found
+        read = [value for linear in linears for value in linear.all_input_nodes]
+        if max(read) < min(user for linear in linears for user in linear.users):
+            groups.append(sorted(linears))
+    return groups
 
 
 def weight_gradient_seconds(facts: Facts, backward: Any) -> Any:
@@ -70,10 +70,13 @@ def weight_of(linear: fx.Node) -> fx.Node:
 def reads_as_linear(reader: fx.Node, value: fx.Node) -> bool:
     """Return whether a reader is a linear whose input, but not its weight, is `value`."""
     if info(reader).joint is None:
-        given, is_linear = reader.args, reader.target is aten.linear.default and not reader.kwargs
+        arguments, is_linear = (
+            reader.args,
+            reader.target is aten.linear.default and not reader.kwargs,
+        )
     else:  # its arguments have names
-        given, is_linear = (*reader.kwargs.values(),), [*reader.kwargs] == LINEAR
-    return is_linear and given[0] is value and value not in given[1:]
+        arguments, is_linear = (*reader.kwargs.values(),), [*reader.kwargs] == LINEAR
+    return is_linear and arguments[0] is value and value not in arguments[1:]
 
 
 def _is_linear_of(reader: fx.Node, value: fx.Node) -> bool:

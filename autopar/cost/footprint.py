@@ -19,6 +19,7 @@ from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
 from autopar.cost.copy_groups import copy_groups_of_nodes, live_copy_bytes
 from autopar.cost.saved_tensors import SavedBytes, SavedBytesCache, Storage, peak_recomputed_bytes
+from autopar.cost.state_price import ParameterFacts
 from autopar.layout import Layout, ParameterPlacement, Place
 from autopar.mesh import Mesh
 from autopar.states import StateBytes
@@ -105,10 +106,10 @@ class Memory:
         there."""
         device = max(places, key=lambda memory: memory.peak)
         host = max(places, key=lambda memory: memory.host)
-        there: dict[str, Any] = {
+        host_bytes: dict[str, Any] = {
             f"{HOST_PREFIX}{kind}": size for kind, size in host.on_host.items()
         }
-        return replace(device, **there)
+        return replace(device, **host_bytes)
 
     @classmethod
     def of(
@@ -116,6 +117,7 @@ class Memory:
         nodes: Mapping[fx.Node, int],
         mesh: Mesh,
         activations: float,
+        *,
         inputs: float = 0.0,
         used: float = 0.0,
         working: float = 0.0,
@@ -123,23 +125,29 @@ class Memory:
         """Return memory with the parameters and buffers among `nodes` (each counted so often), all
         at one time; `used`: bytes of copies that live a use."""
 
-        def kinds_of(of_host: bool) -> dict[str, float]:
-            held = [np.multiply(held_bytes(node, mesh, of_host), n) for node, n in nodes.items()]
+        def kinds_of(*, of_host: bool) -> dict[str, float]:
+            held = [
+                np.multiply(held_bytes(node, mesh, of_host=of_host), n) for node, n in nodes.items()
+            ]
             total = np.sum([np.zeros(len(HELD_KINDS)), *held], axis=0)
             return dict(zip(HELD_KINDS, total.astype(float).tolist()))
 
-        kinds = kinds_of(False) | {"activations": activations, "inputs": inputs}
+        kinds = kinds_of(of_host=False) | {"activations": activations, "inputs": inputs}
         kinds["gathered"] += used
-        there = {f"{HOST_PREFIX}{kind}": size for kind, size in kinds_of(True).items()}
-        return cls(**kinds, at_peak=AtPeak(**kinds, working=working), **there)
+        host_bytes = {f"{HOST_PREFIX}{kind}": size for kind, size in kinds_of(of_host=True).items()}
+        return cls(**kinds, at_peak=AtPeak(**kinds, working=working), **host_bytes)
 
-    def at_once(self, made: Mapping[str, float], used: float) -> Memory:
+    def at_once(self, peak_bytes: Mapping[str, float], used: float) -> Memory:
         """Return this memory for a step whose bytes at one time are at most `made`, gradients
         included; `used`: the bytes of short-lived copies that are already counted."""
-        made = made if sum(made.values()) >= self.gradients else {"gradients": self.gradients}
+        peak_bytes = (
+            peak_bytes
+            if sum(peak_bytes.values()) >= self.gradients
+            else {"gradients": self.gradients}
+        )
         stays = {kind: getattr(self, kind) for kind in CONSTANT_KINDS}
-        copies = made.get("gathered", 0.0) + self.gathered - used
-        return replace(self, at_peak=AtPeak(**{**stays, **made, "gathered": copies}))
+        copies = peak_bytes.get("gathered", 0.0) + self.gathered - used
+        return replace(self, at_peak=AtPeak(**{**stays, **peak_bytes, "gathered": copies}))
 
     def keeping(self, size: int) -> Memory:
         """Return the memory of a program whose forward keeps `size` bytes in Python, counted as
@@ -167,11 +175,12 @@ def program_memory(
             inputs += info(node).type.local_bytes(mesh)
     nodes = list(graph.nodes)
     used = live_copy_bytes(copy_groups_of_nodes(nodes, mesh, buffer_bytes), mesh)
-    kept = distinct_saved_bytes(nodes, known.through, times)
-    about = {n: times_of(n, times) for n in nodes}, mesh, kept, inputs, used
-    found = Memory.of(*about, working=peak_recomputed_bytes(nodes, mesh, known))
+    activations = distinct_saved_bytes(nodes, known.through, times)
+    counts = {n: times_of(n, times) for n in nodes}
+    working = peak_recomputed_bytes(nodes, mesh, known)
+    memory = Memory.of(counts, mesh, activations, inputs=inputs, used=used, working=working)
     on_host = distinct_saved_bytes(nodes, known.on_host, times)
-    return replace(found, host_activations=found.host_activations + on_host)
+    return replace(memory, host_activations=memory.host_activations + on_host)
 
 
 def distinct_saved_bytes(
@@ -179,16 +188,16 @@ def distinct_saved_bytes(
 ) -> float:
     """Return the bytes that calls save, each storage once, times the number of blocks that the
     first saving call stands for."""
-    seen, found = set[Storage](), 0.0
+    seen, total = set[Storage](), 0.0
     for node in nodes:
         for key, size in keeps(node).items():
             if key not in seen:
                 seen.add(key)
-                found += size * times_of(node, times)
-    return found
+                total += size * times_of(node, times)
+    return total
 
 
-def held_bytes(node: fx.Node, mesh: Mesh, of_host: bool = False) -> HeldBytes:
+def held_bytes(node: fx.Node, mesh: Mesh, *, of_host: bool = False) -> HeldBytes:
     """Return the bytes of a parameter or buffer on one rank, on the device or the host; zeros for
     other nodes."""
     if node.op == "placeholder" and info(node).origin[0] == "buffer":
@@ -203,23 +212,25 @@ def parameter_bytes(
     places: ParameterPlacement,
     mesh: Mesh,
     kept: StateBytes | None = None,
+    *,
     of_host: bool = False,
 ) -> HeldBytes:
     """Return the bytes of a parameter in these places, its gradient, its optimizer states and its
     copies, on the device or on the host."""
     shape, learns = tuple(info(node).val.shape), info(node).learns
-    return _parameter_bytes(shape, learns, places, mesh, kept or state_bytes(node), of_host)
+    facts = ParameterFacts(shape, kept or state_bytes(node), learns)
+    return _parameter_bytes(facts, places, mesh, of_host=of_host)
 
 
 def unsharded_bytes(captured: Captured) -> dict[str, float]:
     """Return the bytes of all parameters on devices, unsharded, by kind."""
-    found = dict.fromkeys(HELD_KINDS, 0.0)
+    sizes = dict.fromkeys(HELD_KINDS, 0.0)
     for node in captured.graph.find_nodes(op="placeholder"):
         if node.name in captured.parameters and not info(node).on_host:
             whole = ParameterPlacement.tied(Layout.replicated(info(node).val.ndim))
             for kind, size in zip(HELD_KINDS, parameter_bytes(node, whole, Mesh(x=1))):
-                found[kind] += size * info(node).times
-    return found
+                sizes[kind] += size * info(node).times
+    return sizes
 
 
 def summed_gradient_bytes(node: fx.Node, places: ParameterPlacement | None, mesh: Mesh) -> int:
@@ -233,13 +244,10 @@ def summed_gradient_bytes(node: fx.Node, places: ParameterPlacement | None, mesh
 
 @lru_cache(maxsize=1 << 12)
 def _parameter_bytes(
-    shape: tuple[int, ...],
-    learns: bool,
-    places: ParameterPlacement,
-    mesh: Mesh,
-    kept: StateBytes,
-    of_host: bool,
+    facts: ParameterFacts, places: ParameterPlacement, mesh: Mesh, *, of_host: bool
 ) -> HeldBytes:
+    shape, kept, learns = facts
+
     def elements(layout: Layout) -> int:
         return local_elements(layout.dims, shape, mesh)
 
@@ -249,10 +257,10 @@ def _parameter_bytes(
     moves = places.goes_up == ("optimizer", "storage")
     is_copied = places.storage != places.optimizer or kept.copy != kept.master or moves
     copy = elements(places.storage) * kept.copy if is_copied and is_here("storage") else 0
-    own = elements(places.optimizer) if is_here("optimizer") else 0
+    stored = elements(places.optimizer) if is_here("optimizer") else 0
     if not learns:
-        return own * kept.master, 0, 0, 0, copy
+        return stored * kept.master, 0, 0, 0, copy
     gradient = elements(places.gradient) * kept.gradient if is_here("gradient") else 0
     if is_here("optimizer") and not is_here("gradient"):
-        gradient = own * kept.master  # as the optimizer is given it
-    return own * kept.master, gradient, own * kept.optimizer, 0, copy
+        gradient = stored * kept.master  # as the optimizer is given it
+    return stored * kept.master, gradient, stored * kept.optimizer, 0, copy

@@ -119,8 +119,8 @@ def _block_of_parameter(
     def at(depth: int) -> dict[str, str | None]:
         paths = {}
         for route in routes:
-            found = numbered_modules(route.name)
-            paths[route.name] = found[depth] if len(found) > depth else None
+            modules = numbered_modules(route.name)
+            paths[route.name] = modules[depth] if len(modules) > depth else None
         return paths
 
     depth, paths = 0, at(0)

@@ -35,18 +35,18 @@ class HostKernels:
     @classmethod
     def here(cls) -> HostKernels:
         """Return the kernels of this process."""
-        known = onednn_dtypes()
-        last = {torch.half, torch.bfloat16} if multiplies_tiles() else {torch.half}
+        dtypes = onednn_dtypes()
+        channels_last = {torch.half, torch.bfloat16} if multiplies_tiles() else {torch.half}
         is_wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-        return cls(torch.get_num_threads(), known, known & last, 16 if is_wide else 8)
+        return cls(torch.get_num_threads(), dtypes, dtypes & channels_last, 16 if is_wide else 8)
 
     def workspace(self, operator: Any, args: Sequence[Any]) -> int:
         """Return the bytes that an ATen operator takes and frees when it is done."""
         if operator is torch.ops.aten.convolution.default:
             return _Convolution(self, *args[:2], *args[3:9]).forward
         if operator is torch.ops.aten.convolution_backward.default:
-            made = _Convolution(self, *args[1:3], *args[4:10], gradient=args[0])
-            return made.backward(*args[10][:2])
+            call = _Convolution(self, *args[1:3], *args[4:10], gradient=args[0])
+            return call.backward(args[10][:2])
         return 0
 
 
@@ -97,26 +97,29 @@ class _Convolution:
         back = copy * (1 + (self._has_channels_last or (self._transposed and self._is_strided)))
         return max(image + self._copy_of_weight + copy - output, back) * self._image.itemsize
 
-    def backward(self, of_image: bool, of_weight: bool) -> int:
-        """Return the bytes that backward takes besides the gradients that it returns."""
+    def backward(self, needs: Sequence[bool]) -> int:
+        """Return the bytes that backward takes besides the gradients that it returns.
+
+        `needs`: whether the image has a gradient, and the weight."""
+        of_image, of_weight = needs
         if not self._is_of_onednn:
             return self._columns(one_by_one=self._is_dilated or self._transposed)
         has_blocks = self._fills_blocks or not self._is_strided
         image = self._blocked(self._image.shape) if has_blocks else self._image.numel()
         dtype, weight = self._image.dtype, self._copy_of_weight
-        gradient, made = self._blocked(self._given), 0
-        most = [0]
+        gradient, results = self._blocked(self._given), 0
+        peaks = [0]
         if of_image:
-            made, is_twice = self._image.numel(), self._is_strided or dtype == torch.half
-            most = [gradient + weight + image, (1 + is_twice) * image + made]
+            results, is_twice = self._image.numel(), self._is_strided or dtype == torch.half
+            peaks = [gradient + weight + image, (1 + is_twice) * image + results]
         if of_weight:
             is_bf16 = dtype == torch.bfloat16
             is_read = self._fills_blocks or (is_bf16 and self._has_channels_last)
             read = image if is_read and dtype != torch.half else 0
             sums = weight * (3 if is_bf16 else 1)  # in float32, and as they are given
-            most += [made + read + gradient + sums, made + weight + self._weight.numel()]
-            made += self._weight.numel()
-        return max(0, max(most) - made) * self._image.itemsize
+            peaks += [results + read + gradient + sums, results + weight + self._weight.numel()]
+            results += self._weight.numel()
+        return max(0, max(peaks) - results) * self._image.itemsize
 
     @cached_property
     def _is_of_onednn(self) -> bool:
@@ -140,7 +143,7 @@ class _Convolution:
     def _has_channels_last(self) -> bool:
         return self._image.dtype in self._kernels.channels_last
 
-    def _columns(self, one_by_one: bool) -> int:
+    def _columns(self, *, one_by_one: bool) -> int:
         """Return the bytes of columns, of all images or one by one, a group at a time, and of the
         results of groups before they are joined."""
         output, groups = math.prod(self._given), self._groups

@@ -35,18 +35,18 @@ class JointCall(NamedTuple):
 def joint_call(facts: Facts, strategy: Strategy, mesh: Mesh) -> JointCall | None:
     """Return the joint kernel that a strategy uses, with its communication; None where each rank
     computes by itself."""
-    call = KernelCall.of(facts.rule, strategy)
-    if call is None or (kernel := call.kernel.joint) is None:
+    kernel_call = KernelCall.of(facts.rule, strategy)
+    if kernel_call is None or (kernel := kernel_call.kernel.joint) is None:
         return None
-    count = mesh.degree(call.axes)
+    count = mesh.degree(kernel_call.axes)
     pieces = ShardSizes(facts.rule, [strategy], mesh)
     inputs = [float(size[0]) for size in pieces.inputs(facts)]
     outputs = [float(size[0]) for size in pieces.outputs(facts)]
-    joint = facts.rule.joints.get(call.name)
+    joint = facts.rule.joints.get(kernel_call.name)
     if joint is not None and joint.travelling_rows is not None:
-        inputs[0] *= _moved_share(call, joint.travelling_rows, mesh)
+        inputs[0] *= _moved_share(kernel_call, joint.travelling_rows, mesh)
         if isinstance(joint.travelling_rows, int):
-            outputs[0] *= joint.travelling_rows / max(call.group(mesh, 0).output().lengths)
+            outputs[0] *= joint.travelling_rows / max(kernel_call.group(mesh, 0).output().lengths)
     if kernel.is_wide:
         outputs[0] *= max(4 / facts.dtype.itemsize, 1)
     known = {**facts.rule.sizes, "itemsize": facts.dtype.itemsize}
@@ -54,15 +54,15 @@ def joint_call(facts: Facts, strategy: Strategy, mesh: Mesh) -> JointCall | None
     is_crossed = joint is not None and not strategy.by_factor.keys().isdisjoint(joint.factors)
     traffic = (kernel.crossed if is_crossed else None) or kernel.traffic
     return JointCall(
-        kernel, call.axes, traffic(count, inputs, outputs, facts.differentiable, **sizes)
+        kernel, kernel_call.axes, traffic(count, inputs, outputs, facts.differentiable, **sizes)
     )
 
 
 def joint_collectives(facts: Facts, strategy: Strategy, mesh: Mesh) -> list[Collective]:
     """Return the collectives inside a call, forward and, where a gradient flows, backward."""
-    if (found := joint_call(facts, strategy, mesh)) is None:
+    if (call := joint_call(facts, strategy, mesh)) is None:
         return []
-    kernel, axes, traffic = found
+    kernel, axes, traffic = call
     ways: list[tuple[When, str, tuple[tuple[str, Any], ...]]] = [
         ("forward", kernel.forward.__name__, traffic.forward)
     ]
@@ -89,20 +89,22 @@ def joint_message_cost(
 ) -> NodeCost:
     """Return the seconds that a joint kernel adds to its computing: messages that computing does
     not hide, and computing in pieces. Zero for any other call."""
-    found = joint_call(facts, strategy, price.mesh)
-    if found is None:
+    call = joint_call(facts, strategy, price.mesh)
+    if call is None:
         return NodeCost()
-    kernel, axes, traffic = found
+    kernel, axes, traffic = call
     ways = (traffic.forward, traffic.backward)[: 1 + any(facts.differentiable)]
     in_pieces = _extra_compute_seconds(facts, strategy, price, traffic, price.mesh.degree(axes))
     shown, hidden = [0.0, 0.0], 0.0
-    for way, (moved, more) in enumerate(zip(ways, in_pieces)):
-        alike = Counter(moved)  # many steps of a ring move as much
-        seconds = sum(n * float(price.seconds(kind, axes, b)) for (kind, b), n in alike.items())
-        beside = computed[way] + more
-        behind = StatePrice(price, overlap).hidden(seconds, beside) if kernel.is_hidden else 0.0
-        shown[way] = seconds - float(behind) + more
-        hidden += float(behind)
+    for direction, (moved, more) in enumerate(zip(ways, in_pieces)):
+        repeated = Counter(moved)  # many steps of a ring move as much
+        seconds = sum(n * float(price.seconds(kind, axes, b)) for (kind, b), n in repeated.items())
+        computing = computed[direction] + more
+        hidden_seconds = (
+            StatePrice(price, overlap).hidden(seconds, computing) if kernel.is_hidden else 0.0
+        )
+        shown[direction] = seconds - float(hidden_seconds) + more
+        hidden += float(hidden_seconds)
     return NodeCost(shown[0], shown[1], hidden)
 
 
@@ -115,7 +117,7 @@ def _extra_compute_seconds(
     if traffic.further is None or not device.far_seconds:  # what is read comes beside arithmetic
         return [starts * start for starts in traffic.starts]
     done = operator_work(facts, ShardSizes(facts.rule, [strategy], price.mesh))
-    found = []
+    seconds = []
     lines = rooflines(facts, done, device).values()
     for (formula, values), starts, further in zip(lines, traffic.starts, traffic.further):
         # Caches hold as much for all pieces as for one: the rows of each are others.
@@ -123,5 +125,5 @@ def _extra_compute_seconds(
         piece["M"] += further.read * (1 - 1 / count)
         piece["N"] += further.written * (1 - 1 / count)
         more = count * formula(**values | piece) - formula(**values)
-        found.append(more.item() + (starts - count + 1) * start)
-    return found
+        seconds.append(more.item() + (starts - count + 1) * start)
+    return seconds

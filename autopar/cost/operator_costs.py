@@ -67,8 +67,8 @@ class ShardSizes:
         self.lengths: dict[str, Array] = {}
         for factor, size in rule.sizes.items():
             column = np.full(self.count, float(size))
-            for index, own in enumerate(cuts):
-                axes = own.get(factor)
+            for index, axes_of_factor in enumerate(cuts):
+                axes = axes_of_factor.get(factor)
                 if axes:
                     if (factor, axes) not in lengths:
                         length = size
@@ -153,16 +153,18 @@ def operator_work(facts: Facts, pieces: ShardSizes) -> OperatorWork:
     if not learning:
         return OperatorWork(flops, read, output, nothing, nothing, nothing, between)
     passes = len(learning) if rule.is_contraction else 1
-    extra = sum((pieces.bytes(one, facts.dtype) for one in rule.saved.extra), nothing)
-    kept = sum((inputs[i] for i in rule.saved.inputs if i < len(inputs)), extra)
-    kept = kept + output if rule.saved.output else kept
+    extra = sum((pieces.bytes(tensor, facts.dtype) for tensor in rule.saved.extra), nothing)
+    saved = sum((inputs[i] for i in rule.saved.inputs if i < len(inputs)), extra)
+    saved = saved + output if rule.saved.output else saved
     gradients = sum((inputs[index] for index in learning), nothing)
     if rule.backward_flops is None:
         backward_flops = flops * (passes if rule.is_contraction else 2)
     else:
         backward_flops = rule.backward_flops * pieces.share()
-    backward = backward_flops, passes * output + kept, gradients
-    return OperatorWork(flops, read, output + extra, *backward, between)
+    backward_read = passes * output + saved
+    return OperatorWork(
+        flops, read, output + extra, backward_flops, backward_read, gradients, between
+    )
 
 
 def rooflines(
@@ -189,8 +191,16 @@ def rooflines(
     products = {"forward": 1, "backward": sum(facts.differentiable)}
     return {
         way: (
-            operator_formula(flops, passed, has_far),
-            operator_values(device, facts.dtype, flops, read, written, passed, products[way]),
+            operator_formula(flops, passed, has_far=has_far),
+            operator_values(
+                device,
+                facts.dtype,
+                flops,
+                read,
+                written,
+                between=passed,
+                products=products[way],
+            ),
         )
         for way, (flops, read, written, passed) in ways.items()
     }
@@ -217,13 +227,13 @@ def extra_saved_bytes(facts: Facts, pieces: ShardSizes) -> Array:
     for extra in usual.extra:
         total = total + pieces.bytes(extra, facts.dtype)
     for index, strategy in enumerate(pieces.strategies if facts.rule.saved_by_joint else ()):
-        own = facts.rule.saved_under(strategy)
-        if own is not usual:
-            total[index] = sum(pieces.bytes(extra, facts.dtype)[index] for extra in own.extra)
-            inputs = {*own.inputs_for(facts.differentiable)}
+        saved = facts.rule.saved_under(strategy)
+        if saved is not usual:
+            total[index] = sum(pieces.bytes(extra, facts.dtype)[index] for extra in saved.extra)
+            inputs = {*saved.inputs_for(facts.differentiable)}
             for place in inputs.difference(usual.inputs_for(facts.differentiable)):
                 total[index] += pieces.inputs(facts)[place][index]
-            if own.output and not usual.output:
+            if saved.output and not usual.output:
                 total[index] += sum(size[index] for size in pieces.outputs(facts))
     return total + pieces.kept_by_joints(facts.dtype)
 

@@ -91,7 +91,7 @@ def collective_seconds(kind: str, link: AxisLink, size: Any) -> Any:
     return COLLECTIVES[kind](**collective_values(kind, link, size))
 
 
-def operator_formula(flops: Any, between: Any = 0.0, has_far: bool = False) -> Formula:
+def operator_formula(flops: Any, between: Any = 0.0, *, has_far: bool = False) -> Formula:
     """Return the roofline formula; without FLOPs only memory counts. `between`: bytes of passes
     between reading and writing; `has_far`: matrices are taken in before they are multiplied."""
     if _is_nonzero(between):
@@ -107,6 +107,7 @@ def operator_values(
     flops: Any,
     read: Any,
     written: Any = 0.0,
+    *,
     between: Any = 0.0,
     products: int = 1,
 ) -> dict[str, Any]:

@@ -89,11 +89,11 @@ class SavedTensors:
     def remade(self, nodes: Sequence[fx.Node]) -> set[str]:
         """Return the calls of a fully recomputed region that run again under any layouts: up to the
         last one that saves a tensor of the region."""
-        own = {node.name for node in nodes}
-        needs = [index for index, node in enumerate(nodes) if self._keeps_of(own, node)]
+        in_region = {node.name for node in nodes}
+        needs = [index for index, node in enumerate(nodes) if self._keeps_of(in_region, node)]
         return {node.name for node in nodes[: needs[-1] + 1]} if needs else set()
 
-    def _keeps_of(self, own: set[str], node: fx.Node) -> bool:
+    def _keeps_of(self, in_region: set[str], node: fx.Node) -> bool:
         """Return whether a call saves a value of the region, by whatever kernel."""
         facts = self.facts.get(node.name)  # none of a result
         if facts is None or not any(facts.differentiable):
@@ -102,8 +102,8 @@ class SavedTensors:
         def keeps(saved: Saved) -> bool:
             read = tensor_arguments(node)
             places = [i for i in saved.inputs_for(facts.differentiable) if i < len(read)]
-            kept = [storage(read[i]) for i in places] + [storage(node)] * saved.output
-            return bool(saved.extra) or any(maker(value).name in own for value in kept)
+            values = [storage(read[i]) for i in places] + [storage(node)] * saved.output
+            return bool(saved.extra) or any(maker(value).name in in_region for value in values)
 
         return all(map(keeps, (facts.rule.saved, *facts.rule.saved_by_joint.values())))
 
@@ -118,12 +118,12 @@ class SavedTensors:
         return is_selective and facts is not None and facts.is_cheap
 
 
-def saved_values(captured: Captured, at_most: bool = False) -> dict[tuple[fx.Node, int], int]:
+def saved_values(captured: Captured, *, at_most: bool = False) -> dict[tuple[fx.Node, int], int]:
     """Return the bytes of call results that a captured program saves with any kernels: the least,
     or `at_most` the most, of all ranks together."""
     combined = set.union if at_most else set.intersection
     some = any if at_most else all
-    kept: dict[tuple[fx.Node, int], int] = {}
+    sizes: dict[tuple[fx.Node, int], int] = {}
     for node in captured.operators:
         rule, inputs = captured.priced[node.name], tensor_inputs(node)
         learns = [info(node).learns and info(value).learns for value in inputs]
@@ -137,8 +137,8 @@ def saved_values(captured: Captured, at_most: bool = False) -> dict[tuple[fx.Nod
             if value.op != "placeholder" and copied_parameter(value) is None:
                 for place, tensor in enumerate(tensors_of(value), result_index(value)):
                     size = tensor.numel() * tensor.itemsize
-                    kept[maker(value), place] = size * info(maker(value)).times
-    return kept
+                    sizes[maker(value), place] = size * info(maker(value)).times
+    return sizes
 
 
 def storage(node: fx.Node) -> fx.Node:
@@ -168,20 +168,20 @@ def saved_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     values = [storage(read[i]) for i in info(node).saved if i < len(read)]
     if info(node).saves_output:
         values.append(storage(node))
-    kept = _storage_bytes(values, mesh)
+    saved = _storage_bytes(values, mesh)
     rule, strategy = info(node).rule, info(node).strategy
     if rule is None or strategy is None or info(node).start_of is not None:
-        return kept  # a part keeps its inputs
+        return saved  # a part keeps its inputs
     extras = rule.saved_under(strategy).extra
     if not extras and info(node).joint is None:
-        return kept
+        return saved
     pieces = ShardSizes(rule, [strategy], mesh)
     dtype = tensors_of(node)[0].dtype
     for number, extra in enumerate(extras):
-        kept[node, f"extra {number}"] = float(pieces.bytes(extra, dtype)[0])
+        saved[node, f"extra {number}"] = float(pieces.bytes(extra, dtype)[0])
     if besides := float(pieces.kept_by_joints(dtype)[0]):
-        kept[node, "extra of a joint"] = besides
-    return kept
+        saved[node, "extra of a joint"] = besides
+    return saved
 
 
 def _storage_bytes(values: Sequence[fx.Node], mesh: Mesh) -> dict[Storage, float]:
@@ -196,58 +196,64 @@ def _storage_bytes(values: Sequence[fx.Node], mesh: Mesh) -> dict[Storage, float
 
 
 def saved_on_device(
-    node: fx.Node, mesh: Mesh, own: SavedBytes | None = None
+    node: fx.Node, mesh: Mesh, saved: SavedBytes | None = None
 ) -> dict[Storage, float]:
     """Return the storages of an operator that stay on the device from forward to backward. A fully
     recomputed region keeps its inputs, a selective one all but those it drops. `own`: the result of
     `saved_by`, where that is known."""
     region = info(node).region
     if region is None or node.op != "call_function":
-        own = saved_by(node, mesh) if own is None else own
-        own = own if info(node).learns else {}  # else it goes with its results
-        return {k: size for k, size in own.items() if not info(k[0]).on_host}
-    kept = dict[Storage, float]()
-    for key, size in saved_throughout(node, region, mesh, own).items():
+        saved = saved_by(node, mesh) if saved is None else saved
+        saved = saved if info(node).learns else {}  # else it goes with its results
+        return {k: size for k, size in saved.items() if not info(k[0]).on_host}
+    staying = dict[Storage, float]()
+    for key, size in saved_throughout(node, region, mesh, saved).items():
         if info(key[0]).on_host:
             continue
         axes = offload_axes(key, region.how.keep, mesh)
         if axes is None:
-            kept[key] = size
+            staying[key] = size
         elif region.how.keep != "host":
-            kept[_offloaded_key(key, region)] = piece_bytes(size, axes, mesh)
-    return kept
+            staying[_offloaded_key(key, region)] = piece_bytes(size, axes, mesh)
+    return staying
 
 
-def saved_on_host(node: fx.Node, mesh: Mesh, own: SavedBytes | None = None) -> dict[Storage, float]:
+def saved_on_host(
+    node: fx.Node, mesh: Mesh, saved: SavedBytes | None = None
+) -> dict[Storage, float]:
     """Return the storages of an operator that stay on the host from forward to backward."""
     region = info(node).region
-    own = saved_by(node, mesh) if own is None else own
+    saved = saved_by(node, mesh) if saved is None else saved
     if region is None or node.op != "call_function":
-        own = own if info(node).learns else {}
-        return {k: size for k, size in own.items() if info(k[0]).on_host}
-    kept, is_host = dict[Storage, float](), region.how.keep == "host"
-    for key, size in saved_throughout(node, region, mesh, own).items():
+        saved = saved if info(node).learns else {}
+        return {k: size for k, size in saved.items() if info(k[0]).on_host}
+    staying, is_host = dict[Storage, float](), region.how.keep == "host"
+    for key, size in saved_throughout(node, region, mesh, saved).items():
         if info(key[0]).on_host:
-            kept[key] = size
+            staying[key] = size
         elif (axes := offload_axes(key, region.how.keep, mesh)) is not None and is_host:
-            kept[_offloaded_key(key, region)] = piece_bytes(size, axes, mesh)
-    return kept
+            staying[_offloaded_key(key, region)] = piece_bytes(size, axes, mesh)
+    return staying
 
 
 def recomputed_for(
-    node: fx.Node, mesh: Mesh, own: SavedBytes | None = None
+    node: fx.Node, mesh: Mesh, saved: SavedBytes | None = None
 ) -> dict[Storage, float]:
     """Return the storages that an operator's backward reads and its region recomputes or brings
     back."""
     region = info(node).region
     if region is None or node.op != "call_function":
         return {}
-    own = saved_by(node, mesh) if own is None else own
-    again = {k: v for k, v in own.items() if _is_recomputed(k, region) and not info(k[0]).on_host}
+    saved = saved_by(node, mesh) if saved is None else saved
+    recomputed = {
+        k: v for k, v in saved.items() if _is_recomputed(k, region) and not info(k[0]).on_host
+    }
     if region.how.keep == "device":
-        return again
-    kept = saved_throughout(node, region, mesh, own).items()
-    return again | {k: s for k, s in kept if offload_axes(k, region.how.keep, mesh) is not None}
+        return recomputed
+    staying = saved_throughout(node, region, mesh, saved).items()
+    return recomputed | {
+        k: s for k, s in staying if offload_axes(k, region.how.keep, mesh) is not None
+    }
 
 
 def offload_axes(key: Storage, keep: Keep, mesh: Mesh) -> tuple[str, ...] | None:
@@ -273,14 +279,14 @@ def _offloaded_key(key: Storage, region: RecomputeRegion) -> Storage:
 
 
 def saved_throughout(
-    node: fx.Node, region: RecomputeRegion, mesh: Mesh, own: SavedBytes | None = None
+    node: fx.Node, region: RecomputeRegion, mesh: Mesh, saved: SavedBytes | None = None
 ) -> dict[Storage, float]:
     """Return the storages that an operator of a region reads in backward without recomputing
     them."""
-    kept = dict(saved_by(node, mesh) if own is None else own)
+    storages = dict(saved_by(node, mesh) if saved is None else saved)
     if region.is_full and info(node).remade:
-        kept |= _storage_bytes([storage(value) for value in node.all_input_nodes], mesh)
-    return {key: size for key, size in kept.items() if not _is_recomputed(key, region)}
+        storages |= _storage_bytes([storage(value) for value in node.all_input_nodes], mesh)
+    return {key: size for key, size in storages.items() if not _is_recomputed(key, region)}
 
 
 class SavedBytesCache:
@@ -295,16 +301,18 @@ class SavedBytesCache:
     def own(self, node: fx.Node) -> SavedBytes:
         """Return `saved_by` of a node."""
         if node not in self._own:
-            kept = self._of_twin(node, self.own)
-            self._own[node] = saved_by(node, self.mesh) if kept is None else kept
+            saved = self._of_twin(node, self.own)
+            self._own[node] = saved_by(node, self.mesh) if saved is None else saved
         return self._own[node]
 
     def through(self, node: fx.Node) -> SavedBytes:
         """Return `saved_on_device` of a node."""
         if node not in self._through:
-            kept = self._of_twin(node, self.through)
-            own = None if kept is not None else self.own(node)
-            self._through[node] = saved_on_device(node, self.mesh, own) if kept is None else kept
+            staying = self._of_twin(node, self.through)
+            saved = None if staying is not None else self.own(node)
+            self._through[node] = (
+                saved_on_device(node, self.mesh, saved) if staying is None else staying
+            )
         return self._through[node]
 
     def on_host(self, node: fx.Node) -> SavedBytes:
@@ -314,9 +322,11 @@ class SavedBytesCache:
     def remade(self, node: fx.Node) -> SavedBytes:
         """Return `recomputed_for` of a node."""
         if node not in self._remade:
-            kept = self._of_twin(node, self.remade)
-            own = None if kept is not None else self.own(node)
-            self._remade[node] = recomputed_for(node, self.mesh, own) if kept is None else kept
+            recomputed = self._of_twin(node, self.remade)
+            saved = None if recomputed is not None else self.own(node)
+            self._remade[node] = (
+                recomputed_for(node, self.mesh, saved) if recomputed is None else recomputed
+            )
         return self._remade[node]
 
     def _of_twin(self, node: fx.Node, ask: Callable[[fx.Node], SavedBytes]) -> SavedBytes | None:
@@ -324,8 +334,8 @@ class SavedBytesCache:
         twin = self._repeats.twin(node)
         if twin is node:
             return None
-        kept = ask(twin).items()
-        return {(self._repeats.beside(at, node), place): size for (at, place), size in kept}
+        storages = ask(twin).items()
+        return {(self._repeats.beside(at, node), place): size for (at, place), size in storages}
 
 
 def peak_recomputed_bytes(
@@ -344,25 +354,25 @@ def peak_recomputed_bytes(
     if all(info(node).region is None for node in nodes):
         return 0.0
     known = known or SavedBytesCache(mesh)
-    own, first = set(nodes), dict[Storage, tuple[int, float]]()
+    inside, first = set(nodes), dict[Storage, tuple[int, float]]()
     regions: dict[RecomputeRegion, dict[Storage, list[float]]] = {}
     ends: dict[RecomputeRegion, int] = {}
     staying: dict[Storage, tuple[int, float]] = {}  # those of all operators from there on
     for index, node in enumerate(nodes):
         for key, size in known.through(node).items():
-            if key[0] in own:
+            if key[0] in inside:
                 first.setdefault(key, (index, size))
-        staying |= {key: (index, size) for key, size in stays(node).items() if key[0] in own}
+        staying |= {key: (index, size) for key, size in stays(node).items() if key[0] in inside}
         region = info(node).region
         if region is not None and info(node).differentiable and node.op == "call_function":
             ends[region] = index
             for key, size in known.remade(node).items():
                 spans = regions.setdefault(region, {}).setdefault(key, [index, index, size])
                 spans[1] = index
-    kept, sizes = sum(size for _, size in first.values()), np.zeros(len(nodes))
+    kept_by_forward, sizes = sum(size for _, size in first.values()), np.zeros(len(nodes))
     for index, size in first.values():
         sizes[index] += size
-    until = {key: first.get(key, found)[0] for key, found in staying.items()}
+    until = {key: first.get(key, alive_sizes)[0] for key, alive_sizes in staying.items()}
     for key, (_, size) in staying.items():  # before that, it is there as what is kept
         sizes[0] += size
         sizes[until[key]] -= size
@@ -372,13 +382,13 @@ def peak_recomputed_bytes(
             most = max(most, alive[ends[region]] + sum(size for _, _, size in remade.values()))
             continue
         for at in {int(end) for _, end, _ in remade.values()}:
-            found = [
+            alive_sizes = [
                 size
                 for key, (start, end, size) in remade.items()
                 if start <= at <= end and until.get(key, 0) <= at
             ]
-            most = max(most, alive[at] + sum(found))
-    return max(0.0, most - kept)
+            most = max(most, alive[at] + sum(alive_sizes))
+    return max(0.0, most - kept_by_forward)
 
 
 def _is_recomputed(key: Storage, region: RecomputeRegion) -> bool:

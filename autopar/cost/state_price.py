@@ -5,7 +5,7 @@ each micro-batch, the copy that readers start from is gathered, forward and agai
 gradient is brought to where it adds up. Latencies are shared in groups, as in a bucket.
 
 Gathers before a use and sums behind backward overlap with neighbouring readers, which are assumed
-to compute about as long as the parameter's own.
+to compute facts as long as the parameter's own.
 """
 
 from __future__ import annotations
@@ -29,9 +29,14 @@ from autopar.states import StateBytes
 
 Axes = tuple[str, ...]
 GATHERS, SUMS = "gathers of parameters", "sums of gradients"
-ParameterFacts = tuple[
-    tuple[int, ...], StateBytes, bool
-]  # shape, bytes of an element, whether it learns
+
+
+class ParameterFacts(NamedTuple):
+    """Facts of a parameter that the cost of its states depends on."""
+
+    shape: tuple[int, ...]
+    element: StateBytes  # bytes of one element
+    learns: bool
 
 
 class NodeCost(NamedTuple):
@@ -90,45 +95,47 @@ class StatePrice:
     def whole(
         self,
         places: ParameterPlacement,
-        about: ParameterFacts,
+        facts: ParameterFacts,
         summed: Collection[str],
-        beside: OverlappedWork,
+        overlapped: OverlappedWork,
     ) -> NodeCost:
         """Return the cost of a parameter whose readers leave its gradient a partial sum over
         `summed`."""
         cut = _further_axes(places.working, places.storage)
         left = tuple(axis for axis in summed if axis not in cut)
-        return self.kept(places, about, left, beside) + self.used(places, about, summed, beside)
+        return self.kept(places, facts, left, overlapped) + self.used(
+            places, facts, summed, overlapped
+        )
 
     def kept(
         self,
         places: ParameterPlacement,
-        about: ParameterFacts,
+        facts: ParameterFacts,
         sync: Collection[str],
-        beside: OverlappedWork,
+        overlapped: OverlappedWork,
     ) -> NodeCost:
         """Return the cost of a parameter's gradient and copy, between optimizer and the place where
         readers gather."""
-        shape, bytes_, learns = about
+        shape, bytes_, learns = facts
         gathered = early = late = up = down = updated = 0.0
-        for one in self.moved_once(places, about, sync):
-            seconds = float(self.price.bucketed(one.axes, one.bytes, one.kind))
-            if one.when == "backward":
+        for collective in self.moved_once(places, facts, sync):
+            seconds = float(self.price.bucketed(collective.axes, collective.bytes, collective.kind))
+            if collective.when == "backward":
                 early += seconds
-            elif one.what == GATHERS:
+            elif collective.what == GATHERS:
                 gathered += seconds
             else:
                 late += seconds
         if places.goes_up == ("optimizer", "storage"):
             up = self._copied(places.optimizer, shape, bytes_.copy)
-        covered, behind = self._hidden_in_turn(beside.forward, gathered, up)
+        covered, behind = self._hidden_in_turn(overlapped.forward, gathered, up)
         if not learns:
             return NodeCost(gathered=gathered, covered=covered, updated=up, behind=behind)
         if "optimizer" in places.on_host:
             updated = self._updated(places.optimizer, shape, bytes_)
             if "gradient" not in places.on_host:
                 down = self._copied(places.optimizer, shape, bytes_.gradient)
-        hidden, *more = self._hidden_in_turn(beside.backward, early, late, down)
+        hidden, *more = self._hidden_in_turn(overlapped.backward, early, late, down)
         covered, behind = covered + more[0], behind + more[1]
         once = {"summed": late, "gathered": gathered, "updated": updated + up + down}
         parts = {"covered": covered, "behind": behind}
@@ -137,22 +144,22 @@ class StatePrice:
     def _hidden_in_turn(self, computed: Any, *moved: float) -> list[Any]:
         """Return the seconds hidden of each of several movements: the first as far as computing
         can, the next by what is left."""
-        found, so_far, before = [], 0.0, 0.0
-        for one in moved:
-            so_far += one
-            hidden = self.hidden(so_far, computed) if one else before
-            found.append(hidden - before)
+        parts, so_far, before = [], 0.0, 0.0
+        for movement in moved:
+            so_far += movement
+            hidden = self.hidden(so_far, computed) if movement else before
+            parts.append(hidden - before)
             before = hidden
-        return found
+        return parts
 
     def moved_once(
-        self, places: ParameterPlacement, about: ParameterFacts, sync: Collection[str]
+        self, places: ParameterPlacement, facts: ParameterFacts, sync: Collection[str]
     ) -> list[Collective]:
         """Return the collectives of `kept`; one of them reduces the gradient in each run."""
-        shape, bytes_, learns = about
+        shape, bytes_, learns = facts
         once = _further_axes(places.storage, places.optimizer)
         copy = self._size(places.storage, shape, bytes_.copy)
-        found = [Collective("all_gather", once, copy, "step", GATHERS)]
+        collectives = [Collective("all_gather", once, copy, "step", GATHERS)]
         if learns:
             first = tuple(a for a in _further_axes(places.storage, places.gradient) if a in sync)
             last = tuple(
@@ -165,57 +172,65 @@ class StatePrice:
                 self._size(at, shape, bytes_.gradient)
                 for at in (places.storage, places.gradient, places.optimizer)
             )
-            found += [
+            collectives += [
                 Collective("reduce_scatter", first, early, "backward", SUMS),
                 Collective("reduce_scatter", last, late, "step", SUMS),
                 Collective("all_reduce", rest, whole, "step", SUMS),
             ]
-        return [one for one in found if one.axes]
+        return [collective for collective in collectives if collective.axes]
 
     def used(
         self,
         places: ParameterPlacement,
-        about: ParameterFacts,
+        facts: ParameterFacts,
         summed: Collection[str],
-        beside: OverlappedWork,
+        overlapped: OverlappedWork,
     ) -> NodeCost:
         """Return the cost of gathering a parameter for its readers, and bringing its gradient
         back."""
-        shape, bytes_, _ = about
-        ways = {"forward": 0.0, "backward": 0.0}
-        for one in self.moved_for_use(places, about, summed, beside.learns):
-            ways[one.when] += float(self.price.bucketed(one.axes, one.bytes, one.kind))
+        shape, bytes_, _ = facts
+        seconds = {"forward": 0.0, "backward": 0.0}
+        for collective in self.moved_for_use(
+            places, facts, summed, is_read_again=overlapped.learns
+        ):
+            seconds[collective.when] += float(
+                self.price.bucketed(collective.axes, collective.bytes, collective.kind)
+            )
         if places.goes_up == ("storage", "working"):
             up = self._copied(places.storage, shape, bytes_.copy)
-            ways = {
-                "forward": ways["forward"] + up,
-                "backward": ways["backward"] + up * beside.learns,
+            seconds = {
+                "forward": seconds["forward"] + up,
+                "backward": seconds["backward"] + up * overlapped.learns,
             }
-        forward, backward = ways.values()
-        ahead, behind = self.hidden(forward, beside.forward), self.hidden(backward, beside.backward)
+        forward, backward = seconds.values()
+        ahead, behind = (
+            self.hidden(forward, overlapped.forward),
+            self.hidden(backward, overlapped.backward),
+        )
         return NodeCost(forward - ahead, backward - behind, ahead + behind)
 
     def moved_for_use(
         self,
         places: ParameterPlacement,
-        about: ParameterFacts,
+        facts: ParameterFacts,
         summed: Collection[str],
+        *,
         is_read_again: bool,
     ) -> list[Collective]:
         """Return the collectives of `used` in each run; backward gathers again if it reads
         again."""
-        shape, bytes_, learns = about
+        shape, bytes_, learns = facts
         cut = _further_axes(places.working, places.storage)
         copy, whole = (
             self._size(places.working, shape, size) for size in (bytes_.copy, bytes_.gradient)
         )
-        found = [Collective("all_gather", cut, copy, "forward", GATHERS)]
+        collectives = [Collective("all_gather", cut, copy, "forward", GATHERS)]
         if is_read_again:
-            found.append(Collective("all_gather", cut, copy, "backward", GATHERS))
+            collectives.append(Collective("all_gather", cut, copy, "backward", GATHERS))
         if learns:
-            own = tuple(axis for axis in cut if axis in summed)
-            found.append(Collective("reduce_scatter", own, whole, "backward", SUMS))
-        return [one for one in found if one.axes]
+            scattered = tuple(axis for axis in cut if axis in summed)
+            collectives.append(Collective("reduce_scatter", scattered, whole, "backward", SUMS))
+        return [collective for collective in collectives if collective.axes]
 
     def hidden(self, moved: Any, computed: Any) -> Any:
         """Return the seconds of a movement that computing hides."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from torch import fx
 
@@ -122,6 +123,12 @@ class Cost:
         return {"seconds": self.seconds, **asdict(self)}
 
 
+class _ParameterUse(NamedTuple):
+    places: ParameterPlacement
+    facts: ParameterFacts
+    summed: tuple[str, ...]  # axes over which readers leave the gradient a partial sum
+
+
 class NodePrices:
     """The one price of every node of a rewritten program, from what the node itself carries."""
 
@@ -163,10 +170,10 @@ class NodePrices:
         if not info(node).away or storage(node) is not node:
             return {}
         size, away = float(info(node).type.local_bytes(self.mesh)), info(node).away
-        found = {r: self.away(r.how.keep, axes, size) for r, axes in away.items()}
+        costs = {r: self.away(r.how.keep, axes, size) for r, axes in away.items()}
         if not _is_read_by_all(node):
-            return found
-        return {region: cost.repeated(region.times) for region, cost in found.items()}
+            return costs
+        return {region: cost.repeated(region.times) for region, cost in costs.items()}
 
     def away(self, keep: Keep, axes: tuple[str, ...], size: float) -> NodeCost:
         """Return the cost of keeping `size` bytes sharded over `axes`, or on the host."""
@@ -191,7 +198,7 @@ class NodePrices:
             return self.stored(node, places)
         calls = info(node).calls
         if id(calls) not in self._calls:
-            self._calls[id(calls)] = calls, sum((self._call(*one) for one in calls), NodeCost())
+            self._calls[id(calls)] = calls, sum((self._call(*call) for call in calls), NodeCost())
         price = self._calls[id(calls)][1]
         if copied_parameter(node) is None:
             return price
@@ -200,10 +207,10 @@ class NodePrices:
 
     def stored(self, node: fx.Node, places: ParameterPlacement) -> NodeCost:
         """Return the cost of a parameter in these places."""
-        beside, about = self._beside(node), (places, _parameter_facts(node), info(node).sync)
-        key = *about, beside
+        facts, sync, overlapped = _parameter_facts(node), info(node).sync, self._beside(node)
+        key = places, facts, sync, overlapped
         if key not in self._states:
-            self._states[key] = self._kept(*about, beside)
+            self._states[key] = self._kept(places, facts, sync, overlapped)
         return self._states[key]
 
     def _kept(
@@ -214,10 +221,10 @@ class NodePrices:
         beside: OverlappedWork,
     ) -> NodeCost:
         """Return the cost of a parameter, computed anew."""
-        kept = self.states.kept(places, about, sync, beside)
+        cost = self.states.kept(places, about, sync, beside)
         if places.storage == places.working:  # no movement of the program stands for the copy
-            kept += self.states.used(places, about, (), beside)
-        return kept
+            cost += self.states.used(places, about, (), beside)
+        return cost
 
     def _call(self, facts: Facts, strategy: Strategy) -> NodeCost:
         key = facts, strategy
@@ -229,8 +236,8 @@ class NodePrices:
 
     def _inside(self, facts: Facts, strategy: Strategy) -> NodeCost:
         computed = self._call(facts, strategy)
-        about = facts, strategy, self.price, self.device.overlap
-        return joint_message_cost(*about, ComputeSeconds(computed.forward, computed.backward))
+        seconds = ComputeSeconds(computed.forward, computed.backward)
+        return joint_message_cost(facts, strategy, self.price, self.device.overlap, seconds)
 
     def _movement(self, node: fx.Node, movement: Movement) -> NodeCost:
         parameter = gathered_parameter(node)
@@ -239,38 +246,44 @@ class NodePrices:
         if parameter is not None:
             return self.states.used(*self._use(parameter, movement), self._beside(parameter))
         ways = {"forward": 0.0, "backward": 0.0, "step": 0.0}
-        for one in self._moved(node, movement):
-            if one.when == "step":
-                seconds = self.price.bucketed(one.axes, one.bytes, one.kind)
+        for collective in self._moved(node, movement):
+            if collective.when == "step":
+                seconds = self.price.bucketed(collective.axes, collective.bytes, collective.kind)
             else:
-                seconds = self.price.seconds(one.kind, one.axes, one.bytes)
-            ways[one.when] += float(seconds)
+                seconds = self.price.seconds(collective.kind, collective.axes, collective.bytes)
+            ways[collective.when] += float(seconds)
         forward, backward, once = ways.values()
-        behind = self.states.hidden(once, self._beside(node).backward) if once else 0.0
+        covered = self.states.hidden(once, self._beside(node).backward) if once else 0.0
         hidden = self.states.hidden(backward, self._weights(node)) if backward else 0.0
-        more = {"summed": once, "covered": behind, "reduced": hidden}
-        return NodeCost(forward, backward - hidden, hidden, **more)
+        further = {"summed": once, "covered": covered, "reduced": hidden}
+        return NodeCost(forward, backward - hidden, hidden, **further)
 
     def collectives(self, node: fx.Node) -> list[Collective]:
         """Return the collectives of a node, by which it is priced."""
-        about, found = info(node), list[Collective]()
-        if about.movement is not None:
-            found += self._moved(node, about.movement)
-        elif (places := about.places) is not None:
-            found += self.states.moved_once(places, _parameter_facts(node), about.sync)
+        node_info, collectives = info(node), list[Collective]()
+        if node_info.movement is not None:
+            collectives += self._moved(node, node_info.movement)
+        elif (places := node_info.places) is not None:
+            collectives += self.states.moved_once(places, _parameter_facts(node), node_info.sync)
             if places.storage == places.working:
                 again = self._beside(node).learns
-                found += self.states.moved_for_use(places, _parameter_facts(node), (), again)
-        elif about.joint is not None:
-            for call in about.calls:
-                found += joint_collectives(*call, self.mesh)
-        if about.remade:
-            found += [one._replace(when="backward") for one in found if one.when == "forward"]
+                collectives += self.states.moved_for_use(
+                    places, _parameter_facts(node), (), is_read_again=again
+                )
+        elif node_info.joint is not None:
+            for call in node_info.calls:
+                collectives += joint_collectives(*call, self.mesh)
+        if node_info.remade:
+            collectives += [
+                collective._replace(when="backward")
+                for collective in collectives
+                if collective.when == "forward"
+            ]
         if storage(node) is node:
-            size = float(about.type.local_bytes(self.mesh)) if about.away else 0.0
-            kept = (axes for axes in about.away.values() if axes)
-            found += [Collective("all_gather", axes, size, "backward") for axes in kept]
-        return found
+            size = float(node_info.type.local_bytes(self.mesh)) if node_info.away else 0.0
+            gathers = (axes for axes in node_info.away.values() if axes)
+            collectives += [Collective("all_gather", axes, size, "backward") for axes in gathers]
+        return collectives
 
     def _moved(self, node: fx.Node, movement: Movement) -> list[Collective]:
         """Return the collectives of a movement of the program."""
@@ -281,24 +294,24 @@ class NodePrices:
             if value is not parameter:
                 return []
             again = self._beside(parameter).learns
-            return self.states.moved_for_use(*self._use(parameter, movement), again)
+            places, facts, summed = self._use(parameter, movement)
+            return self.states.moved_for_use(places, facts, summed, is_read_again=again)
         if movement.is_sum_back and is_made_of_parameters(value) and learns:
             size = float(before.local_bytes(self.mesh))
             return [Collective("all_reduce", axes, size, "step", SUMS)]
-        about = movement, before.layout, before.shape, before.dtype.itemsize, self.mesh
         ways: list[tuple[str, When]] = [(movement.kind, "forward")]
         ways += [(movement.backward, "backward")] if learns else []
-        size = moved_bytes(*about)
+        itemsize = before.dtype.itemsize
+        size = moved_bytes(movement, before.layout, before.shape, itemsize, self.mesh)
         return [Collective(kind, axes, size, when) for kind, when in ways if kind not in FREE]
 
-    def _use(
-        self, parameter: fx.Node, movement: Movement
-    ) -> tuple[ParameterPlacement, ParameterFacts, tuple[str, ...]]:
+    def _use(self, parameter: fx.Node, movement: Movement) -> _ParameterUse:
         """Return for a parameter that a movement gathers: its places, its facts, and the axes over
         which its readers leave its gradient a partial sum."""
         places = info(parameter).places
         assert places is not None
-        return places, _parameter_facts(parameter), places.storage.axes if movement.pending else ()
+        summed = places.storage.axes if movement.pending else ()
+        return _ParameterUse(places, _parameter_facts(parameter), summed)
 
     def _weights(self, movement: fx.Node) -> float:
         """Return the seconds of the weight gradients that are made beside a movement's backward."""
@@ -312,7 +325,7 @@ class NodePrices:
     def _beside(self, value: fx.Node) -> OverlappedWork:
         """Return the work of a parameter's readers, as an estimate of what neighbours compute."""
         readers = list(_readers_of(value))
-        costs = [self._call(*call) for one in readers for call in _call_of(*one)]
+        costs = [self._call(*call) for reader, read in readers for call in _call_of(reader, read)]
         learns = any(info(reader).learns for reader, _ in readers)
         forward, backward = (sum(getattr(c, way) for c in costs) for way in ("forward", "backward"))
         return OverlappedWork(forward, backward, learns)
@@ -321,14 +334,14 @@ class NodePrices:
 def _is_read_by_all(node: fx.Node) -> bool:
     """Return whether a value is outside of regions that stand for several, all of which read it;
     false for the output of a block, which only the next one reads."""
-    own = info(node).region
-    if own is None or info(node).times > 1:
-        return own is None
-    same, regions = [node], set[RecomputeRegion | None]()
-    for value in same:
-        same += [user for user in value.users if storage(user) is node]
+    region = info(node).region
+    if region is None or info(node).times > 1:
+        return region is None
+    views, regions = [node], set[RecomputeRegion | None]()
+    for value in views:
+        views += [user for user in value.users if storage(user) is node]
         regions |= {info(user).region for user in value.users}
-    return len(regions - {own, None}) > 1
+    return len(regions - {region, None}) > 1
 
 
 def _readers_of(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -362,7 +375,7 @@ def _call_of(reader: fx.Node, value: fx.Node) -> tuple[tuple[Facts, Strategy], .
 def _parameter_facts(parameter: fx.Node) -> ParameterFacts:
     """Return shape, bytes of an element, and whether a parameter learns."""
     value = info(parameter).val
-    return tuple(value.shape), state_bytes(parameter), info(parameter).learns
+    return ParameterFacts(tuple(value.shape), state_bytes(parameter), info(parameter).learns)
 
 
 def program_run_cost(
@@ -375,7 +388,7 @@ def program_run_cost(
     for node in graph.nodes:
         (work, moves, levels), times = take(node), info(node).times
         worked = worked if work is None else worked + work.repeated(times)
-        moved = sum((one.repeated(times) for one in moves), moved)
+        moved = sum((move.repeated(times) for move in moves), moved)
         for level, seconds_, behind in levels:
             shown[level] += seconds_ * times
             reduced[level] += behind * times
@@ -388,32 +401,32 @@ NodeShares = tuple[NodeCost | None, list[NodeCost], list[tuple[str, float, float
 def _node_shares(node: fx.Node, prices: NodePrices) -> NodeShares:
     """Return the computing and the movements of a node, and by level the seconds that show and
     those that only an unsplit backward hides."""
-    about, work, cost = info(node), None, NodeCost()
-    if about.movement is not None or about.places is not None:
+    node_info, work, cost = info(node), None, NodeCost()
+    if node_info.movement is not None or node_info.places is not None:
         cost = prices.own(node)
     else:
         work = prices.computed(node)
-        if about.joint is not None:
+        if node_info.joint is not None:
             cost = prices.inside(node)
     shown = cost.forward + cost.backward
     moves, levels = [cost], [(prices.level(_moved_axes(node)), shown, cost.reduced)]
-    for region, kept in prices.elsewhere(node).items():
-        moves.append(kept)
+    for region, offload in prices.elsewhere(node).items():
+        moves.append(offload)
         # What goes to the host comes back; what is gathered is so in backward alone.
-        levels.append(("host", 2 * kept.forward, 0.0))
-        gathered = kept.backward - kept.forward
-        levels.append((prices.level(about.away[region]), gathered, 0.0))
+        levels.append(("host", 2 * offload.forward, 0.0))
+        gathered = offload.backward - offload.forward
+        levels.append((prices.level(node_info.away[region]), gathered, 0.0))
     return work, moves, levels
 
 
 def _moved_axes(node: fx.Node) -> tuple[str, ...]:
     """Return the axes over which a node moves data in each run."""
-    about = info(node)
-    if about.movement is not None:
-        return about.movement.axes
-    if about.joint is not None:
-        return about.joint.axes
-    if about.places is None:
+    node_info = info(node)
+    if node_info.movement is not None:
+        return node_info.movement.axes
+    if node_info.joint is not None:
+        return node_info.joint.axes
+    if node_info.places is None:
         return ()
-    stored = about.places.storage.axes
-    return tuple(axis for axis in about.places.gradient.axes if axis not in stored)
+    stored = node_info.places.storage.axes
+    return tuple(axis for axis in node_info.places.gradient.axes if axis not in stored)

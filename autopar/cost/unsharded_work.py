@@ -42,15 +42,15 @@ def unsharded_work(captured: Captured, counted: Iterable[fx.Node]) -> UnshardedW
         if captured.priced.get(node.name) is not None:
             kinds.setdefault(captured.classes[node.name], node)
             counts[captured.classes[node.name]] += info(node).times
-    found = []
+    work = []
     for kind, node in kinds.items():
         rule = captured.priced[node.name]
         assert rule is not None
         facts = facts_of(node, rule, tensor_inputs(node))
-        found.append(
+        work.append(
             (facts, operator_work(facts, ShardSizes(rule, [Strategy()], mesh)), counts[kind])
         )
-    return found
+    return work
 
 
 def spread_seconds(whole: UnshardedWork, pieces: int, device: Device) -> tuple[float, float]:
@@ -58,7 +58,7 @@ def spread_seconds(whole: UnshardedWork, pieces: int, device: Device) -> tuple[f
     devices."""
     forward = backward = 0.0
     for facts, done, count in whole:
-        part = OperatorWork(*(each / pieces for each in done))
+        part = OperatorWork(*(figure / pieces for figure in done))
         once = operator_seconds(facts, part, device)
         forward += count * float(once[0][0])
         backward += count * float(once[1][0])

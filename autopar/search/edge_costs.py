@@ -18,7 +18,7 @@ from autopar.cluster import Cluster
 from autopar.collectives.redistribution import FREE, possible_movements
 from autopar.cost.cluster_price import ClusterPrice
 from autopar.cost.footprint import parameter_bytes
-from autopar.cost.state_price import NodeCost, OverlappedWork, StatePrice
+from autopar.cost.state_price import NodeCost, OverlappedWork, ParameterFacts, StatePrice
 from autopar.layout import ALL_PLACES, Layout, ParameterPlacement, Parts, Placement, axes_of
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates
@@ -144,7 +144,8 @@ class EdgeCosts:
         Return also the bytes above those of states that are cut over all replicas."""
         value, first, second = query.value, query.first, query.second
         val, on_host = info(parameter).val, info(parameter).on_host
-        kind = tuple(val.shape), state_bytes(parameter), info(parameter).learns
+        learns = info(parameter).learns
+        facts = ParameterFacts(tuple(val.shape), state_bytes(parameter), learns)
         cost, memory = (np.zeros((len(first), len(second))) for _ in range(2))
         for i, state in enumerate(first):
             if (layout := _made_of(parameter, value, state)) is None:
@@ -154,7 +155,7 @@ class EdgeCosts:
             for j, end in enumerate(second):
                 if (pending := end.pending) not in by_pending:
                     summed = [axis for axis in pending if axis not in layout.axes]
-                    key = (*self._type(parameter), kind[1], layout, pending, on_host)
+                    key = (*self._type(parameter), facts.element, layout, pending, on_host)
                     if key not in self._places:
                         places = self.places(parameter, layout, summed)
                         held = sum(parameter_bytes(parameter, places, self.mesh))
@@ -162,7 +163,7 @@ class EdgeCosts:
                     places, held_more = self._places[key]
                     tied = ParameterPlacement.tied(layout, ALL_PLACES * on_host)
                     more, less = (
-                        self._seconds(self.state_price.whole(at, kind, summed, query.overlapped))
+                        self._seconds(self.state_price.whole(at, facts, summed, query.overlapped))
                         for at in (places, tied)
                     )
                     extra = np.broadcast_to(more - less, (len(second),))

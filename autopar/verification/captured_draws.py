@@ -43,24 +43,24 @@ class DrawsByPlace(TorchDispatchMode):
         device = _device_of(args, kwargs)
         before = _generator_state(device)
         self._same = self._same + 1 if before == self._state else 0
-        given = args[0].clone() if is_mutable(function) else None
+        before_call = args[0].clone() if is_mutable(function) else None
         result = function(*args, **kwargs)
         # Another state than this stands before the next call, unless it is one that runs again.
         self._state = before if _generator_state(device) == before else b""
         with _call_as_node(function, args, kwargs, result) as (node, values):
-            self._place(node, values, given, (before, self._same))
+            self._place(node, values, before_call, (before, self._same))
         return result
 
     def _place(
         self,
         node: fx.Node,
         values: dict[fx.Node, Any],
-        given: Tensor | None,
+        before_call: Tensor | None,
         draw: tuple[bytes, int],
     ) -> None:
         """Put the numbers of the captured program into the result of a call that draws.
 
-        `given`: a copy of its first argument, where that is changed in place; `draw` numbers it.
+        `before_call`: a copy of its first argument, if that is changed in place; `draw` numbers it.
         """
         if not is_random(node):
             return
@@ -71,30 +71,30 @@ class DrawsByPlace(TorchDispatchMode):
         key, like = node.graph.placeholder("key"), node.graph.placeholder("like")
         info(like).val = result
         target, arguments = placed(node, key, lambda: like)
-        made_on = pytree.tree_leaves(result)[0].device
-        values |= {key: self._key.to(made_on), like: result}
-        if given is not None:
-            values[next(iter(values))] = given  # its first argument
-        made = target(*fx.map_arg(arguments, values.__getitem__))
+        device = pytree.tree_leaves(result)[0].device
+        values |= {key: self._key.to(device), like: result}
+        if before_call is not None:
+            values[next(iter(values))] = before_call  # its first argument
+        drawn = target(*fx.map_arg(arguments, values.__getitem__))
         if operator(node) == "rrelu_with_noise":  # whose backward reads the slopes
             read, slopes = (values[argument] for argument in node.args[:2])  # type: ignore[index]
-            slopes.copy_(torch.where(read > 0, 1.0, made / read))
-        pytree.tree_map_(lambda into, new: into.copy_(new), result, made)
+            slopes.copy_(torch.where(read > 0, 1.0, drawn / read))
+        pytree.tree_map_(lambda into, new: into.copy_(new), result, drawn)
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device:
     """Return the device on which a call draws: its `device` argument, or that of its inputs."""
-    told = kwargs.get("device")
+    device = kwargs.get("device")
     read = (v.device for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor))
-    return torch.device(told) if told is not None else next(read, torch.get_default_device())
+    return torch.device(device) if device is not None else next(read, torch.get_default_device())
 
 
 def _generator_state(device: torch.device) -> bytes:
     """Return the state of the generator of a device."""
     if device.type == "cpu":
         return torch.get_rng_state().numpy().tobytes()
-    own = torch.get_device_module(device).get_rng_state(device)
-    return str(device).encode() + own.numpy().tobytes()
+    state = torch.get_device_module(device).get_rng_state(device)
+    return str(device).encode() + state.numpy().tobytes()
 
 
 @contextmanager

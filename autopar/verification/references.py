@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,7 +24,13 @@ from autopar.capture.loss import index_of_loss
 from autopar.errors import InvalidInput
 from autopar.strategies.node_info import info
 from autopar.verification.captured_draws import DrawsByPlace
-from autopar.verification.tolerance import PROVING_LIMIT, Tolerance, Tolerances, to_double_precision
+from autopar.verification.tolerance import (
+    PROVING_LIMIT,
+    ResultKey,
+    Tolerance,
+    Tolerances,
+    to_double_precision,
+)
 
 EXACT_ERROR = 1e-9  # a relative error that is none, whatever rounding may do
 _SHOWN = 3  # elements of a tensor that differs
@@ -111,9 +117,9 @@ class Difference:
     source: str | None  # the user's line
 
     def __str__(self) -> str:
-        one, other = self.between.split(" and ")
+        expected_program, other_program = self.between.split(" and ")
         at = f"\n  at {self.source}" if self.source else ""
-        pairs = zip((one, other), self.values)
+        pairs = zip((expected_program, other_program), self.values)
         shown = "".join(f"\n  {name + ':':<10} {value}" for name, value in pairs)
         return f"first value that differs between {self.between}: {self.where}{shown}{at}"
 
@@ -124,24 +130,29 @@ def model_dtype(model: nn.Module) -> torch.dtype:
     return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
 
-def to_double(
-    model: nn.Module, call: CallArguments, as_it_is: bool = False
-) -> tuple[nn.Module, CallArguments, torch.dtype]:
-    """Return copies of the model and its inputs in float64 if it runs so, or else as they are, and
-    the dtype."""
+class RunInputs(NamedTuple):
+    """A model with the arguments of its call, and the dtype in which it runs."""
+
+    model: nn.Module
+    call: CallArguments
+    dtype: torch.dtype
+
+
+def to_double(model: nn.Module, call: CallArguments, *, keep_dtype: bool = False) -> RunInputs:
+    """Return copies of model and inputs in float64 if it runs so, or else as they are."""
 
     def double(leaf: Any) -> Any:
         is_real = isinstance(leaf, Tensor) and leaf.dtype.is_floating_point
         return leaf.detach().double().requires_grad_(leaf.requires_grad) if is_real else leaf
 
-    own = model_dtype(model)
-    if not as_it_is and own is not torch.float64:
+    dtype = model_dtype(model)
+    if not keep_dtype and dtype is not torch.float64:
         precise, inputs = own_copy(model).double(), pytree.tree_map(double, call)
         with suppress(Exception), seeded(0):  # if it fails as it is too, that is told
             trial = own_copy(precise)
             loss_of(trial(*inputs[0], **inputs[1])).backward()
-            return precise, inputs, torch.float64
-    return own_copy(model), call, own
+            return RunInputs(precise, inputs, torch.float64)
+    return RunInputs(own_copy(model), call, dtype)
 
 
 def loss_of(outputs: Any) -> Tensor:
@@ -169,6 +180,7 @@ def train(
     step: Callable[[], tuple[Tensor, Tensors]],
     gradients: Callable[[], Tensors],
     collect: Callable[[Iterable[tuple[str, Tensor]]], Tensors],
+    *,
     steps: int,
     rate: float | None,
 ) -> tuple[TrainingResult, float]:
@@ -178,25 +190,25 @@ def train(
     and backward, and returns the loss and the outputs. A `rate` of None is chosen so that a step
     changes the parameters by about a hundredth.
     """
-    held = list(module.parameters())
+    parameters = list(module.parameters())
     losses: list[Tensor] = []
-    outputs, first, buffers = {}, {}, {}
+    outputs, first_gradients, buffers = {}, {}, {}
     optimizer: torch.optim.Optimizer | None = None
     for number in range(steps):
         with seeded(number):
-            loss, given = step()
+            loss, step_outputs = step()
         losses.append(loss.detach().clone())
         if number == 0:
-            outputs, first = dict(given), dict(gradients())
+            outputs, first_gradients = dict(step_outputs), dict(gradients())
             buffers = dict(collect(module.named_buffers()))
-            rate = rate or _learning_rate(held, first.values())
-            if any(parameter.requires_grad for parameter in held):
-                optimizer = torch.optim.SGD(held, rate, momentum=0.9, weight_decay=1e-2)
+            rate = rate or _learning_rate(parameters, first_gradients.values())
+            if any(parameter.requires_grad for parameter in parameters):
+                optimizer = torch.optim.SGD(parameters, rate, momentum=0.9, weight_decay=1e-2)
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
     state = {**collect(module.named_parameters()), **collect(module.named_buffers())}
-    return TrainingResult(losses, outputs, first, buffers, state), rate or 0.0
+    return TrainingResult(losses, outputs, first_gradients, buffers, state), rate or 0.0
 
 
 def train_module(
@@ -216,7 +228,7 @@ def train_module(
     def copies(values: Iterable[tuple[str, Tensor]]) -> Tensors:
         return {name: value.detach().clone() for name, value in values}
 
-    return train(model, step, gradients, copies, steps, rate)
+    return train(model, step, gradients, copies, steps=steps, rate=rate)
 
 
 def run_step(module: nn.Module, call: CallArguments) -> tuple[Tensor, Any]:
@@ -241,7 +253,9 @@ def compare_training(
             if kind == "output" and name not in ours:
                 continue
             size, tolerance = sizes.get(kind, 1.0), tolerances.of(kind, name)
-            rows.append(_comparison(kind, name, ours.get(name), theirs.get(name), size, tolerance))
+            rows.append(
+                _comparison((kind, name), ours.get(name), theirs.get(name), size, tolerance)
+            )
     return rows
 
 
@@ -333,8 +347,7 @@ def _record_results(model: nn.Module, made: list[tuple[str, Tensor]]) -> Iterato
 
 
 def _comparison(
-    kind: str,
-    name: str,
+    key: ResultKey,
     found: Tensor | None,
     expected: Tensor | None,
     size: float,
@@ -345,7 +358,7 @@ def _comparison(
         error = _relative_error(found, expected, tolerance.floor * size)
     allowed = tolerance.relative
     ok = error <= (allowed if allowed <= PROVING_LIMIT else EXACT_ERROR)
-    return Comparison(kind, name, _norm(expected), _norm(found), error, allowed, ok)
+    return Comparison(*key, _norm(expected), _norm(found), error, allowed, ok)
 
 
 def _is_near(found: Tensor, expected: Tensor, tolerance: Tolerance) -> bool:
@@ -357,12 +370,12 @@ def _relative_error(found: Tensor, expected: Tensor, floor: float) -> float:
     themselves."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return math.inf
-    one, other = to_double_precision(found), to_double_precision(expected)
-    if expected.numel() == 0 or torch.equal(one, other):
+    actual, wanted = to_double_precision(found), to_double_precision(expected)
+    if expected.numel() == 0 or torch.equal(actual, wanted):
         return 0.0
-    off = (one - other).abs()
-    off = off.where((one != other) & ~(one.isnan() & other.isnan()), 0.0)
-    error = float(off.max()) / max(_largest_element(other), floor, torch.finfo(torch.float64).tiny)
+    off = (actual - wanted).abs()
+    off = off.where((actual != wanted) & ~(actual.isnan() & wanted.isnan()), 0.0)
+    error = float(off.max()) / max(_largest_element(wanted), floor, torch.finfo(torch.float64).tiny)
     return math.inf if math.isnan(error) else error
 
 

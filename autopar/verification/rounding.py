@@ -12,14 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
 from autopar.capture.fake import own_copy
 from autopar.verification.references import (
-    CallArguments,
     CapturedModule,
+    RunInputs,
     TrainingResult,
     compare_training,
     train_module,
@@ -30,26 +30,21 @@ TRIALS = 4  # by chance, one may leave a number nearly where it was
 
 
 def measure_tolerances(
-    captured: Captured,
-    model: nn.Module,
-    call: CallArguments,
-    own: torch.dtype,
-    exact: TrainingResult,
-    rate: float,
+    captured: Captured, inputs: RunInputs, exact: TrainingResult, rate: float
 ) -> Tolerances:
     """Return the tolerance of each result of a program that runs in `own`; `exact` is its
     unperturbed training."""
-    widest = Tolerances.at_most(captured, own)
+    widest = Tolerances.at_most(captured, inputs.dtype)
     if widest.are_one:
         return widest
     every = replace(widest, strict=widest.coarse)
     moved: dict[ResultKey, float] = {}
     for seed in range(TRIALS):
-        other = own_copy(model)
-        program = CapturedModule(other, captured)
+        copy = own_copy(inputs.model)
+        program = CapturedModule(copy, captured)
         program.change = _Perturbation(captured, widest.eps, seed)
-        found, _ = train_module(program, other, call, len(exact.losses), rate)
-        for row in compare_training(found, exact, every):
+        perturbed, _ = train_module(program, copy, inputs.call, len(exact.losses), rate)
+        for row in compare_training(perturbed, exact, every):
             place = row.kind, row.name
             moved[place] = max(moved.get(place, 0.0), row.error)
     return replace(widest, moved=_at_least_one_unit(moved, exact, widest.eps))

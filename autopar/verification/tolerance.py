@@ -73,13 +73,13 @@ class Tolerances:
     def inside(self, graph: fx.Graph) -> dict[str, Tolerance]:
         """Return the tolerance of each value of a graph, to find where a difference begins."""
         coarse = Tolerance(min(self.coarse.relative, PROVING_LIMIT), self.coarse.floor)
-        found: dict[str, Tolerance] = {}
+        tolerances: dict[str, Tolerance] = {}
         for node in graph.nodes:
-            made = _dtypes_of(node) if node.op == "call_function" else []
-            is_coarse = any(eps_of(dtype) > self.eps for dtype in made)
-            reached = is_coarse or any(found[n.name] is coarse for n in node.all_input_nodes)
-            found[node.name] = coarse if reached else self.strict
-        return found
+            dtypes = _dtypes_of(node) if node.op == "call_function" else []
+            is_coarse = any(eps_of(dtype) > self.eps for dtype in dtypes)
+            reached = is_coarse or any(tolerances[n.name] is coarse for n in node.all_input_nodes)
+            tolerances[node.name] = coarse if reached else self.strict
+        return tolerances
 
 
 def eps_of(dtype: torch.dtype) -> float:
@@ -95,9 +95,9 @@ def to_double_precision(value: Tensor) -> Tensor:
 
 def _computed_dtypes(captured: Captured) -> set[torch.dtype]:
     """Return the dtypes that a program computes, with those of its parameters and buffers."""
-    kept = captured.parameters.keys() | captured.buffers.keys()
-    made = (n for n in captured.graph.nodes if n.op == "call_function" or n.name in kept)
-    return {dtype for node in made for dtype in _dtypes_of(node)}
+    states = captured.parameters.keys() | captured.buffers.keys()
+    nodes = (n for n in captured.graph.nodes if n.op == "call_function" or n.name in states)
+    return {dtype for node in nodes for dtype in _dtypes_of(node)}
 
 
 def _dtypes_of(node: fx.Node) -> list[torch.dtype]:

@@ -122,15 +122,16 @@ class Verification:
         return f"{text + ', same draws' if text == 'plain' else text:>20}"
 
     def _losses(self) -> Iterator[str]:
-        found = [row for row in self.captured if row.kind == "loss"]
-        others = [row for row in self.parallel if row.kind == "loss"]
-        for one, other in zip(found, others):
+        captured = [row for row in self.captured if row.kind == "loss"]
+        parallel = [row for row in self.parallel if row.kind == "loss"]
+        for captured_row, parallel_row in zip(captured, parallel):
             plain, *others_shown = (
-                "none" if n is None else f"{n:.8g}" for n in (one.expected, one.found, other.found)
+                "none" if n is None else f"{n:.8g}"
+                for n in (captured_row.expected, captured_row.found, parallel_row.found)
             )
             shown = self._in_first_column(plain) + "".join(f"{n:>14}" for n in others_shown)
             what = "loss" if self.has_loss else "weighted sum"
-            yield f"  {f'{what} of step {one.name}':<24}{shown}"
+            yield f"  {f'{what} of step {captured_row.name}':<24}{shown}"
 
     def _kinds(self) -> Iterator[str]:
         """Yield the largest error of each kind of tensor."""

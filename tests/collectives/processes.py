@@ -153,7 +153,7 @@ def check_path(rank: int, names: dict) -> None:
             movement, layout, shape, TWO, rank, names[TWO, movement.axes]
         )
         mine = operator(mine, *arguments)
-        values = move(movement, values, TWO, shape, layout)
+        values = move(movement, values, TWO, shape=shape, layout=layout)
         layout = movement.apply(layout)
     assert layout == target
     torch.testing.assert_close(mine, values[rank], **EXACT)

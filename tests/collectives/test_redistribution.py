@@ -69,7 +69,7 @@ def carry_out(
     values = [value.requires_grad_() for value in x]
     layout = source
     for movement in path:
-        values = move(movement, values, mesh, shape, layout)
+        values = move(movement, values, mesh, shape=shape, layout=layout)
         layout = movement.apply(layout)
     assert layout == target
     torch.testing.assert_close(
@@ -293,7 +293,7 @@ def test_nothing_is_cheaper(mesh: Mesh, shape: tuple[int, ...], price, different
             path, layout, summed = redistribute(*given), source, 0.0
             for movement in path:
                 summed += movement_cost(
-                    movement, layout, shape, 8, mesh, price(mesh), differentiable
+                    movement, layout, shape, 8, mesh, price(mesh), learns=differentiable
                 )
                 layout = movement.apply(layout)
             assert summed == pytest.approx(cost)

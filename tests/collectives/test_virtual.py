@@ -59,7 +59,7 @@ def test_every_movement_keeps_the_value_and_is_adjoint(mesh: Mesh, shape: tuple[
             y = random_gradient(after, pending_after, shape, mesh, random)
             for value in x:
                 value.requires_grad_()
-            moved = move(movement, x, mesh, shape, layout)
+            moved = move(movement, x, mesh, shape=shape, layout=layout)
             whole = from_ranks(x, layout, mesh, shape)
             torch.testing.assert_close(from_ranks(moved, after, mesh, shape), whole)
             assert are_replicas(moved, after, mesh)
@@ -161,7 +161,13 @@ def test_integers_and_truth_move_too() -> None:
 
 def test_a_value_that_is_not_where_its_layout_says() -> None:
     with pytest.raises(ExecutionError, match=r"shape \(8,\) on rank 0"):
-        move(Movement("all_gather", ("a",), 0), [torch.ones(8)] * 4, TWO, (8,), Layout("a"))
+        move(
+            Movement("all_gather", ("a",), 0),
+            [torch.ones(8)] * 4,
+            TWO,
+            shape=(8,),
+            layout=Layout("a"),
+        )
 
 
 def test_tour() -> None:

@@ -31,6 +31,7 @@ from autopar.text.source_lines import frames_to_caller
 from autopar.verification.references import (
     CallArguments,
     CapturedModule,
+    RunInputs,
     compare_training,
     first_different_module,
     model_dtype,
@@ -94,7 +95,7 @@ def _compare(model: nn.Module, captured: Captured, call: CallArguments, dtype: t
     with torch.enable_grad():
         expected, rate = train_module(plain, plain, call, steps=1)
         found, _ = train_module(CapturedModule(other, captured), other, call, 1, rate)
-        tolerances = measure_tolerances(captured, model, call, dtype, found, rate)
+        tolerances = measure_tolerances(captured, RunInputs(model, call, dtype), found, rate)
     rows = compare_training(found, expected, tolerances)
     unknown = [row for row in rows if not row.ok and not row.differs]
     if unknown:
