@@ -647,7 +647,7 @@ def test_operators_without_rules_are_said_once_with_what_helps() -> None:
 
 def test_the_line_that_is_advised_does_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
-    monkeypatch.setattr(registry, "_FOUND", {})
+    monkeypatch.setattr(registry, "_RESOLVED", {})
     model = Calls(lambda self, x: unknown(x.detach()) @ self.weight)
     with pytest.warns(UserWarning, match="has no rule and runs replicated") as caught:
         parallel(model)

@@ -258,7 +258,7 @@ def test_numbers_of_torchs_generator_are_those_of_one_rank(
 ) -> None:
     """A rule says how an operator may be cut, and not that pieces draw what is of their places."""
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
-    monkeypatch.setattr(registry, "_FOUND", {})
+    monkeypatch.setattr(registry, "_RESOLVED", {})
     if has_rule:
         ap.register_rule("tests_random::noise", "... -> ...")
     model, args = Of(lambda x: x * noise(x)), (torch.randn(8, 4, 8),)

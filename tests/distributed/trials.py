@@ -80,7 +80,7 @@ def leaves_out_what_one_rank_has_no_memory_for() -> None:
     assert wrong[0].endswith(": 1 micro-batch")
     assert all(one.why in ("", "out of memory on rank 1") for one in module.plan.trials)
     assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
-    with without_memory(TensorPlacer, "receive", third_of_the_second_plan):
+    with without_memory(TensorPlacer, "place_from_rank0", third_of_the_second_plan):
         module = chosen(case)
     assert [one.why for one in module.plan.trials] == ["", "", "", "out of memory on rank 1"]
     assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))

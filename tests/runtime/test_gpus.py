@@ -146,7 +146,7 @@ def test_over_gloo_a_rank_computes_where_its_model_is(
     machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(2)
-    monkeypatch.setattr(process_groups, "moves_on_host", lambda group: True)
+    monkeypatch.setattr(process_groups, "moves_through_host", lambda group: True)
     monkeypatch.setattr(process_groups.dist, "group", SimpleNamespace(WORLD=object()))
     assert process_groups._own_device(CPU) == CPU
     assert process_groups._own_device(GPU) == GPU
