@@ -33,6 +33,7 @@ from autopar.runtime.parameters.gathered_copies import changed_before_backward
 
 Function = Callable[..., Any]
 ContextFactory = Callable[[], AbstractContextManager[Any]]
+OffloadedInputs = dict[StorageWeakRef, tuple[OffloadedMemory, int]]
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,11 @@ class RegionOffload:
         """Offload one value, of which each rank of this process has a copy in `values`."""
         return self.offload.put(values, axes, on_host=self.on_host)
 
-    def put_inputs(
-        self, arguments: Sequence[Any]
-    ) -> dict[StorageWeakRef, tuple[OffloadedMemory, int]]:
+    def put_inputs(self, arguments: Sequence[Any]) -> OffloadedInputs:
         """Offload inputs, of which `arguments` has one for each rank; return them by storage."""
         count = len(arguments) // len(self.inputs) if self.inputs else 0
         stay = _storages([v for i, v in enumerate(arguments) if self.inputs[i // count] is None])
-        offloaded: dict[StorageWeakRef, tuple[OffloadedMemory, int]] = {}
+        offloaded: OffloadedInputs = {}
         for at, axes in enumerate(self.inputs):
             values = arguments[at * count : (at + 1) * count]
             if axes is None or not stay.isdisjoint(_storages(values)):
@@ -223,8 +222,7 @@ class SelectiveRecompute:
         self.function, self.offload = function, offload
         self._pack, self._unpack = saved_tensor_hooks()
         # While it runs, the source of each value that is recomputed or offloaded.
-        self._sources: dict[StorageWeakRef, tuple[_RecomputedCall | OffloadedMemory, int]] | None
-        self._sources = None
+        self._sources: dict[StorageWeakRef, _Source] | None = None
         self._input_storages: set[int] = set()  # only where values are offloaded
         self._fresh: list[_SavedReference] | None = None  # saved by the call that runs
 
@@ -346,6 +344,10 @@ class _RecomputedCall:
         return self.values[place]
 
 
+# A call or memory that returns values, and the place of one among them.
+_Source = tuple[_RecomputedCall | OffloadedMemory, int]
+
+
 class _ValueView(NamedTuple):
     """A view of a value that is recomputed, or restored from where it was offloaded."""
 
@@ -357,9 +359,7 @@ class _ValueView(NamedTuple):
     start: int
 
     @classmethod
-    def of(
-        cls, tensor: Tensor, source: tuple[_RecomputedCall | OffloadedMemory, int]
-    ) -> _ValueView:
+    def of(cls, tensor: Tensor, source: _Source) -> _ValueView:
         start = int(tensor.storage_offset())
         return cls(*source, tensor.dtype, tensor.shape, tensor.stride(), start)
 
