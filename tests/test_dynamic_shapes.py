@@ -241,5 +241,8 @@ def test_sizes_that_are_not_declared_make_other_programs() -> None:
     assert len(module.programs) == 2
     assert module.programs[1].plan.dynamic == module.plan.dynamic
     words = "3 programs were made of this module, and 8 more of other sizes"
-    with patch("autopar.runtime.module.programs.WARN_ABOVE", 2), pytest.warns(UserWarning, match=words):
+    with (
+        patch("autopar.runtime.module.programs.WARN_ABOVE", 2),
+        pytest.warns(UserWarning, match=words),
+    ):
         module(*samples(4, 6))

@@ -282,7 +282,10 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     plain = ap.parallelize(nn.Linear(4, 4), (torch.ones(2, 4),), mesh=Mesh(one=1), mode="data")
     ap.save_safetensors(tmp_path / "m.safetensors", plain)
     there = sorted(tmp_path.iterdir())
-    with patch.object(saving, "write_safetensors", full), pytest.raises(ap.InvalidInput, match="No space"):
+    with (
+        patch.object(saving, "write_safetensors", full),
+        pytest.raises(ap.InvalidInput, match="No space"),
+    ):
         ap.save_safetensors(tmp_path / "m.safetensors", plain)
     for what in ("write_safetensors", "put"):
         with patch.object(checkpoint_writing, what, full):
