@@ -62,8 +62,7 @@ def local_node(devices: int, *, measure: bool = True, again: bool = False) -> No
 
 
 def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node:
-    """Return the node that the figures printed by `measure.py` describe. Raise where they cannot be
-    true."""
+    """Return the node of the figures that `measure.py` printed. Raise for false ones."""
     sharing = devices / processes
     memory, flops = host_memory() / devices, figures["flops"]["f32"] / sharing
     alpha, copying = figures["copy"]
@@ -132,8 +131,7 @@ def _run_measurement(processes: int, times: int = 1) -> dict[str, Any]:
 
 
 def output_of(command: Sequence[str], seconds: float) -> str:
-    """Return what a program prints. After `seconds`, end it with all that it has started, and
-    raise."""
+    """Return what a program prints. After `seconds`, kill it and its children, and raise."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes, start_new_session=True) as program:
         try:
@@ -171,8 +169,7 @@ def read_cached(
 
 @contextlib.contextmanager
 def _locked(name: str) -> Iterator[Path]:
-    """Lock a cached file for one process at a time, since ranks read it together, and yield its
-    path."""
+    """Lock a cached file, which ranks read at the same time, and yield its path."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     folder = Path(base) / "autopar"
     with contextlib.ExitStack() as stack:

@@ -85,8 +85,7 @@ MakeCluster = Callable[
 
 
 def read_cluster(path: Path, make: MakeCluster[SomeCluster]) -> SomeCluster:
-    """Return `make(nodes, network, name, levels, used)` of a cluster file. Raise with the wrong
-    line."""
+    """Return what `make` makes of a cluster file. Raise with the wrong line."""
     try:
         text = path.read_bytes().decode("utf-8")
     except (OSError, ValueError) as error:

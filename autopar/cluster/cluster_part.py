@@ -40,8 +40,7 @@ class PipelineLine:
         return cls(axis, mesh[axis], mesh.size // mesh[axis], before, mesh.degree(before))
 
     def mesh(self, inner: Mesh) -> Mesh:
-        """Return the mesh of all ranks when `inner` is the mesh of each place, possibly with split
-        axes."""
+        """Return the mesh of all ranks; `inner`: that of each place, maybe with split axes."""
         first = [part for axis in self.before for part in inner.split_axes(axis)]
         rest = [axis for axis in inner if axis not in first]
         sizes = {**inner.sizes, self.axis: self.stages}

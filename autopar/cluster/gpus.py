@@ -75,8 +75,7 @@ _KNOWN_GPUS: tuple[tuple[str, Device], ...] = (
 
 
 def local_gpus(devices: int) -> tuple[tuple[Node, ...], Link]:
-    """Return nodes with `devices` GPUs of machines such as this one, and the network between
-    them."""
+    """Return nodes with `devices` GPUs such as this machine's, and their network."""
     count = torch.cuda.device_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", count))
     crowd = max(1.0, ranks / count)  # how many ranks share a GPU
@@ -120,8 +119,7 @@ def gpu_links(name: str) -> tuple[Link, Link]:
 
 
 def known_gpu(name: str) -> Device | None:
-    """Return the device of `torch.cuda.get_device_name() == name`; None if no data sheet names
-    it."""
+    """Return the device that torch calls `name`; None if no data sheet names it."""
     parts = name.lower().replace("-", " ").split()
     for words, device in _KNOWN_GPUS:
         if set(words.lower().split()) <= set(parts) and "laptop" not in parts:

@@ -59,8 +59,7 @@ class Host:
         return Device("host", rates, self.memory, self.bandwidth, **more, host=self)
 
     def copied(self, bytes_: float, copies: float = 1) -> float:
-        """Return the seconds that `copies` copies of `bytes_` in all, to or from the device,
-        take."""
+        """Return the seconds of `copies` copies to or from the device, of `bytes_` in all."""
         return copies * self.copy_alpha + bytes_ / self.copy_bandwidth
 
 
@@ -129,14 +128,12 @@ class Device:
         return self.bandwidth * self.bandwidth_efficiency
 
     def peak(self, dtype: torch.dtype | str) -> float:
-        """Return the FLOP/s that large work of `dtype` reaches; a dtype without an entry runs as
-        f32."""
+        """Return the FLOP/s that large work reaches; a dtype without an entry runs as f32."""
         name = dtype if isinstance(dtype, str) else DTYPE_NAMES.get(dtype, "f32")
         return self.flops.get(name, self.flops["f32"]) * self.efficiency
 
     def half(self, dtype: torch.dtype | str) -> float:
-        """Return the FLOPs of a product that reaches half of `peak`: starting takes as long in
-        every dtype."""
+        """Return the FLOPs of a product that reaches half of `peak`."""
         return self.half_flops * self.peak(dtype) / (max(self.flops.values()) * self.efficiency)
 
 
@@ -174,8 +171,7 @@ class Link:
     )
 
     def of(self, kind: str, ranks: int) -> tuple[float, float]:
-        """Return latency and bandwidth of a collective over `ranks`: the nearest that was
-        measured."""
+        """Return latency and bandwidth of a collective: the nearest that was measured."""
         near = sorted(
             (other != kind, abs(math.log(ranks / size)), other, size)
             for other, size in self.measured

@@ -59,8 +59,7 @@ def measure_far() -> list[tuple[float, float]]:
 
 
 def measure_device() -> dict[str, object]:
-    """Measure rates of large work, the work that reaches half of them, and an operator's
-    overhead."""
+    """Measure rates of large work, the work that reaches half, and operator overhead."""
     figures: dict[str, object] = {}
     flops = {}
     for name, dtype in DTYPES.items():
@@ -116,8 +115,7 @@ def ring_shift(
 
 
 def measure_links(ranks: int) -> list[tuple[str, int, int, float]]:
-    """Return kind, group size, bytes and seconds of collectives, the groups of a size busy
-    together."""
+    """Return kind, group size, bytes and seconds of collectives, all groups busy."""
     rows = []
     rank = dist.get_rank()
     for size in [n for n in range(2, ranks + 1) if ranks % n == 0]:

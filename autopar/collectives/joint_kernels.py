@@ -123,8 +123,7 @@ class InFlight:
 
 
 class ExtraPiece(NamedTuple):
-    """Bytes that each further piece of a product reads and writes, beside its share of the
-    tensors."""
+    """Bytes that each further piece of a product reads and writes, beside its share."""
 
     read: float
     written: float = 0.0
@@ -175,8 +174,7 @@ def run_joint_kernel(
     drive: Driver,
     calls: Sequence[Mapping[str, Any]],
 ) -> list[Tensors]:
-    """Return the differentiable outputs of each member; `groups` and `calls` hold one entry per
-    member."""
+    """Return the differentiable outputs of each member; `calls`: arguments of each."""
     leaves, forms = zip(*(pytree.tree_flatten(dict(call)) for call in calls))
     tensors = [[leaf for leaf in call_leaves if isinstance(leaf, Tensor)] for call_leaves in leaves]
     flat_tensors = [tensor for call_leaves in tensors for tensor in call_leaves]
@@ -228,9 +226,8 @@ class _JointFunction(torch.autograd.Function):
         with torch.no_grad():
             computed = _JointFunction._gradients(ctx, gradients)
         remedy = 'a plan without it, as mode="propagate" makes where no annotation asks for it'
-        return None, *forbid_double_grad(
-            computed, ctx.ends, gradients, ctx.kernel.forward.__name__, remedy
-        )
+        name = ctx.kernel.forward.__name__
+        return None, *forbid_double_grad(computed, ctx.ends, gradients, name, remedy)
 
     @staticmethod
     def _gradients(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor | None]:
@@ -301,9 +298,8 @@ def _deliver(requests: Sequence[Any]) -> list[Tensors]:
     count = len(requests)
     match requests[0]:
         case RingShift():
-            delivered = [
-                requests[(at - sent.by) % count].tensors for at, sent in enumerate(requests)
-            ]
+            senders = [(at - shift.by) % count for at, shift in enumerate(requests)]
+            delivered = [requests[sender].tensors for sender in senders]
         case AllToAll():
             delivered = [tuple(other.tensors[at] for other in requests) for at in range(count)]
         case AllGather():
@@ -438,9 +434,7 @@ def _contiguous_at(x: Tensor, *, is_on_host: bool) -> Tensor:
 
 
 def _send_batched(
-    sent: Sequence[Sequence[Tensor]],
-    received: Sequence[Sequence[Tensor]],
-    group: dist.ProcessGroup,
+    sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], group: dist.ProcessGroup
 ) -> list[PendingWork]:
     """Start all messages as one batch, as NCCL needs of messages that cross."""
     operations = [

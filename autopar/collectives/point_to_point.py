@@ -61,14 +61,9 @@ class ScatteredSum:
     """A sum over all members of which this one keeps its part, complete after `wait`."""
 
     def __init__(
-        self,
-        terms: Sequence[Sequence[Tensor]],
-        part: Tensor,
-        rank: int,
-        group: dist.ProcessGroup,
+        self, terms: Sequence[Sequence[Tensor]], part: Tensor, rank: int, group: dist.ProcessGroup
     ) -> None:
-        """Start the sum; `terms`: what this member adds to each member's part, laid out in
-        `part`."""
+        """Start the sum; `terms`: what this member adds to each member's `part`."""
         self._part, self._own = part, terms[rank]
         self._lengths = [tensor.numel() for tensor in self._own]
         # The first that arrives lies in `part` itself, and all others are added to it.

@@ -34,8 +34,7 @@ FREE = ("identity", "first_term", "slice")  # kinds that move no data
 
 
 class Price(Protocol):
-    """The price of collectives in seconds. A price is hashable, and equal prices are
-    interchangeable."""
+    """The price of collectives in seconds; hashable, and equal ones are interchangeable."""
 
     def seconds(self, kind: str, axes: tuple[str, ...], size: Any) -> Any:
         """Return the seconds of one collective; `size`: bytes of the larger of a rank's tensors
@@ -290,8 +289,7 @@ PossibleMovement = tuple[Movement, Placement, tuple[tuple[int, int], ...]]
 def possible_movements(
     placement: Placement, mesh: Mesh, parts: Parts = ()
 ) -> tuple[PossibleMovement, ...]:
-    """Return every single collective that is possible in `placement`; `parts` of dims may be
-    cut."""
+    """Return every single collective that is possible; `parts` of dims may be cut."""
     possible = []
     for movement in _movements(placement, mesh, parts):
         after, even_cuts = movement.place(placement), []

@@ -23,8 +23,7 @@ GradientEnds = tuple[
 
 
 def gradient_ends(*tensors: Tensor | None) -> GradientEnds:
-    """Return an empty tensor that depends on all `tensors` that take a gradient, in a tuple; () if
-    none do."""
+    """Return a tuple of one empty tensor that depends on all learning `tensors`, or ()."""
     learns = [x for x in tensors if x is not None and x.requires_grad]
     return (_GradientEnds.apply(*learns),) if learns and torch.is_grad_enabled() else ()
 

@@ -143,8 +143,7 @@ def require_single_gradient(grad: Tensor) -> None:
 def _carry_out(
     movement: Movement, values: Sequence[Tensor], mesh: Mesh, another: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, ...]:
-    """Carry out one collective in every group; `another` makes further replicas of a shared
-    result."""
+    """Carry out a collective in every group; `another` copies a result for other members."""
     collective = _COLLECTIVES[movement.kind]
     moved: list[Any] = [None] * len(values)
     seen = movement.seen
@@ -261,8 +260,7 @@ def _groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
 def _bounds(
     layout: Layout, shape: tuple[int, ...], mesh: Mesh
 ) -> tuple[list[tuple[tuple[int, int], ...]], list[bool]]:
-    """Return for every rank the bounds of its piece, and whether it stands first on every partial
-    axis."""
+    """Return each rank's bounds, and whether it stands first on every partial axis."""
     ranks = range(mesh.size)
     return (
         [layout.local_bounds(shape, mesh, rank) for rank in ranks],

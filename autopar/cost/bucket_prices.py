@@ -49,15 +49,12 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def sharded_bucket_bytes(largest: int) -> int:
-    """Return the capacity of a bucket of sharded gradients; `largest`: bytes of a group of
-    copies."""
+    """Return the bytes of a bucket of sharded gradients; `largest`: of a group of copies."""
     return max(MIN_SHARDED_BYTES, largest * 9 // 8)
 
 
 def fill_buckets(
-    gradients: Iterable[tuple[SomeGradient, Key]],
-    cut: Mapping[Key, int],
-    buffer_bytes: int,
+    gradients: Iterable[tuple[SomeGradient, Key]], cut: Mapping[Key, int], buffer_bytes: int
 ) -> list[list[tuple[SomeGradient, Key]]]:
     """Return gradients in buckets, in the order that backward fills them.
 
@@ -132,6 +129,11 @@ class _BucketKey:
     is_cast_sum: bool  # gradients add up in another dtype
     further: tuple[Hashable, ...]
 
+    @property
+    def is_summed(self) -> bool:
+        axes = self.sum_axes or self.run_axes or self.step_axes
+        return bool(axes or self.is_cast_sum or len(self.holders) > 1)
+
 
 @dataclass(eq=False)
 class PlannedBucket:
@@ -156,15 +158,11 @@ def program_buckets(
     """Return the buckets of a program's learning parameters. A parameter that stands for others
     counts `times`, or as often as it says itself (None)."""
     copied = copied_parameters(graph.nodes, mesh)
-    kinds = {n: _bucket_key(n, gradient, mesh) for n, gradient in copied.items() if info(n).learns}
+    kinds = {n: _bucket_key(n, copied[n], mesh) for n in copied if info(n).learns}
     summed = {
         node: (_parameter_gradient(node, copied[node], kind, mesh, travel), kind)
         for node, kind in kinds.items()
-        if kind.sum_axes
-        or kind.run_axes
-        or kind.step_axes
-        or kind.is_cast_sum
-        or len(kind.holders) > 1
+        if kind.is_summed
     }
     gradients: list[tuple[ParameterGradient, _BucketKey]] = []
     for count, nodes in groupby(copied, lambda node: times_of(node, times)):

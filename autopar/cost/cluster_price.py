@@ -40,8 +40,7 @@ class ClusterPrice:
         return self._links[axes]
 
     def seconds(self, kind: str, axes: tuple[str, ...], size: Any) -> Any:
-        """Return the seconds of a collective; `size`: bytes on the rank that holds most, or an
-        array."""
+        """Return the seconds of a collective; `size`: bytes on the fullest rank, or an array."""
         return collective_seconds(kind, self.link(axes), size)
 
     def bucketed(self, axes: tuple[str, ...], size: Any, kind: str = "all_reduce") -> Any:

@@ -102,8 +102,7 @@ class Memory:
 
     @classmethod
     def fullest(cls, places: Sequence[Memory]) -> Memory:
-        """Return the fullest device of several places, with the host of the place that keeps most
-        there."""
+        """Return the memory of the fullest device, with that of the fullest host."""
         device = max(places, key=lambda memory: memory.peak)
         host = max(places, key=lambda memory: memory.host)
         host_bytes: dict[str, Any] = {
@@ -150,8 +149,7 @@ class Memory:
         return replace(self, at_peak=AtPeak(**{**stays, **peak_bytes, "gathered": copies}))
 
     def keeping(self, size: int) -> Memory:
-        """Return the memory of a program whose forward keeps `size` bytes in Python, counted as
-        buffers."""
+        """Return this memory with `size` bytes kept in Python, counted as buffers."""
         peak = replace(self.at_peak, buffers=self.at_peak.buffers + size)
         return replace(self, buffers=self.buffers + size, at_peak=peak) if size else self
 
@@ -198,8 +196,7 @@ def distinct_saved_bytes(
 
 
 def held_bytes(node: fx.Node, mesh: Mesh, *, of_host: bool = False) -> HeldBytes:
-    """Return the bytes of a parameter or buffer on one rank, on the device or the host; zeros for
-    other nodes."""
+    """Return the bytes of a parameter or buffer on one rank; zeros for other nodes."""
     if node.op == "placeholder" and info(node).origin[0] == "buffer":
         is_here = info(node).on_host == of_host
         return 0, 0, 0, info(node).type.local_bytes(mesh) if is_here else 0, 0
@@ -246,7 +243,7 @@ def summed_gradient_bytes(node: fx.Node, places: ParameterPlacement | None, mesh
 def _parameter_bytes(
     facts: ParameterFacts, places: ParameterPlacement, mesh: Mesh, *, of_host: bool
 ) -> HeldBytes:
-    shape, kept, learns = facts
+    shape, element, learns = facts
 
     def elements(layout: Layout) -> int:
         return local_elements(layout.dims, shape, mesh)
@@ -255,12 +252,12 @@ def _parameter_bytes(
         return (place in places.on_host) == of_host
 
     moves = places.goes_up == ("optimizer", "storage")
-    is_copied = places.storage != places.optimizer or kept.copy != kept.master or moves
-    copy = elements(places.storage) * kept.copy if is_copied and is_here("storage") else 0
+    is_copied = places.storage != places.optimizer or element.copy != element.master or moves
+    copy = elements(places.storage) * element.copy if is_copied and is_here("storage") else 0
     stored = elements(places.optimizer) if is_here("optimizer") else 0
     if not learns:
-        return stored * kept.master, 0, 0, 0, copy
-    gradient = elements(places.gradient) * kept.gradient if is_here("gradient") else 0
+        return stored * element.master, 0, 0, 0, copy
+    gradient = elements(places.gradient) * element.gradient if is_here("gradient") else 0
     if is_here("optimizer") and not is_here("gradient"):
-        gradient = stored * kept.master  # as the optimizer is given it
-    return stored * kept.master, gradient, stored * kept.optimizer, 0, copy
+        gradient = stored * element.master  # as the optimizer is given it
+    return stored * element.master, gradient, stored * element.optimizer, 0, copy

@@ -74,9 +74,7 @@ class Formula:
         """Return the formula, the formula with the numbers in it, and the result."""
         names = "|".join(map(re.escape, sorted(self.symbols, key=len, reverse=True)))
         filled = re.sub(
-            rf"\b({names})\b",
-            lambda match: _number(values[match[0]]),
-            sympy.sstr(self.expression),
+            rf"\b({names})\b", lambda match: _number(values[match[0]]), sympy.sstr(self.expression)
         )
         return f"{self.text} = {filled} = {_number(self(**values))}"
 

@@ -113,8 +113,7 @@ def numbered_modules(name: str) -> list[str]:
 def _block_of_parameter(
     routes: Sequence[GatheredParameter],
 ) -> Callable[[GatheredParameter], str | None]:
-    """Return a function from parameter to its numbered module: the outermost of which there are
-    several."""
+    """Return a function from parameter to its block: the outermost list of several."""
 
     def at(depth: int) -> dict[str, str | None]:
         paths = {}

@@ -109,8 +109,7 @@ class ShardSizes:
         ]
 
     def bytes(self, extra: ExtraTensor, dtype: torch.dtype) -> Array:
-        """Return the bytes of a tensor saved besides inputs and outputs; `dtype`: that of the
-        output."""
+        """Return the bytes of a further saved tensor; `dtype`: that of the output."""
         return self.elements(extra.dims) * (extra.dtype or dtype).itemsize
 
     def kept_by_joints(self, dtype: torch.dtype) -> Array:
@@ -193,13 +192,7 @@ def rooflines(
         way: (
             operator_formula(flops, passed, has_far=has_far),
             operator_values(
-                device,
-                facts.dtype,
-                flops,
-                read,
-                written,
-                between=passed,
-                products=products[way],
+                device, facts.dtype, flops, read, written, between=passed, products=products[way]
             ),
         )
         for way, (flops, read, written, passed) in ways.items()

@@ -111,8 +111,7 @@ def operator_values(
     between: Any = 0.0,
     products: int = 1,
 ) -> dict[str, Any]:
-    """Return the values of the symbols in the formula of an operator that makes `products`
-    products."""
+    """Return the values of the symbols in the formula of an operator."""
     return {
         "F": flops,
         "F_half": device.half(dtype),

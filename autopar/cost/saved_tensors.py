@@ -239,8 +239,7 @@ def saved_on_host(
 def recomputed_for(
     node: fx.Node, mesh: Mesh, saved: SavedBytes | None = None
 ) -> dict[Storage, float]:
-    """Return the storages that an operator's backward reads and its region recomputes or brings
-    back."""
+    """Return the storages that backward reads and a region recomputes or brings back."""
     region = info(node).region
     if region is None or node.op != "call_function":
         return {}
@@ -281,8 +280,7 @@ def _offloaded_key(key: Storage, region: RecomputeRegion) -> Storage:
 def saved_throughout(
     node: fx.Node, region: RecomputeRegion, mesh: Mesh, saved: SavedBytes | None = None
 ) -> dict[Storage, float]:
-    """Return the storages that an operator of a region reads in backward without recomputing
-    them."""
+    """Return the storages that backward reads without recomputing them."""
     storages = dict(saved_by(node, mesh) if saved is None else saved)
     if region.is_full and info(node).remade:
         storages |= _storage_bytes([storage(value) for value in node.all_input_nodes], mesh)

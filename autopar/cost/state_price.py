@@ -5,7 +5,7 @@ each micro-batch, the copy that readers start from is gathered, forward and agai
 gradient is brought to where it adds up. Latencies are shared in groups, as in a bucket.
 
 Gathers before a use and sums behind backward overlap with neighbouring readers, which are assumed
-to compute facts as long as the parameter's own.
+to compute about as long as the parameter's own.
 """
 
 from __future__ import annotations
@@ -99,13 +99,11 @@ class StatePrice:
         summed: Collection[str],
         overlapped: OverlappedWork,
     ) -> NodeCost:
-        """Return the cost of a parameter whose readers leave its gradient a partial sum over
-        `summed`."""
+        """Return a parameter's cost; readers leave its gradient a partial sum over `summed`."""
         cut = _further_axes(places.working, places.storage)
         left = tuple(axis for axis in summed if axis not in cut)
-        return self.kept(places, facts, left, overlapped) + self.used(
-            places, facts, summed, overlapped
-        )
+        kept = self.kept(places, facts, left, overlapped)
+        return kept + self.used(places, facts, summed, overlapped)
 
     def kept(
         self,
@@ -118,11 +116,11 @@ class StatePrice:
         readers gather."""
         shape, bytes_, learns = facts
         gathered = early = late = up = down = updated = 0.0
-        for collective in self.moved_once(places, facts, sync):
-            seconds = float(self.price.bucketed(collective.axes, collective.bytes, collective.kind))
-            if collective.when == "backward":
+        for move in self.moved_once(places, facts, sync):
+            seconds = float(self.price.bucketed(move.axes, move.bytes, move.kind))
+            if move.when == "backward":
                 early += seconds
-            elif collective.what == GATHERS:
+            elif move.what == GATHERS:
                 gathered += seconds
             else:
                 late += seconds
@@ -162,11 +160,8 @@ class StatePrice:
         collectives = [Collective("all_gather", once, copy, "step", GATHERS)]
         if learns:
             first = tuple(a for a in _further_axes(places.storage, places.gradient) if a in sync)
-            last = tuple(
-                a
-                for a in _further_axes(places.gradient, places.optimizer)
-                if a in {*sync} - {*first}
-            )
+            further = _further_axes(places.gradient, places.optimizer)
+            last = tuple(axis for axis in further if axis in {*sync} - {*first})
             rest = tuple(axis for axis in sync if axis not in (*first, *last))
             early, late, whole = (
                 self._size(at, shape, bytes_.gradient)
@@ -177,7 +172,7 @@ class StatePrice:
                 Collective("reduce_scatter", last, late, "step", SUMS),
                 Collective("all_reduce", rest, whole, "step", SUMS),
             ]
-        return [collective for collective in collectives if collective.axes]
+        return [move for move in collectives if move.axes]
 
     def used(
         self,
@@ -186,16 +181,12 @@ class StatePrice:
         summed: Collection[str],
         overlapped: OverlappedWork,
     ) -> NodeCost:
-        """Return the cost of gathering a parameter for its readers, and bringing its gradient
-        back."""
+        """Return the cost of gathering a parameter for readers and returning its gradient."""
         shape, bytes_, _ = facts
         seconds = {"forward": 0.0, "backward": 0.0}
-        for collective in self.moved_for_use(
-            places, facts, summed, is_read_again=overlapped.learns
-        ):
-            seconds[collective.when] += float(
-                self.price.bucketed(collective.axes, collective.bytes, collective.kind)
-            )
+        again = overlapped.learns
+        for move in self.moved_for_use(places, facts, summed, is_read_again=again):
+            seconds[move.when] += float(self.price.bucketed(move.axes, move.bytes, move.kind))
         if places.goes_up == ("storage", "working"):
             up = self._copied(places.storage, shape, bytes_.copy)
             seconds = {
@@ -203,10 +194,8 @@ class StatePrice:
                 "backward": seconds["backward"] + up * overlapped.learns,
             }
         forward, backward = seconds.values()
-        ahead, behind = (
-            self.hidden(forward, overlapped.forward),
-            self.hidden(backward, overlapped.backward),
-        )
+        ahead = self.hidden(forward, overlapped.forward)
+        behind = self.hidden(backward, overlapped.backward)
         return NodeCost(forward - ahead, backward - behind, ahead + behind)
 
     def moved_for_use(
@@ -217,8 +206,7 @@ class StatePrice:
         *,
         is_read_again: bool,
     ) -> list[Collective]:
-        """Return the collectives of `used` in each run; backward gathers again if it reads
-        again."""
+        """Return the collectives of `used` in each run; backward may gather again."""
         shape, bytes_, learns = facts
         cut = _further_axes(places.working, places.storage)
         copy, whole = (
@@ -230,7 +218,7 @@ class StatePrice:
         if learns:
             scattered = tuple(axis for axis in cut if axis in summed)
             collectives.append(Collective("reduce_scatter", scattered, whole, "backward", SUMS))
-        return [collective for collective in collectives if collective.axes]
+        return [move for move in collectives if move.axes]
 
     def hidden(self, moved: Any, computed: Any) -> Any:
         """Return the seconds of a movement that computing hides."""
@@ -243,8 +231,7 @@ class StatePrice:
         return self._device.host.copied(size, size / self.price.buffer_bytes)
 
     def _updated(self, at: Layout, shape: tuple[int, ...], bytes_: StateBytes) -> float:
-        """Return the seconds by which the host updates states at `at` more slowly than the
-        device."""
+        """Return the seconds by which the host updates states more slowly than the device."""
         size = local_elements(at.dims, shape, self.price.mesh) * bytes_.updated
         host, device = self._device.host.bandwidth, self._device.throughput
         return max(0.0, size / host - size / device)

@@ -165,8 +165,7 @@ class NodePrices:
         return price.remade() if info(node).remade else price
 
     def elsewhere(self, node: fx.Node) -> dict[RecomputeRegion, NodeCost]:
-        """Return the cost of offloading a node's value until backward, by the regions that do
-        so."""
+        """Return the cost of offloading a node's value until backward, by region."""
         if not info(node).away or storage(node) is not node:
             return {}
         size, away = float(info(node).type.local_bytes(self.mesh)), info(node).away
@@ -185,8 +184,7 @@ class NodePrices:
         return NodeCost(copied * shown, gathered + copied * shown, hidden)
 
     def level(self, axes: tuple[str, ...]) -> str:
-        """Return "inside" or "between" nodes for a movement over `axes`; "host" for one over
-        none."""
+        """Return "inside" or "between" nodes for a movement; "host" for one over no axes."""
         if not axes:
             return "host"
         return "inside" if self.price.link(axes).level == "inside" else "between"

@@ -23,9 +23,8 @@ from autopar.strategies.node_info import info
 from autopar.strategies.registry import tensor_inputs
 from autopar.strategies.rule import Facts
 
-UnshardedWork = list[
-    tuple[Facts, OperatorWork, int]
-]  # of each kind of operator, and how many there are
+# Of each kind of operator, and how many there are.
+UnshardedWork = list[tuple[Facts, OperatorWork, int]]
 
 
 def runs_each_microbatch(node: fx.Node) -> bool:
@@ -47,15 +46,13 @@ def unsharded_work(captured: Captured, counted: Iterable[fx.Node]) -> UnshardedW
         rule = captured.priced[node.name]
         assert rule is not None
         facts = facts_of(node, rule, tensor_inputs(node))
-        work.append(
-            (facts, operator_work(facts, ShardSizes(rule, [Strategy()], mesh)), counts[kind])
-        )
+        sizes = ShardSizes(rule, [Strategy()], mesh)
+        work.append((facts, operator_work(facts, sizes), counts[kind]))
     return work
 
 
 def spread_seconds(whole: UnshardedWork, pieces: int, device: Device) -> tuple[float, float]:
-    """Return the seconds forward and backward of all operators, each spread over `pieces`
-    devices."""
+    """Return the seconds forward and backward of all work, spread over `pieces` devices."""
     forward = backward = 0.0
     for facts, done, count in whole:
         part = OperatorWork(*(figure / pieces for figure in done))

@@ -165,8 +165,7 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def weighted_sum(values: Iterable[Tensor]) -> Tensor:
-    """Return a number to differentiate where a model has no loss: no two elements weigh the
-    same."""
+    """Return a number to differentiate where there is no loss, each element weighted."""
     terms = [torch.zeros((), dtype=torch.float64)]
     for value in values:
         weights = torch.linspace(0.5, 1.5, max(value.numel(), 1), dtype=torch.float64)
@@ -308,8 +307,7 @@ def first_different_module(
 
 
 def value_difference(node: fx.Node, expected: Tensor, found: Tensor, tolerance: Tolerance) -> Any:
-    """Return a `Difference` if a node's value differs between parallel and captured program; else
-    None."""
+    """Return a `Difference` if a node's value differs from the captured one; else None."""
     if _is_near(found, expected, tolerance):
         return None
     module = info(node).module
@@ -347,11 +345,7 @@ def _record_results(model: nn.Module, made: list[tuple[str, Tensor]]) -> Iterato
 
 
 def _comparison(
-    key: ResultKey,
-    found: Tensor | None,
-    expected: Tensor | None,
-    size: float,
-    tolerance: Tolerance,
+    key: ResultKey, found: Tensor | None, expected: Tensor | None, size: float, tolerance: Tolerance
 ) -> Comparison:
     error = math.inf
     if found is not None and expected is not None:
@@ -366,8 +360,7 @@ def _is_near(found: Tensor, expected: Tensor, tolerance: Tolerance) -> bool:
 
 
 def _relative_error(found: Tensor, expected: Tensor, floor: float) -> float:
-    """Return the largest difference, relative to the largest element; NaN and inf equal
-    themselves."""
+    """Return the largest difference over the largest element; NaN equals NaN."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return math.inf
     actual, wanted = to_double_precision(found), to_double_precision(expected)

@@ -32,8 +32,7 @@ TRIALS = 4  # by chance, one may leave a number nearly where it was
 def measure_tolerances(
     captured: Captured, inputs: RunInputs, exact: TrainingResult, rate: float
 ) -> Tolerances:
-    """Return the tolerance of each result of a program that runs in `own`; `exact` is its
-    unperturbed training."""
+    """Return the tolerance of each result; `exact` is the unperturbed training."""
     widest = Tolerances.at_most(captured, inputs.dtype)
     if widest.are_one:
         return widest
@@ -95,8 +94,7 @@ class _PerturbFunction(torch.autograd.Function):
 
 
 def _perturb(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Return each element moved by one to two units in its last place, unless that leaves the
-    dtype."""
+    """Return elements moved by one to two units in the last place, within the dtype."""
     draws = 2 * torch.rand(value.shape, generator=generator) - 1
     units = (draws + draws.sign()).to(value.device)
     fine = to_double_precision(value)

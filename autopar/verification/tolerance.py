@@ -52,8 +52,7 @@ class Tolerances:
 
     @classmethod
     def at_most(cls, captured: Captured, own: torch.dtype) -> Tolerances:
-        """Return the widest tolerances of a program that runs in `own`, before anything is
-        measured."""
+        """Return the widest tolerances of a program in dtype `own`, before measuring."""
         coarsest = max(map(eps_of, _computed_dtypes(captured)), default=0.0)
         eps = min(eps_of(own), coarsest)
         return cls(Tolerance.of(eps), Tolerance.of(coarsest), eps)
@@ -88,8 +87,7 @@ def eps_of(dtype: torch.dtype) -> float:
 
 
 def to_double_precision(value: Tensor) -> Tensor:
-    """Return a value in double precision, where every operator exists: float8 has not even
-    `equal`."""
+    """Return a value in double precision: float8 has not even `equal`."""
     return value.detach().to(torch.complex128 if value.is_complex() else torch.float64)
 
 

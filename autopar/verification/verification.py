@@ -53,8 +53,7 @@ class Verification:
         return tuple(dict.fromkeys(f"{row.kind} {row.name}" for row in rows))
 
     def with_sizes(self, other: Verification, name: str) -> Verification:
-        """Return this verification with the results of `other`, at inputs of other sizes, called
-        `name`."""
+        """Return this with the results of `other`, at inputs of other sizes, called `name`."""
         captured, parallel = (
             tuple(replace(row, name=f"{row.name} at {name}") for row in rows)
             for rows in (other.captured, other.parallel)
