@@ -1,10 +1,13 @@
-"""verify(): is the parallel program the model's own? The plain model, the captured program and the
-parallel program on the virtual mesh, trained side by side on copies."""
+"""verify(): a check that a parallel program computes what its model computes.
+
+The plain model, the captured program and the parallel program on the virtual mesh are trained side
+by side on copies.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -94,15 +97,30 @@ def verify(
     seconds: float | None = SECONDS,
     progress: Report | bool | None = None,
 ) -> Verification:
-    """Train the plain model, its captured program and the parallel program for a few `steps`.
+    """Train the plain model, its captured program and the parallel program, and compare them.
 
-    All start from `model`'s values, in float64 where the model can, and see the same batch; the
-    model itself is not touched. With `dynamic_shapes` they do so at the example's sizes and at both
-    ends of the range, on the example's numbers, repeated; where it has no end, or one beyond that,
-    at twice the example's sizes. All else is as in `parallelize`; without mesh, cluster or plan
-    four local ranks are planned for. The answer tells loss, gradients, buffers and parameters side
-    by side, the sizes that were run, and for what differs the first value that does, with its
-    source line.
+    All start from `model`'s values, in float64 if the model can, and see the same batch. The model
+    itself is not touched. All ranks run in this process, whatever the plan.
+
+    Args:
+        model: An ordinary module with values.
+        args: The positional arguments of one global batch.
+        kwargs: The keyword arguments of the same call.
+        steps: The number of optimizer steps. Default: 3.
+        plan: A plan to verify, from `plan()` or from a file. None: one is made by the options.
+        backend: "virtual", the only backend that `verify` runs on.
+        local_inputs: False, since one process has the whole batch.
+        check: Whether the first step is also compared value by value, as in `parallelize`.
+        cluster: The machines. None: four local ranks, unless `mesh` or `plan` is given.
+        dynamic_shapes: Which dims of the inputs vary, as in `plan`. The programs then also run at
+            both ends of the range, on the example's numbers, repeated. An end that is missing or
+            far away becomes twice the example's size.
+
+    All other arguments are those of `plan`, with its defaults.
+
+    Returns:
+        A `Verification`: loss, gradients, buffers and parameters side by side, the sizes that were
+        run, and the first value that differs, with its source line. `ok` says whether all agree.
     """
     if not isinstance(steps, int) or steps < 1:
         raise InvalidInput(
@@ -133,94 +151,100 @@ def verify(
         "a small model of the same kind with values; plan() needs none, and parallelize() makes "
         "them",
     )
-    asked = {"plan": plan, "backend": backend, "check": check, **vars(options)}
+    parallel = {"plan": plan, "backend": backend, "check": check, **vars(options)}
     original, call, dtype = to_double(model, (args, kwargs or {}), keep_dtype=plan is not None)
+    compared = _ComparedModel(original, call, dtype, steps, parallel)
     with state_put_back(original):
-        found, made = _side_by_side(original, call, call, dtype, steps, asked)
-    if made.dynamic is None:
-        return found
-    asked |= {"plan": made, **vars(PlanOptions())}
-    done = [made.dynamic.require(original, *call)]
-    sizes = [_named(done[0])]
-    for wanted in (made.dynamic.planned, *made.dynamic.ends(FARTHEST)):
-        if wanted in done:
+        verification, verified = _compare_at(compared, call)
+    dynamic = verified.dynamic
+    if dynamic is None:
+        return verification
+    compared = replace(compared, options=parallel | {"plan": verified, **vars(PlanOptions())})
+    done = [dynamic.require(original, *call)]
+    names = [_sizes_text(done[0])]
+    for sizes in (dynamic.planned, *dynamic.ends(FARTHEST)):
+        if sizes in done:
             continue
-        done.append(wanted)
-        at, name = made.dynamic.repeated(wanted, original, *call), _named(wanted)
+        done.append(sizes)
+        name = _sizes_text(sizes)
         try:
             with state_put_back(original):
-                of_these, _ = _side_by_side(original, call, at, dtype, steps, asked)
+                other, _ = _compare_at(compared, dynamic.repeated(sizes, original, *call))
         except PlainModelFailed as error:
-            sizes.append(f"{name} not, where the plain model fails: {error.got}")
+            names.append(f"{name} not, where the plain model fails: {error.got}")
             continue
-        found = found.with_sizes(of_these, name)
-        sizes.append(name)
-    return replace(found, sizes=tuple(sizes))
+        verification = verification.with_sizes(other, name)
+        names.append(name)
+    return replace(verification, sizes=tuple(names))
 
 
-def _named(sizes: Mapping[str, int]) -> str:
+def _sizes_text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{root} {size}" for root, size in sizes.items())
 
 
 class PlainModelFailed(InvalidInput):
-    """There is nothing to compare with."""
+    """A plain model that fails by itself, so that there is nothing to compare with."""
 
 
-def _side_by_side(
-    original: nn.Module,
-    example: CallArguments,
-    call: CallArguments,
-    dtype: torch.dtype,
-    steps: int,
-    asked: Mapping[str, Any],
-) -> tuple[Verification, Plan]:
-    """All three on copies, at this call of what is parallelized with an example, as it is asked of
-    `parallelize`; and the plan of the example."""
-    plain, rate = _train_plain(own_copy(original), _again(call), steps)
+@dataclass(frozen=True)
+class _ComparedModel:
+    """A model and the options of its parallel program, to be compared at several calls."""
+
+    original: nn.Module
+    example: CallArguments  # that it is parallelized with
+    dtype: torch.dtype
+    steps: int
+    options: Mapping[str, Any]  # of `parallelize`
+
+
+def _compare_at(compared: _ComparedModel, call: CallArguments) -> tuple[Verification, Plan]:
+    """Train all three programs on copies at a call; return also the plan of the example."""
+    original, dtype, steps = compared.original, compared.dtype, compared.steps
+    plain, rate = _train_plain(own_copy(original), _fresh_tensors(call), steps)
     captured = capture(original, *call)
     second = own_copy(original)
     run = CapturedModule(second, captured)
-    exported, _ = train_module(run, second, _again(call), steps, rate)
-    tolerances = measure_tolerances(
-        captured, RunInputs(original, _again(call), dtype), exported, rate
-    )
+    exported, _ = train_module(run, second, _fresh_tensors(call), steps, rate)
+    inputs = RunInputs(original, _fresh_tensors(call), dtype)
+    tolerances = measure_tolerances(captured, inputs, exported, rate)
     from_captured = compare_training(exported, plain, tolerances)
     differences: list[Difference | None] = []
     if any(row.differs for row in from_captured):
         differences.append(
-            first_different_module(own_copy(original), captured, _again(call), tolerances)
+            first_different_module(own_copy(original), captured, _fresh_tensors(call), tolerances)
         )
-    with parallelize(own_copy(original), *example, **asked) as module:
+    with parallelize(own_copy(original), *compared.example, **compared.options) as module:
         programs = module.programs
         plan = programs.program_for(*call, is_step=module.program.has_loss).plan
-        outputs, difference = _forward(plan, original, _again(call), tolerances)
-        trained = replace(_train_parallel(module, _again(call), steps, rate), outputs=outputs)
+        outputs, difference = _forward(plan, original, _fresh_tensors(call), tolerances)
+        trained = _train_parallel(module, _fresh_tensors(call), steps, rate)
+        trained = replace(trained, outputs=outputs)
     if any(row.differs for row in compare_training(trained, exported, tolerances)):
-        differences.append(difference or _of_statistics(plan) or _AFTER_FORWARD)
-    found = Verification(
+        differences.append(difference or _statistics_difference(plan) or _AFTER_FORWARD)
+    verification = Verification(
         module.plan.whole_mesh,
-        _how(module.plan),
+        _how_it_runs(module.plan),
         dtype,
         tolerances.strict.relative,
         steps,
         tuple(from_captured),
         tuple(compare_training(trained, plain, tolerances)),
-        tuple(one for one in differences if one is not None),
+        tuple(difference for difference in differences if difference is not None),
         has_loss=module.program.has_loss,
         draws=captured.key is not None,
     )
-    return found, module.plan
+    return verification, module.plan
 
 
-def _again(call: CallArguments) -> CallArguments:
-    """The same call with tensors of its own, to which forward may write."""
-    made: dict[int, Tensor] = {}
+def _fresh_tensors(call: CallArguments) -> CallArguments:
+    """Return a copy of a call with new tensors, to which forward may write."""
+    copies: dict[int, Tensor] = {}
 
-    def own(one: Tensor) -> Tensor:
-        fresh = one.detach().clone().requires_grad_(one.requires_grad)
-        return made.setdefault(id(one), fresh)
+    def copied(tensor: Tensor) -> Tensor:
+        fresh = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return copies.setdefault(id(tensor), fresh)
 
-    return pytree.tree_map_only(Tensor, own, call)
+    return pytree.tree_map_only(Tensor, copied, call)
 
 
 def _train_plain(model: nn.Module, call: CallArguments, steps: int) -> tuple[TrainingResult, float]:
@@ -260,7 +284,7 @@ def _train_parallel(
 def _forward(
     plan: Plan, model: nn.Module, call: CallArguments, tolerances: Tolerances
 ) -> tuple[Tensors, Difference | None]:
-    """The outputs of the whole program, and its first value that is not the captured one's.
+    """Return the outputs of the whole program, and its first value that differs from the captured.
 
     In micro-batches the first one is run, which has no output but its share of the loss.
     """
@@ -274,41 +298,41 @@ def _forward(
         inputs = program.bind(*call, program.whole_shapes)
         assert inputs is not None
         inputs |= captured.draw(device)
-    given = dict(program.split(inputs)[0])
-    given |= {key: named[n] for key, n in (captured.parameters | captured.buffers).items()}
+    values = dict(program.split(inputs)[0])
+    values |= {key: named[n] for key, n in (captured.parameters | captured.buffers).items()}
     expected: dict[str, Tensor] = {}
     of_value = tolerances.inside(captured.graph)
     outputs = {node.name: None for node in program.outputs}
-    made: dict[str, Tensor] = {}
-    found: list[Difference] = []
+    computed: dict[str, Tensor] = {}
+    differing: list[Difference] = []
 
     def note(node: fx.Node, value: Any) -> Any:
         if isinstance(value, Tensor):
             expected[node.name] = value.detach()
         return value
 
-    def look(node: fx.Node, values: list[Tensor]) -> None:
-        compares = not found and node.name in expected
+    def look(node: fx.Node, pieces: list[Tensor]) -> None:
+        compares = not differing and node.name in expected
         if compares or node.name in outputs:
             type_ = info(node).type
-            whole = from_ranks(values, type_.layout, plan.mesh, type_.shape).detach()
-            made[node.name] = whole
+            whole = from_ranks(pieces, type_.layout, plan.mesh, type_.shape).detach()
+            computed[node.name] = whole
             if compares:
                 difference = value_difference(node, expected[node.name], whole, of_value[node.name])
-                found.extend([difference] if difference else [])
+                differing.extend([difference] if difference else [])
 
     with seeded(0):
-        evaluate(captured.graph, {**captured.constants, **given}, note)
+        evaluate(captured.graph, {**captured.constants, **values}, note)
     with seeded(0):
-        VirtualGraph(program.graph, plan.mesh, device, captured.constants, look)(named, given)
+        VirtualGraph(program.graph, plan.mesh, device, captured.constants, look)(named, values)
     leaves = enumerate(captured.output_leaves)
     places = [str(index) for index, leaf in leaves if isinstance(leaf, fx.Node)]
-    shown = {} if plan.batches else {p: made[n] for p, n in zip(places, outputs)}
-    return shown, (found[0] if found else None)
+    shown = {} if plan.batches else {p: computed[n] for p, n in zip(places, outputs)}
+    return shown, (differing[0] if differing else None)
 
 
-def _of_statistics(plan: Plan) -> Difference | None:
-    """What a plan asks of batch norm, if that is another than the plain model's."""
+def _statistics_difference(plan: Plan) -> Difference | None:
+    """Return the difference that batch norm makes over micro-batches, if the plan has several."""
     statistics = batch_statistics(plan.original)
     if not statistics or plan.microbatches == 1:
         return None
@@ -317,8 +341,8 @@ def _of_statistics(plan: Plan) -> Difference | None:
     return Difference("captured and parallel", where, sides, info(statistics[0]).source)
 
 
-def _how(plan: Plan) -> str:
-    """The schedule, the micro-batches and how much is cut, to stand behind the mesh."""
+def _how_it_runs(plan: Plan) -> str:
+    """Return the schedule, the micro-batches and how much is cut, as words behind the mesh."""
     schedule = f", {plan.pipelining.schedule.name}" if plan.pipelining else ""
     slices = f", {counted(plan.microbatches, 'micro-batch')}" if plan.microbatches > 1 else ""
     cut = sum(not layout.is_replicated for layout in plan.layouts.values())

@@ -1,13 +1,12 @@
-"""Files: every file that autopar writes takes the place of an earlier one when it is whole.
+"""Writing of files such that each takes the place of an earlier one when it is complete.
 
     write_file("plan.json", text, "the file of a plan")
     with replacing(path) as file:
         file.write(data)
 
-A file is written beside its place, under `.name.token.new`, and renamed: a full disk, an error or
-a kill leaves what was there before. Links are followed and permissions kept. A device or a pipe is
-written to, since nothing takes its place. A program holds a lock on what it writes; what no program
-holds was broken off, and the next one that writes there deletes it.
+A file is written as `.name.token.new` and renamed: a full disk, an error or a kill leaves the
+earlier file. Links are followed and permissions kept; a device or a pipe is written to directly. A
+program locks what it writes, so that the next one deletes files that no program holds any more.
 """
 
 from __future__ import annotations
@@ -90,10 +89,10 @@ class NewFile:
             return
         name = f".{self._place.name[:_NAME]}.{secrets.token_hex(6)}.new"
         self._path = self._place.with_name(name)
-        for left in _beside(self._place):
-            with suppress(OSError), if_abandoned(left) as is_abandoned:
+        for unfinished in _unfinished(self._place):
+            with suppress(OSError), if_abandoned(unfinished) as is_abandoned:
                 if is_abandoned:
-                    left.unlink()
+                    unfinished.unlink()
         self.file = self._created()
         if mode is not None:
             with suppress(OSError):  # of a disk that knows no permissions
@@ -130,7 +129,7 @@ class NewFile:
 
 
 def _mode_of(place: Path) -> int | None:
-    """The type and permissions of what is at a place, if it can be written."""
+    """Return the mode of the file at a place, if it can be written; None if there is none."""
     try:
         mode = place.stat().st_mode
     except FileNotFoundError:
@@ -142,10 +141,10 @@ def _mode_of(place: Path) -> int | None:
     return mode
 
 
-def _beside(place: Path) -> list[Path]:
-    """The files that were written to take a place, and did not."""
+def _unfinished(place: Path) -> list[Path]:
+    """Return the files that were written to take a place, and have not."""
     name = re.compile(rf"\.{re.escape(place.name[:_NAME])}\.[0-9a-f]{{12}}\.new")
-    return [one for one in place.parent.iterdir() if name.fullmatch(one.name) and one.is_file()]
+    return [path for path in place.parent.iterdir() if name.fullmatch(path.name) and path.is_file()]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Garbage: planning makes many objects that stay, and collecting while it does finds nothing."""
+"""Postponing of garbage collection while planning makes many objects that stay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AT_ONCE = 50_000  # objects are made before garbage is looked for
 
 @contextmanager
 def deferred_collection() -> Iterator[None]:
-    """What is made inside is looked through for garbage once, afterwards, if at all."""
+    """Collect no garbage inside of a `with`."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -23,8 +23,7 @@ def deferred_collection() -> Iterator[None]:
 
 @contextmanager
 def frozen_objects() -> Iterator[None]:
-    """What is there stays, and is not looked through whenever garbage among what is made inside
-    is looked for; that is seldom, since most of it is large."""
+    """Inside of a `with`, collect garbage seldom, and only among objects that are made there."""
     is_first, thresholds = gc.get_freeze_count() == 0, gc.get_threshold()
     if is_first:
         gc.freeze()

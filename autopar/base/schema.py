@@ -1,4 +1,4 @@
-"""Schema: data from a file becomes values of declared types, or a message that names the key.
+"""Reading of data from files into values of declared types, or a message that names the key.
 
 `write` is the inverse: values of the same types become plain data.
 
@@ -10,12 +10,10 @@
 
     read(Nodes, {"devices": 0, "link": {}})      # Mismatch: devices is a whole number from 1 ...
 
-What is declared is all that is accepted: each key once, no other key, no number in place of
-another kind, no size beyond what the type allows. Reading builds values and runs nothing.
-
-Pairs of a name and a value are a table. A mapping whose keys have parts is a list of rows, the
-parts of a key and then those of its value. A class with `parse` is text. One that stands in a file
-in another form has this type as `FORM`, `to_form` and `of_form`. A field may have another `key`.
+Nothing else is accepted: no other key, no other type, no size beyond the declared one. Pairs of a
+name and a value are a table. A mapping whose keys are tuples is a list of rows, key then value. A
+class with `parse` is text; one with `FORM`, `to_form` and `of_form` stands in a file as that form.
+A field's metadata may give another `key`.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ MOST = 1 << 17  # of what is counted: devices, axes' ranks, micro-batches
 
 
 class Mismatch(Exception):
-    """What stands at `at` is not what was declared."""
+    """An error: the data at the keys `at` is not of the declared type."""
 
     def __init__(self, at: At, rule: str, got: object, remedy: str) -> None:
         super().__init__(rule)
@@ -55,7 +53,7 @@ class Mismatch(Exception):
 
 @dataclass(frozen=True)
 class Above:
-    """A number of more than `least`, or at least that."""
+    """A bound on numbers: at least `least`, or more than it, and at most `most`."""
 
     least: float
     included: bool = True
@@ -78,12 +76,12 @@ Size = Annotated[int, Above(1)]
 
 
 def is_count(value: object, least: int = 1) -> bool:
-    """Whether a value is a whole number (numpy's too) of at least `least`."""
+    """Return whether a value is a whole number (numpy's too) of at least `least`."""
     return isinstance(value, Integral) and not isinstance(value, bool) and value >= least  # type: ignore[operator]
 
 
 def read(kind: Any, data: Any, at: At = ()) -> Any:
-    """`data` as a value of `kind`."""
+    """Return `data` as a value of `kind`, or raise `Mismatch`."""
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:  # read further by the caller
         return data
@@ -129,7 +127,7 @@ def _parsed(parse: Callable[[str], Any], data: Any, at: At) -> Any:
 
 
 def _one_of(kinds: tuple[Any, ...], data: Any, at: At) -> Any:
-    """The first of `kinds` that fits; the error is that of the last."""
+    """Read data as the first of `kinds` that fits; the error is that of the last."""
     if data is None and type(None) in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not type(None))
@@ -167,7 +165,7 @@ def _fields(kind: Any, data: Any, at: At) -> Any:
 
 
 def _sound(make: Callable[[Any], Any], value: Any, at: At) -> Any:
-    """What `make` makes of a value that is of its kind, if it accepts it."""
+    """Call `make` on a value; turn its refusal into a `Mismatch`."""
     try:
         return make(value)
     except AutoparError as error:
@@ -176,14 +174,14 @@ def _sound(make: Callable[[Any], Any], value: Any, at: At) -> Any:
 
 @cache
 def _declared(kind: Any) -> dict[str, tuple[Field[Any], Any]]:
-    """By key, the fields of a dataclass that a file holds, and their types."""
+    """Return the fields of a dataclass that a file holds, with their types, by key."""
     hints = get_type_hints(kind, include_extras=True)
-    own = [field for field in fields(kind) if field.init and field.metadata.get("stored", True)]
-    return {field.metadata.get("key", field.name): (field, hints[field.name]) for field in own}
+    stored = [field for field in fields(kind) if field.init and field.metadata.get("stored", True)]
+    return {field.metadata.get("key", field.name): (field, hints[field.name]) for field in stored}
 
 
 def _pairs(kind: Any) -> Any:
-    """The table that pairs of a name and a value are."""
+    """Return the mapping type of a tuple of pairs of a name and a value; None for other types."""
     args = get_args(kind)
     if get_origin(kind) is not tuple or args[1:] != (Ellipsis,) or get_origin(args[0]) is not tuple:
         return None
@@ -194,7 +192,7 @@ def _pairs(kind: Any) -> Any:
 
 @dataclass(frozen=True)
 class _RowMapping:
-    """How a mapping whose keys have parts is a list of rows."""
+    """The form of a mapping with tuples as keys: a list of rows."""
 
     kind: Any
     parts: int  # of a key
@@ -218,7 +216,7 @@ def _rows(kind: Any) -> _RowMapping | None:
 
 
 def write(value: Any, kind: Any = None) -> Any:
-    """The plain data that `read` makes `value`, of `kind`, of again."""
+    """Return `value`, of `kind`, as plain data that `read` accepts."""
     kind = type(value) if kind is None else kind
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
@@ -247,7 +245,7 @@ def write(value: Any, kind: Any = None) -> Any:
 
 
 def json_text(data: Any) -> str:
-    """Figures as JSON, which has no infinite numbers and no NaN: null stands for those."""
+    """Return figures as JSON, with null for infinite numbers and NaN, which JSON has not."""
     return json.dumps(_finite(data), allow_nan=False)
 
 
@@ -274,7 +272,7 @@ def _is_number(data: Any) -> bool:
     return is_number and abs(data) <= FURTHEST  # NaN is not
 
 
-# Of each plain type: what holds of the data, and how to say so.
+# For each plain type a test of the data, its rule and its remedy.
 _PLAIN: dict[type, tuple[Callable[[Any], bool], str, str]] = {
     str: (lambda data: isinstance(data, str), "is text", "put it in quotes"),
     int: (_is_whole, "is a whole number", "give a count"),

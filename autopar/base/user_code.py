@@ -1,7 +1,7 @@
-"""Tells the user's code from that of Python, torch and autopar.
+"""Telling the user's code from that of Python, torch and autopar.
 
-What counts is the module that code belongs to, never the file it was read from: a model means the
-same in a file, at a prompt, on standard input, in `exec`, or installed as a package.
+The module that code belongs to decides, never the file it was read from: a model means the same in
+a file, at a prompt, on standard input, in `exec`, or installed as a package.
 
 >>> is_users_frame(sys._getframe(1))
 True

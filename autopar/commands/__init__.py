@@ -1,8 +1,8 @@
-"""Commands: what `autopar NAME` does, a file each.
+"""The commands of `autopar NAME`, one file for each; `plan_command.py` is the one to read first.
 
-A command is a module whose docstring begins with "The command `autopar NAME`: what it does.", and
-has lines "autopar NAME ...", its examples; with `add_arguments(parser)` and `run(arguments) -> exit
-code`. It is known once its line stands here.
+A command is a module with `add_arguments(parser)` and `run(arguments) -> exit code`. Its docstring
+begins with "The command `autopar NAME`: what it does." and has lines "autopar NAME ...", its
+examples. It is known once its line stands in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ COMMANDS = {
 
 
 def command(name: str) -> ModuleType:
-    """The module of a command."""
+    """Return the module of a command."""
     return importlib.import_module(COMMANDS[name])
 
 
 def summary(name: str) -> str:
-    """What a command does, from the first line of its module."""
+    """Return a command's summary, from the first line of its module."""
     first_line = (command(name).__doc__ or "").partition("\n")[0]
     return first_line.partition(": ")[2].rstrip(".")
 
 
 def examples(name: str) -> list[str]:
-    """How a command is called, from its module's docstring."""
+    """Return examples of calls of a command, from its module's docstring."""
     lines = (command(name).__doc__ or "").splitlines()
     return [line.strip() for line in lines if line.startswith(f"autopar {name}")]
 
 
 def make_parser(description: str, version: str) -> argparse.ArgumentParser:
-    """What reads the words of the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="autopar", description=description)
     parser.add_argument("--version", action="version", version=f"autopar {version}")
     commands = parser.add_subparsers(
@@ -56,8 +56,8 @@ def make_parser(description: str, version: str) -> argparse.ArgumentParser:
         text = summary(name).replace("%", "%%")
         shown = "\n  ".join(("examples:", *examples(name)))
         form = argparse.RawDescriptionHelpFormatter
-        one = commands.add_parser(
+        command_parser = commands.add_parser(
             name, help=text, description=text, epilog=shown, formatter_class=form
         )
-        command(name).add_arguments(one)
+        command(name).add_arguments(command_parser)
     return parser

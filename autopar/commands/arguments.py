@@ -39,23 +39,23 @@ Call = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]  # with an example o
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Of one command: what is wrong with its arguments is said with its own usage."""
+    """The parser of one command, which refuses wrong arguments with the command's own usage."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """All are known here, or refused."""
-        found, rest = super().parse_known_args(args, namespace)
-        if rest and getattr(found, "model", "") is None and not rest[0].startswith("-"):
+        """Parse arguments, and refuse those that are unknown."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        if rest and getattr(parsed, "model", "") is None and not rest[0].startswith("-"):
             # Seen in Python 3.11: an optional positional is left over where an option stands first.
-            found.model = rest.pop(0)
+            parsed.model = rest.pop(0)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
-        if getattr(found, "needs_model", False) and found.model is None:
+        if getattr(parsed, "needs_model", False) and parsed.model is None:
             self.error("a model is needed: SPEC, or --model SPEC")
-        return found, rest
+        return parsed, rest
 
 
-def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """SPEC, the last of the positionals, or `--model SPEC`."""
+def add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Add the model: SPEC, the last of the positionals, or `--model SPEC`."""
     group = parser.add_mutually_exclusive_group()
     text = f"The function that returns (model, args, kwargs), as {SPEC}."
     group.add_argument("model", metavar="SPEC", nargs="?", default=argparse.SUPPRESS, help=text)
@@ -84,8 +84,8 @@ def add_decisions(parser: argparse.ArgumentParser, no_mesh: str) -> None:
 
 
 def read_decisions(arguments: argparse.Namespace) -> dict[str, Any]:
-    """These as options of `plan`; what was not given is left out."""
-    given = {
+    """Return the decisions as options of `plan`, without those that were not given."""
+    decisions = {
         "mesh": read_mesh(arguments.mesh),
         "mode": arguments.mode,
         "microbatches": _number(arguments.microbatches),
@@ -95,27 +95,27 @@ def read_decisions(arguments: argparse.Namespace) -> dict[str, Any]:
         "recompute": _or_none(arguments.recompute),
     }
     may_be_none = ("pipeline", "recompute")
-    return {name: v for name, v in given.items() if v is not None or name in may_be_none}
+    return {name: v for name, v in decisions.items() if v is not None or name in may_be_none}
 
 
-def _or_none(given: int | str) -> int | str | None:
-    """What is said, of which none is the word for nothing."""
-    return None if given == "none" else given
+def _or_none(value: int | str) -> int | str | None:
+    """Return a value; None for the word none."""
+    return None if value == "none" else value
 
 
 def complete_with(option: argparse.Action, words: Sequence[str]) -> None:
-    """Words that a shell offers after an option which takes others too."""
+    """Set the words that a shell offers after an option which takes others too."""
     vars(option)["words"] = tuple(words)
 
 
 def read_schedule(text: str) -> str | Schedule:
-    """A name, or the schedule in a file."""
+    """Return the name of a schedule, or the schedule in a file."""
     is_file = text not in SCHEDULES and text.endswith((".csv", ".txt"))
     return load_schedule(text) if is_file else text
 
 
 def load_call(spec: str) -> Call:
-    """The model and inputs that the function named by `spec` makes."""
+    """Return the model and inputs that the function named by `spec` makes."""
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise InvalidInput(
@@ -132,26 +132,26 @@ def load_call(spec: str) -> Call:
             remedy=f"it has {', '.join(close) or 'none'}",
         )
     with _of_user(f"{place}:{name}()", place):
-        made = function()
-    if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
-        model, args, kwargs = (*made, {}) if len(made) == 2 else made
+        call = function()
+    if isinstance(call, tuple) and len(call) in (2, 3) and isinstance(call[0], nn.Module):
+        model, args, kwargs = (*call, {}) if len(call) == 2 else call
         if isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
             return model, tuple(args), dict(kwargs)
     raise InvalidInput(
         "the function of a model returns (model, args) or (model, args, kwargs)",
-        got=f"{type(made).__name__} from {spec}",
+        got=f"{type(call).__name__} from {spec}",
         remedy="return model, (ids,), {'labels': labels}",
     )
 
 
 def load_plan(path: str, spec: str | None) -> Plan | SavedPlan:
-    """A plan from a file, attached to its model if one is given."""
+    """Return a plan from a file, attached to its model if one is given."""
     saved = Plan.load(path)
     return saved if spec is None else saved.attach(*load_call(spec))
 
 
 def at_least_one(option: str, number: int, most: int | None = None) -> int:
-    """A number of things of which there has to be one, and may be no more than `most`."""
+    """Return a number that is at least 1 and at most `most`; refuse any other."""
     if number < 1 or (most is not None and number > most):
         upto = "" if most is None else f", at most {most}"
         raise InvalidInput(
@@ -161,16 +161,18 @@ def at_least_one(option: str, number: int, most: int | None = None) -> int:
 
 
 def check_out(arguments: argparse.Namespace, option: str = "--out") -> None:
-    """Before long work: whether its result can be written where it is to be, whose folders are
-    made; over none of the files that the command is given."""
+    """Refuse, before long work, an output that cannot be written, or that is one of the inputs.
+
+    Folders of the output are created.
+    """
     path = arguments.out
     if path is None:
         return
     place = Path(path)
     wrong = "it is a folder" if place.is_dir() else None
     try:
-        for name, given in vars(arguments).items():
-            files = (given, given.rpartition(":")[0]) if isinstance(given, str) else ()
+        for name, value in vars(arguments).items():
+            files = (value, value.rpartition(":")[0]) if isinstance(value, str) else ()
             if name != "out" and any(file and _is_same(place, Path(file)) for file in files):
                 wrong = "it is what the command is made of"
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -186,12 +188,12 @@ def check_out(arguments: argparse.Namespace, option: str = "--out") -> None:
         )
 
 
-def _is_same(one: Path, other: Path) -> bool:
-    return one.is_file() and other.is_file() and one.samefile(other)
+def _is_same(path: Path, other: Path) -> bool:
+    return path.is_file() and other.is_file() and path.samefile(other)
 
 
 def read_cluster(text: str, nodes: int | None) -> Cluster:
-    """A preset by name, or a TOML file."""
+    """Return the cluster of a preset or of a TOML file."""
     if text.endswith(".toml"):
         if nodes is not None:
             raise InvalidInput(
@@ -204,7 +206,7 @@ def read_cluster(text: str, nodes: int | None) -> Cluster:
 
 
 def read_mesh(text: str | None) -> Mesh | None:
-    """`dp=2,tp=4`."""
+    """Return the mesh that a text such as `dp=2,tp=4` names."""
     if text is None:
         return None
     sizes: dict[str, int] = {}
@@ -261,7 +263,7 @@ def _import_file(path: Path) -> ModuleType:
 
 @contextmanager
 def _of_user(what: str, place: str) -> Iterator[None]:
-    """Code of the user's: what it raises is told."""
+    """Turn an error that the user's code raises into a message with its line."""
     try:
         yield
     except (AutoparError, KeyboardInterrupt):

@@ -4,10 +4,9 @@ autopar calibrate
 autopar calibrate --ranks 4 --out machine.toml
 torchrun --nproc-per-node 8 -m autopar.cli calibrate --out machine.toml
 
-Operators, collectives by size and how both go beside each other are measured; then ten plans of two
-small models run, and two factors, of computing and of communication, are fitted to their steps.
-`Cluster.local` keeps to what was found; the file says it to `--cluster`. GPUs are measured by the
-ranks of torchrun, one for each.
+It measures operators, collectives by size and both at once. Then ten plans of two small models run,
+and two factors, of computing and of communication, are fitted to their steps. `Cluster.local` uses
+the result; a file hands it to `--cluster`. Ranks of torchrun measure GPUs, one for each.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ BATCH = 8  # for each rank
 
 
 class Attention(nn.Module):
-    """Causal, over a residual."""
+    """Causal attention with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,9 +58,9 @@ class Attention(nn.Module):
 
 
 class Wide(nn.Module):
-    """Two linear layers, over a residual."""
+    """Two linear layers with a residual."""
 
-    def __init__(self, norm: bool) -> None:
+    def __init__(self, *, norm: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH) if norm else nn.Identity()
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
@@ -71,7 +70,7 @@ class Wide(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A small GPT: many operators, and a large head."""
+    """A small GPT, with many operators and a large head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +84,7 @@ class LanguageModel(nn.Module):
 
 
 class LayerStack(nn.Module):
-    """Wide layers alone: few operators, much work in each."""
+    """A stack of wide layers: few operators, much work in each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +111,7 @@ MODELS: Mapping[str, Callable[[int], tuple[nn.Module, tuple[Tensor, ...]]]] = {
 
 
 def ways(ranks: int) -> dict[str, dict[str, Any]]:
-    """Five ways to run a step, which weigh computing and communication differently."""
+    """Return five ways to run a step, which weigh computing and communication differently."""
     whole = {"pipeline": None, "states": "whole", "recompute": None}
     return {
         "data": {**whole, "mesh": Mesh(dp=ranks), "mode": "data"},
@@ -125,7 +124,7 @@ def ways(ranks: int) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class TimedPlan:
-    """How a plan was called, and its step."""
+    """The measured step of a named plan."""
 
     name: str
     step: MeasuredStep
@@ -146,46 +145,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, fit, keep, print."""
+    """Measure this machine, fit the factors, keep and print them."""
     check_out(arguments)
     in_world = "WORLD_SIZE" in os.environ
-    ranks = _ranks(arguments.ranks, in_world)
+    ranks = _ranks(arguments.ranks, in_world=in_world)
     speaks = int(os.environ.get("RANK", 0)) == 0
     quiet = arguments.json or not speaks
     with reporter(not quiet) as report:
-        cluster = _constants(ranks, report, speaks and not torch.cuda.is_available())
+        renew = speaks and not torch.cuda.is_available()
+        cluster = _measured_cluster(ranks, report, renew=renew)
         if in_world:
-            found = measure(lambda value: report(*value), cluster)
+            plans = measure(lambda value: report(*value), cluster)
         else:
 
             def heard(rank: int, value: tuple[str, str]) -> None:
                 if rank == 0:
                     report(*value)
 
-            found = launch(measure, ranks, cluster, heard=heard)[0]
+            plans = launch(measure, ranks, cluster, heard=heard)[0]
     if not speaks:
         return 0
-    pace = fit_pace([one.step for one in found])
+    pace = fit_pace([plan.step for plan in plans])
     cache_pace(pace, cluster.device.name, ranks)
     calibrated = cluster.at(pace)
     if arguments.out is not None:
         calibrated.save(arguments.out)
     if arguments.json:
-        show_json(_figures(found, pace))
+        show_json(_figures(plans, pace))
         return 0
-    _show(found, pace, calibrated)
+    _show(plans, pace, calibrated)
     if arguments.out is not None:
         to_results(f"saved to {arguments.out}")
     return 0
 
 
-def _ranks(asked: int | None, in_world: bool) -> int:
+def _ranks(option: int | None, *, in_world: bool) -> int:
     if in_world:
         ranks = int(os.environ["WORLD_SIZE"])
-        wrong = asked is not None and asked != ranks and f"--ranks {asked} in a world of {ranks}"
+        wrong = option is not None and option != ranks and f"--ranks {option} in a world of {ranks}"
         remedy = "leave out --ranks under torchrun"
     else:
-        ranks = 2 if asked is None else asked
+        ranks = 2 if option is None else option
         wrong = ranks < 2 and f"--ranks {ranks}"
         remedy = "--ranks 2"
         if torch.cuda.is_available() and not wrong:
@@ -199,10 +199,10 @@ def _ranks(asked: int | None, in_world: bool) -> int:
     return ranks
 
 
-def _constants(ranks: int, report: Report, again: bool) -> Cluster:
-    """The machine as single operators and collectives show it: of GPUs, by their kind."""
+def _measured_cluster(ranks: int, report: Report, *, renew: bool) -> Cluster:
+    """Return this machine as single operators and collectives show it; GPUs by their kind."""
     report("constants", f"operators and collectives of {counted(ranks, 'process')}")
-    if again:
+    if renew:
         local_node(ranks, again=True)
     if torch.cuda.is_available():
         return Cluster.local(ranks, measure=False)
@@ -211,49 +211,50 @@ def _constants(ranks: int, report: Report, again: bool) -> Cluster:
 
 
 def measure(say: Say, cluster: Cluster) -> list[TimedPlan]:
-    """On a rank: the steps of all plans, each the slowest rank's, in turns."""
-    ranks, steps, found = cluster.devices, [], []
+    """Measure the steps of all plans on a rank, in turns; a step takes the slowest rank's time."""
+    ranks, steps, plans = cluster.devices, [], []
     for model, make in MODELS.items():
         for way, options in ways(ranks).items():
             say(("plan", f"{model}, {way}"))
             torch.manual_seed(0)
             module, inputs = make(ranks)
-            made = parallelize(module, inputs, cluster=cluster, progress=False, **options)
-            steps.append((f"{model}, {way}", made, inputs))
+            parallel = parallelize(module, inputs, cluster=cluster, progress=False, **options)
+            steps.append((f"{model}, {way}", parallel, inputs))
 
     def begin(number: int) -> None:
         say(("measure", f"round {number + 1} of {WARM + ROUNDS}"))
 
-    taking = [partial(step_seconds, made, inputs) for _, made, inputs in steps]
-    for taken, (name, made, _) in zip(time_in_rounds(taking, ROUNDS, WARM, begin), steps):
-        cost = made.plan.cost
+    taking = [partial(step_seconds, parallel, inputs) for _, parallel, inputs in steps]
+    for seconds, (name, parallel, _) in zip(time_in_rounds(taking, ROUNDS, WARM, begin), steps):
+        cost = parallel.plan.cost
         waited = cost.compute + cost.bubble
-        found.append(TimedPlan(name, MeasuredStep(waited, cost.exposed, statistics.median(taken))))
-    return found
+        step = MeasuredStep(waited, cost.exposed, statistics.median(seconds))
+        plans.append(TimedPlan(name, step))
+    return plans
 
 
-def _figures(found: list[TimedPlan], pace: Pace) -> dict[str, Any]:
-    off = {when: _median(found, at) for when, at in (("before", Pace()), ("after", pace))}
-    plans = [{"plan": one.name, **asdict(one.step)} for one in found]
-    return {"pace": asdict(pace), "off": off, "plans": plans}
+def _figures(plans: list[TimedPlan], pace: Pace) -> dict[str, Any]:
+    errors = {when: _median_error(plans, at) for when, at in (("before", Pace()), ("after", pace))}
+    figures = [{"plan": plan.name, **asdict(plan.step)} for plan in plans]
+    return {"pace": asdict(pace), "off": errors, "plans": figures}
 
 
-def _median(found: list[TimedPlan], pace: Pace) -> float:
-    """By how much predictions are off: the median of their errors, as a part."""
-    return statistics.median(abs(one.step.predicted(pace) / one.step.measured - 1) for one in found)
+def _median_error(plans: list[TimedPlan], pace: Pace) -> float:
+    """Return the median relative error of predictions."""
+    return statistics.median(abs(p.step.predicted(pace) / p.step.measured - 1) for p in plans)
 
 
-def _show(found: list[TimedPlan], pace: Pace, cluster: Cluster) -> None:
+def _show(plans: list[TimedPlan], pace: Pace, cluster: Cluster) -> None:
     rows: list[tuple[str, ...]] = [("plan", "predicted", "measured", "calibrated", "off")]
-    for one in found:
-        step = one.step
+    for plan in plans:
+        step = plan.step
         times = step.predicted(Pace()), step.measured, step.predicted(pace)
-        rows.append((one.name, *map(seconds_text, times), f"{times[2] / times[1] - 1:+.0%}"))
+        rows.append((plan.name, *map(seconds_text, times), f"{times[2] / times[1] - 1:+.0%}"))
     show(cluster)
     show_table(rows)
     show(
         f"computing takes {pace.compute:.2f} times as long as single operators say, communication "
         f"{pace.communication:.2f} times as long as single collectives"
     )
-    before, after = _median(found, Pace()), _median(found, pace)
+    before, after = _median_error(plans, Pace()), _median_error(plans, pace)
     show(f"predictions were off by {before:.0%} in the median, and are by {after:.0%}")

@@ -24,10 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read both, compare, print."""
-    found = compare(read(arguments.simulated, "simulated"), read(arguments.measured, "measured"))
+    """Read both traces, compare and print them."""
+    simulated, measured = arguments.simulated, arguments.measured
+    comparison = compare(read(simulated, "simulated"), read(measured, "measured"))
     if arguments.json:
-        show_json(found.to_json())
+        show_json(comparison.to_json())
     else:
-        show_table(found.rows)
+        show_table(comparison.rows)
     return 0

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def options() -> Options:
-    """All commands, as the command line reads them."""
+    """Return the options of all commands, as the command line reads them."""
     (commands,) = (
         action
         for action in make_parser("", "")._actions  # argparse tells of its actions nowhere else
@@ -47,7 +47,7 @@ def options() -> Options:
 
 
 def bash(known: Options) -> str:
-    """For bash, and for zsh in bash's way."""
+    """Return the completion for bash, which zsh can read too."""
     cases = [
         f"      '{name} {option}') words='{' '.join(words)}';;"
         for name, taken in known.items()
@@ -76,18 +76,18 @@ def bash(known: Options) -> str:
 
 
 def zsh(known: Options) -> str:
-    """For zsh."""
+    """Return the completion for zsh."""
     return f"autoload -U +X bashcompinit && bashcompinit\n{bash(known)}"
 
 
 def fish(known: Options) -> str:
-    """For fish."""
+    """Return the completion for fish."""
     lines = [f"complete -c autopar -n __fish_use_subcommand -f -a {name}" for name in known]
     for name, taken in known.items():
         of = f"complete -c autopar -n '__fish_seen_subcommand_from {name}'"
         for option, words in taken.items():
-            said = f" -l {option.lstrip('-')}" if option else ""
-            lines.append(of + said + (f" -x -a '{' '.join(words)}'" if words else ""))
+            flag = f" -l {option.lstrip('-')}" if option else ""
+            lines.append(of + flag + (f" -x -a '{' '.join(words)}'" if words else ""))
     return "\n".join(lines)
 
 

@@ -75,13 +75,13 @@ class DemoGPT(nn.Module):
 
 
 def gpt() -> DemoGPT:
-    """The model, the same in every process, without a word about parallelism."""
+    """Return the model, equal in every process, without a word about parallelism."""
     torch.manual_seed(0)
     return DemoGPT().double()
 
 
 def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Counting from random starts: ids and the ids that follow."""
+    """Yield batches that count from random starts: ids and the ids that follow."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         start = torch.randint(0, VOCABULARY, (BATCH, 1), generator=generator)
@@ -95,7 +95,7 @@ def train(
     steps: int,
     say: Say = lambda value: None,
 ) -> list[float]:
-    """The losses of some steps, each forward and backward; `say` is told of each."""
+    """Train some steps and return their losses; `say` receives the number and loss of each."""
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     losses = []
     for ids, labels in batches(steps):
@@ -108,7 +108,7 @@ def train(
 
 
 def train_alone(steps: int) -> list[float]:
-    """The losses of the single program."""
+    """Return the losses of the single program."""
     model = gpt()
 
     def step(ids: Tensor, labels: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def train_alone(steps: int) -> list[float]:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank tells of its run besides losses."""
+    """The report of a rank on its run, besides the losses."""
 
     seconds: list[float]  # of each step
     events: list[Event]  # of the last one, on all ranks
@@ -129,7 +129,7 @@ class RankReport:
 
 
 def train_in_parallel(say: Say, steps: int) -> tuple[list[float], RankReport]:
-    """The losses of the parallel program on this rank, and what it tells of its run."""
+    """Return the losses of the parallel program on this rank, and its report."""
     batch = next(batches(1))
     model = parallelize(gpt(), batch, mesh=MESH, schedule=SCHEDULE, microbatches=MICROBATCHES)
     ends = [time.perf_counter()]
@@ -162,7 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train twice, print both, compare."""
+    """Train alone and in parallel, print and compare both."""
     steps = at_least_one("--steps", arguments.steps)
     start = time.perf_counter()
     with _progress(steps, quiet=arguments.json) as advance:
@@ -193,7 +193,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write_page(losses: list[float], single: list[float], measured: RankReport) -> None:
     plan = SavedPlan.from_json(json.loads(measured.plan)).attach(gpt(), next(batches(1)))
-    told = TrainingRun(
+    training = TrainingRun(
         losses,
         measured.seconds,
         plan.cost.seconds,
@@ -201,12 +201,12 @@ def _write_page(losses: list[float], single: list[float], measured: RankReport) 
         measured.events,
         {"one process": single},
     )
-    plan.report(PAGE, title="A GPT on four processes", run=told)
+    plan.report(PAGE, title="A GPT on four processes", run=training)
 
 
 @contextmanager
-def _progress(steps: int, quiet: bool) -> Iterator[Callable[[int, float], None]]:
-    """A bar on a terminal, a line now and then elsewhere."""
+def _progress(steps: int, *, quiet: bool) -> Iterator[Callable[[int, float], None]]:
+    """Show a bar on a terminal, a line now and then elsewhere."""
     if quiet:
         yield lambda step, loss: None
     elif not results().isatty():
@@ -222,8 +222,12 @@ def _progress(steps: int, quiet: bool) -> Iterator[Callable[[int, float], None]]
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, console=Console(file=results())) as progress:
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            console=Console(file=results()),
+        ) as progress:
             task = progress.add_task(f"starting {MESH.size} processes", total=steps)
             yield lambda step, loss: progress.update(
                 task, completed=step, description=f"training, loss {loss:.4f}"
@@ -233,7 +237,7 @@ def _progress(steps: int, quiet: bool) -> Iterator[Callable[[int, float], None]]
 def _print_table(parallel: list[float], single: list[float], difference: float) -> None:
     to_results(f"loss of each step, largest difference {difference:.1e}")
     rows = [
-        (str(step), f"{one:.12f}", f"{other:.12f}", f"{abs(one - other):.1e}")
-        for step, (one, other) in enumerate(zip(parallel, single), start=1)
+        (str(step), f"{loss:.12f}", f"{other:.12f}", f"{abs(loss - other):.1e}")
+        for step, (loss, other) in enumerate(zip(parallel, single), start=1)
     ]
     show_table([("step", "parallel", "single", "difference"), *rows])

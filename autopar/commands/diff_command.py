@@ -23,14 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Load, compare, print. With the model, times, memory and movements are compared too."""
+    """Compare two plans and print the differences; times and memory only with the model."""
     first = load_plan(arguments.first, arguments.model)
     second = load_plan(arguments.second, arguments.model)
-    found = first.diff(second)
+    diff = first.diff(second)
     if arguments.json:
-        show_json(found.to_json())
+        show_json(diff.to_json())
     else:
-        show(found)
-        if found.without_model:
+        show(diff)
+        if diff.without_model:
             to_results(f"times, memory and movements are compared with --model {SPEC}")
     return 0

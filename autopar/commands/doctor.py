@@ -3,7 +3,7 @@
 autopar doctor
 autopar doctor --ranks 8 --json
 
-Each check says what was found and, where it fails, what to do. Exit code 1 if one fails.
+Each check prints its finding and, if it fails, a remedy. Exit code 1 if one fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PACKAGES = ("networkx", "ortools", "sympy", "numpy", "rich", "jinja2")
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of one check of this machine."""
 
     name: str  # "torch"
     ok: bool
@@ -69,9 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_python() -> Check:
-    found = ".".join(map(str, sys.version_info[:3]))
+    version = ".".join(map(str, sys.version_info[:3]))
     remedy = f"install Python {'.'.join(map(str, PYTHON))} or later"
-    return Check("python", sys.version_info[:2] >= PYTHON, found, remedy)
+    return Check("python", sys.version_info[:2] >= PYTHON, version, remedy)
 
 
 def check_torch() -> Check:
@@ -82,18 +82,18 @@ def check_torch() -> Check:
 
 
 def check_packages() -> Check:
-    found, missing = [], []
+    installed, missing = [], []
     for name in PACKAGES:
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            installed.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             missing.append(name)
-    text = ", ".join([*found, *(f"{name} missing" for name in missing)])
+    text = ", ".join([*installed, *(f"{name} missing" for name in missing)])
     return Check("packages", not missing, text, f"pip install {' '.join(missing)}")
 
 
 def check_devices() -> Check:
-    """Informs only: any machine will do for planning and for the virtual mesh."""
+    """Name the devices; any will do for planning and for the virtual mesh."""
     cores = f"{os.cpu_count()} CPU cores, torch uses {torch.get_num_threads()} threads"
     if not torch.cuda.is_available():
         return Check("devices", True, f"{cores}; no GPU")
@@ -108,8 +108,8 @@ def check_devices() -> Check:
 
 def check_gloo() -> Check:
     ok = dist.is_available() and dist.is_gloo_available()
-    found = "available" if ok else "not in this torch"
-    return Check("gloo", ok, found, "install a torch that is built with distributed and gloo")
+    state = "available" if ok else "not in this torch"
+    return Check("gloo", ok, state, "install a torch that is built with distributed and gloo")
 
 
 def check_processes(ranks: int) -> Check:
@@ -121,8 +121,8 @@ def check_processes(ranks: int) -> Check:
         remedy = "see that local processes may start and connect to 127.0.0.1"
         return Check(name, False, " ".join(str(error).split()), remedy)
     ok = sums == [ranks * (ranks - 1) / 2] * ranks
-    found = f"{ranks} started, all-reduce {'is right' if ok else f'gave {sums}'}"
-    return Check(name, ok, found, "another torch: its gloo computes wrong sums")
+    outcome = f"{ranks} started, all-reduce {'is right' if ok else f'gave {sums}'}"
+    return Check(name, ok, outcome, "another torch: its gloo computes wrong sums")
 
 
 def _sum_of_ranks(say: Say) -> float:

@@ -49,17 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan or attach, explain, print."""
+    """Plan or attach, explain, and print the answer."""
     changes = read_changes(arguments.what_if)
     if changes and arguments.model is None and arguments.name is not None:
         arguments.model, arguments.name = arguments.name, None  # SPEC, the last of the positionals
     _require_one_question(arguments)
-    made = _plan(arguments)
+    plan = _plan(arguments)
     if changes:
-        about = {"search": arguments.search, "seconds": arguments.seconds}
-        answer: Any = made.what_if(**changes, **about)
+        search, seconds = arguments.search, arguments.seconds
+        answer: Any = plan.what_if(**changes, search=search, seconds=seconds)
     else:
-        answer = made.explain(arguments.name)
+        answer = plan.explain(arguments.name)
     if arguments.json:
         show_json(answer.to_json())
     else:
@@ -68,28 +68,28 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_changes(text: str | None) -> dict[str, Any]:
-    """`nodes=4,bandwidth=2x` as arguments of `what_if`."""
-    found: dict[str, str] = {}
+    """Return a text such as `nodes=4,bandwidth=2x` as arguments of `what_if`."""
+    changes: dict[str, str] = {}
     for part in () if text is None else text.split(","):
         name, equals, value = (word.strip() for word in part.partition("="))
-        if not equals or name not in CHANGES or name in found:
+        if not equals or name not in CHANGES or name in changes:
             raise InvalidInput(
                 f"what is different is one of {', '.join(CHANGES)}, with what it becomes",
                 got=repr(part),
                 remedy="--what-if nodes=4,bandwidth=2x,sequence=32768",
             )
-        found[name] = value
-    return found
+        changes[name] = value
+    return changes
 
 
 def _require_one_question(arguments: argparse.Namespace) -> None:
-    asked = [word for word in (arguments.name, arguments.what_if) if word is not None]
-    if len(asked) != 1 or (arguments.search and arguments.what_if is None):
+    questions = [word for word in (arguments.name, arguments.what_if) if word is not None]
+    if len(questions) != 1 or (arguments.search and arguments.what_if is None):
         search = " with --search" * arguments.search
         raise InvalidInput(
             "one thing is explained: a NAME, or with --what-if another situation, which is "
             "searched with --search",
-            got=(" and ".join(asked) or "nothing") + search,
+            got=(" and ".join(questions) or "nothing") + search,
             remedy="autopar explain plan.json stages --model SPEC, or --what-if nodes=4 for a name",
         )
 
@@ -104,15 +104,15 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             got=f"{Path(arguments.plan).name} alone",
             remedy=f"--model {SPEC}",
         )
-    changed = [
-        one for one in changed_options(arguments) if one != "seconds" or not arguments.search
-    ]
+    changed = changed_options(arguments)
+    if arguments.search and "seconds" in changed:
+        changed.remove("seconds")
     if changed:
         raise InvalidInput(
             "a plan from a file has been decided",
             got=", ".join(f"--{name}" for name in changed),
             remedy="leave them out, or give the model alone to plan it anew",
         )
-    made = load_plan(arguments.plan, arguments.model)
-    assert isinstance(made, Plan)
-    return made
+    plan = load_plan(arguments.plan, arguments.model)
+    assert isinstance(plan, Plan)
+    return plan

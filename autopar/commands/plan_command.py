@@ -61,14 +61,14 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def changed_options(arguments: argparse.Namespace) -> list[str]:
-    """The options of `add_plan` that were given, by name."""
+    """Return the names of the options of `add_plan` that differ from their defaults."""
     plain = argparse.ArgumentParser()
     add_plan(plain)
     return [name for name, v in vars(plain.parse_args([])).items() if getattr(arguments, name) != v]
 
 
 def make_plan(spec: str, arguments: argparse.Namespace) -> Plan:
-    """The plan of a model as the arguments say."""
+    """Return the plan of a model by the arguments of the command line."""
     options = {
         **read_decisions(arguments),
         "cluster": read_cluster(arguments.cluster, arguments.nodes),
@@ -77,20 +77,20 @@ def make_plan(spec: str, arguments: argparse.Namespace) -> Plan:
     }
     model, args, kwargs = load_call(spec)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what runs replicated is part of the page
+        warnings.simplefilter("ignore")  # the page lists what runs replicated
         return plan(model, args, kwargs, progress=None if arguments.json else True, **options)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan, print, save."""
+    """Plan a model, print the plan and save it."""
     check_out(arguments)
-    made = make_plan(arguments.model, arguments)
+    planned = make_plan(arguments.model, arguments)
     if arguments.out is not None:
-        made.save(arguments.out)
+        planned.save(arguments.out)
     if arguments.json:
-        show_json(made.to_json())
+        show_json(planned.to_json())
     else:
-        show(made)
+        show(planned)
         if arguments.out is not None:
             to_results(f"saved to {arguments.out}")
     return 0

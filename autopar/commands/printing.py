@@ -1,5 +1,4 @@
-"""Printing what a command found: pages and tables, in colours and boxes on a terminal, plain
-elsewhere; figures as JSON."""
+"""Printing of a command's results: pages, tables and JSON; coloured on a terminal alone."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from autopar.text.tables import table
 
 
 def show(page: object) -> None:
-    """A text as it is, numbers in colour on a terminal."""
+    """Print a text as it is, with numbers in colour on a terminal."""
     if not results().isatty():
         to_results(str(page))
         return
@@ -23,7 +22,7 @@ def show(page: object) -> None:
 
 
 def show_table(rows: Sequence[Sequence[str]]) -> None:
-    """Rows of cells, the first of them the headings."""
+    """Print rows of cells, the first of them the headings."""
     if not results().isatty():
         to_results("\n".join(table(rows)))
         return
@@ -31,23 +30,23 @@ def show_table(rows: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(header_style="bold")
+    grid = Table(header_style="bold")
     for heading in rows[0]:
-        made.add_column(Text(heading))
+        grid.add_column(Text(heading))
     for row in rows[1:]:
-        made.add_row(*map(Text, row))
-    Console(file=results()).print(made)
+        grid.add_row(*map(Text, row))
+    Console(file=results()).print(grid)
 
 
 def show_json(figures: Any) -> None:
-    """Figures for programs."""
+    """Print figures as JSON, for programs."""
     to_results(json_text(figures))
 
 
 def columns() -> int:
-    """How wide a drawing may be."""
-    given = os.environ.get("COLUMNS", "")
-    if given.isdecimal() and int(given):
-        return int(given)
+    """Return the columns that a drawing may take."""
+    variable = os.environ.get("COLUMNS", "")
+    if variable.isdecimal() and int(variable):
+        return int(variable)
     shown = results()
     return (os.get_terminal_size(shown.fileno()).columns if shown.isatty() else 0) or 80

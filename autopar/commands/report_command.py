@@ -34,11 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan or attach, write."""
+    """Plan or attach, and write the page."""
     check_out(arguments)
-    made = _plan(arguments)
-    made.report(arguments.out)
-    figures = {"page": arguments.out, **made.to_json()}
+    plan = _plan(arguments)
+    plan.report(arguments.out)
+    figures = {"page": arguments.out, **plan.to_json()}
     if arguments.json:
         show_json(figures)
     else:
@@ -71,6 +71,6 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = load_plan(arguments.what, arguments.model)
-    assert isinstance(made, Plan)
-    return made
+        plan = load_plan(arguments.what, arguments.model)
+    assert isinstance(plan, Plan)
+    return plan

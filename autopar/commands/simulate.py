@@ -24,7 +24,7 @@ from autopar.text.units import counted
 COSTS = ("forward", "backward", "backward_weight", "latency")
 SIZES = ("stages", "microbatches")
 NARROWEST = 60
-PATH = ("forwards", "backwards", "weights", "messages")  # what is told of the critical one
+PATH = ("forwards", "backwards", "weights", "messages")  # the figures of the critical path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,13 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def schedule_options() -> list[str]:
-    """The options of schedules that are no costs."""
+    """Return the options of schedules that are no costs."""
     return sorted({option for name in NAMES for option in option_names(name)} - {*COSTS})
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the figures and the drawing of a schedule, or its figures as JSON."""
-    made = make_schedule(args)
+    chosen = make_schedule(args)
     wrong = {
         "--width": args.width is not None and args.width < 1,
         "--sync-cost without --sync": args.sync is None and args.sync_cost != 0.0,
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
                 remedy="--width 100" if option == "--width" else "add --sync after",
             )
     timeline = simulate(
-        made,
+        chosen,
         args.forward,
         args.backward,
         backward_weight=args.backward_weight,
@@ -101,16 +101,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_schedule(args: argparse.Namespace) -> Schedule:
-    """The schedule that the arguments name."""
-    given = {
+    """Return the schedule that the arguments name."""
+    options = {
         name: getattr(args, name) for name in schedule_options() if getattr(args, name) is not None
     }
     if args.schedule not in NAMES and args.schedule.endswith((".txt", ".csv")):
-        given |= {name: size for name in SIZES if (size := getattr(args, name)) is not None}
-        if given:
+        options |= {name: size for name in SIZES if (size := getattr(args, name)) is not None}
+        if options:
             raise InvalidInput(
                 "a schedule file has its own sizes and options",
-                got=" ".join(f"--{name}" for name in given),
+                got=" ".join(f"--{name}" for name in options),
                 remedy="leave them out, or name a schedule instead of a file",
             )
         return load(args.schedule)
@@ -122,32 +122,32 @@ def make_schedule(args: argparse.Namespace) -> Schedule:
                     got=f"no --{name}",
                     remedy=f"add --{name} 8",
                 )
-        given |= {
+        options |= {
             name: getattr(args, name) for name in COSTS if name in option_names(args.schedule)
         }
-    # A name that is none is refused by what makes it.
+    # `schedule()` refuses an unknown name.
     sizes = {name: 1 if (n := getattr(args, name)) is None else n for name in SIZES}
-    return schedule(args.schedule, **sizes, **given)
+    return schedule(args.schedule, **sizes, **options)
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:
-    """What `--json` prints."""
-    made = timeline.schedule
+    """Return the figures that `--json` prints."""
+    simulated = timeline.schedule
     path = timeline.critical_path
-    found = {
-        "schedule": made.name,
-        "stages": made.ranks,
-        "microbatches": made.microbatches,
+    data = {
+        "schedule": simulated.name,
+        "stages": simulated.ranks,
+        "microbatches": simulated.microbatches,
         "makespan": timeline.makespan,
         "bubble_ratio": timeline.bubble_ratio,
         "idle": list(timeline.idle),
         "peak_activations": list(timeline.peak_activations),
-        "weights": made.pipes,
+        "weights": simulated.pipes,
         "critical_path": {name: getattr(path, name) for name in PATH},
     }
     if timeline.synchronizations:
-        found |= {"uncovered_sync": timeline.uncovered_sync, "step_time": timeline.step_time}
-    return found
+        data |= {"uncovered_sync": timeline.uncovered_sync, "step_time": timeline.step_time}
+    return data
 
 
 def _summary(timeline: Timeline) -> str:
@@ -155,7 +155,7 @@ def _summary(timeline: Timeline) -> str:
     split = f" + {path.weights} W" if path.weights else ""
     lines = [
         f"weights           {counted(timeline.schedule.pipes, 'copy')} of each stage",
-        f"peak activations  {' '.join(f'{kept:g}' for kept in timeline.peak_activations)}",
+        f"peak activations  {' '.join(f'{peak:g}' for peak in timeline.peak_activations)}",
         f"idle              {' '.join(f'{idle:g}' for idle in timeline.idle)}",
         f"critical path     {path.forwards} F + {path.backwards} B{split}, "
         f"{counted(path.messages, 'message')}",

@@ -1,8 +1,8 @@
-"""Streams: a command's results go to its stdout, and nothing else does.
+"""Streams by which a command's results, and nothing else, go to its stdout.
 
-with heard(), results_apart():
-    results().write("what was found")       # stdout
-    print("by the user's own code")         # stderr, as is what processes and C code print
+with ignore_closed_stderr(), redirect_prints():
+    results().write("the plan")             # stdout
+    print("by the user's own code")         # stderr, like all that processes and C code print
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _RESULTS: ContextVar[TextIO | None] = ContextVar("results", default=None)
 
 
 def results() -> TextIO:
-    """Where what a command found is written."""
+    """Return the stream that a command's results are written to."""
     return _RESULTS.get() or sys.stdout
 
 
 def to_results(text: str) -> None:
-    """Write a line there."""
+    """Write a line of results."""
     with _writing():
         print(text, file=results(), flush=True)
 
 
 @contextmanager
 def redirect_prints() -> Iterator[None]:
-    """Inside, whatever is printed goes to stderr, but for results."""
-    own = sys.stdout
-    if own is None:  # the shell has closed it: nobody wants them
-        own = open(os.devnull, "w")  # noqa: SIM115
-    place = own if _number(own) != 1 else _moved(own)
+    """Send whatever is printed within a `with` to stderr, but for results."""
+    stdout = sys.stdout
+    if stdout is None:  # the shell has closed it: nobody wants them
+        stdout = open(os.devnull, "w")  # noqa: SIM115
+    place = stdout if _number(stdout) != 1 else _moved(stdout)
     token = _RESULTS.set(place)
     try:
         with redirect_stdout(sys.stderr):
@@ -44,19 +44,19 @@ def redirect_prints() -> Iterator[None]:
     finally:
         _RESULTS.reset(token)
         with _writing():
-            place.flush() if place is own else _moved_back(place)
+            place.flush() if place is stdout else _moved_back(place)
 
 
 @contextmanager
 def ignore_closed_stderr() -> Iterator[None]:
-    """Inside, work goes on when nobody can read what it tells on stderr."""
+    """Let work within a `with` go on when nobody can read stderr any more."""
     with redirect_stderr(_Forgiving(sys.stderr)):
         yield
         sys.stderr.flush()
 
 
 class _Forgiving:
-    """A stream to which nothing is written once that has failed."""
+    """A stream that ignores writing errors."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream if stream is not None else open(os.devnull, "w")  # noqa: SIM115
@@ -78,7 +78,7 @@ class _Forgiving:
         try:
             yield
         except OSError:
-            if _number(self._stream) == 2:  # what is left goes nowhere as Python ends
+            if _number(self._stream) == 2:  # Python would write the rest as it ends
                 _to_nowhere(2)
 
 
@@ -96,19 +96,22 @@ def _writing() -> Iterator[None]:
         ) from None
 
 
-def _moved(own: TextIO) -> TextIO:
-    """The stream of stdout, which is stderr's from now on."""
+def _moved(stdout: TextIO) -> TextIO:
+    """Return a new stream to stdout's file, and let stdout write to stderr's from now on."""
     with suppress(OSError):
-        own.flush()
-    is_terminal = own.isatty()
-    made = open(  # noqa: SIM115
-        os.dup(1), "w", encoding=own.encoding, errors=own.errors, buffering=1 if is_terminal else -1
+        stdout.flush()
+    moved = open(  # noqa: SIM115
+        os.dup(1),
+        "w",
+        encoding=stdout.encoding,
+        errors=stdout.errors,
+        buffering=1 if stdout.isatty() else -1,
     )
     try:
         os.dup2(2, 1)
     except OSError:  # there is none
         _to_nowhere(1)
-    return made
+    return moved
 
 
 def _moved_back(stream: TextIO) -> None:
@@ -121,8 +124,8 @@ def _moved_back(stream: TextIO) -> None:
 
 
 def _number(stream: Any) -> int | None:
-    """Which file of the process a stream writes to."""
-    with suppress(OSError, ValueError, AttributeError):  # one of a test's, or of a notebook's
+    """Return the descriptor of the file that a stream writes to; None if it has none."""
+    with suppress(OSError, ValueError, AttributeError):  # as streams of tests and notebooks
         return int(stream.fileno())
     return None
 

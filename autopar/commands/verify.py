@@ -36,15 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train three times, print, say by the exit code."""
+    """Train three programs, print the comparison, and return 1 if they differ."""
     options = read_decisions(arguments)
     model, args, kwargs = load_call(arguments.model)
     with warnings.catch_warnings():
         if arguments.json:
             warnings.simplefilter("ignore")
-        found = verify(model, args, kwargs, steps=arguments.steps, **options)
+        verification = verify(model, args, kwargs, steps=arguments.steps, **options)
     if arguments.json:
-        show_json(found.to_json())
+        show_json(verification.to_json())
     else:
-        show(found)
-    return 0 if found.ok else 1
+        show(verification)
+    return 0 if verification.ok else 1

@@ -1,15 +1,14 @@
-"""MoE: a router that chooses some experts for each token, and these.
+"""MoE: a mixture of experts, in which a router chooses some experts for each token.
 
 >>> layer = MoE(hidden=8, inside=16, experts=4, choices=2)
 >>> y, loss = layer(torch.randn(3, 5, 8))
 >>> tuple(y.shape)
 (3, 5, 8)
 
-On one device it is as it stands; in a plan its experts, its tokens and the rows inside of experts
-are cut as any operator's (`autopar/strategies/rules/expert_layers.py`). Which tokens a limited
-capacity drops, and how even the choices are, is decided over the whole batch or, with
-`over="sequence"`, in each sequence by itself, so that it is the same on every mesh; the latter also
-in micro-batches.
+On one device it runs as written. A plan may cut its experts, its tokens and the rows inside of
+experts (`autopar/strategies/rules/expert_layers.py`). Dropped tokens and the balance loss are those
+of the whole batch, or with `over="sequence"` of each sequence: both are equal on every mesh, and
+the latter in micro-batches, too.
 """
 
 from __future__ import annotations
@@ -30,8 +29,10 @@ OVER = ("batch", "sequence")
 
 
 class MoE(nn.Module):
-    """A mixture of experts in the place of a feed-forward layer. It returns its output, and the sum
-    of its own losses, to be added to that of the model."""
+    """A mixture of experts in the place of a feed-forward layer.
+
+    It returns its output and the sum of its own losses, to be added to the model's loss.
+    """
 
     def __init__(
         self,
@@ -52,16 +53,29 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`inside`: the width of an expert between its layers. `inner`: what stands there, of
-        elements of `gate` and `up`; without `up` an expert has two layers. `scores` of experts are
-        a softmax or a sigmoid; `normalize`: the weights of a token's choices sum to 1. `capacity`:
-        an expert takes so many times its even share of tokens, the earlier and first-chosen ones;
-        None: all. `shared`: the width of an expert that all tokens go through; 0: there is none.
-        `jitter`: in training the router sees numbers up to so much larger or smaller. The losses
-        are that of balance (Shazeer, Fedus) and of large logits (Zoph), with their factors. `over`:
-        capacity and balance are those of all tokens of a "batch", which has to be there at once, or
-        of each "sequence" (the dim of x before its last), of whose losses the mean is taken (as
-        DeepSeek-V3 does): these are the same in micro-batches, and in the stages of a pipeline."""
+        """Make a router and experts, with values as linear layers have.
+
+        Args:
+            hidden: The width of tokens.
+            inside: The width of an expert between its layers.
+            experts: The number of experts.
+            choices: The number of experts that a token goes through.
+            inner: The function of `gate` and `up` between the layers of an expert. Without `up`
+                an expert has two layers.
+            scores: "softmax" or "sigmoid", of the router's logits.
+            normalize: Whether the weights of a token's choices sum to 1.
+            capacity: How many times its even share of tokens an expert takes, the earlier and
+                first-chosen ones. None: all tokens.
+            shared: The width of an expert that all tokens go through. 0: there is none.
+            jitter: In training the router sees numbers up to this share larger or smaller.
+            balance_loss: The factor of the balance loss (Shazeer, Fedus).
+            z_loss: The factor of the loss of large logits (Zoph).
+            over: "batch" takes capacity and balance over all tokens, so that the batch cannot be
+                cut into micro-batches. "sequence" takes them over each sequence, the dim before
+                the last, and the mean of the losses (as DeepSeek-V3 does).
+            device: Where parameters are made.
+            dtype: The dtype of parameters.
+        """
         super().__init__()
         if not 1 <= choices <= experts:
             raise InvalidInput(
@@ -96,7 +110,7 @@ class MoE(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As those of linear layers are made."""
+        """Initialise the weights as those of linear layers."""
         for weight in (self.gate, self.up, self.down):
             if weight is not None:
                 bound = 1 / math.sqrt(weight.shape[-1])
@@ -116,7 +130,7 @@ class MoE(nn.Module):
             most = math.ceil(self.capacity * math.prod(among.shape[-2:]) / count)
             is_taken = within_capacity(among, count, most).view_as(chosen)
             weights = weights * is_taken
-            chosen = chosen.where(is_taken, count)  # an expert that there is not
+            chosen = chosen.where(is_taken, count)  # an expert that does not exist
         y = through_experts(x, chosen, weights, self.down, self.gate, self.up, inner=self.inner)
         if self.shared is not None:
             y = y + self.shared(x)
@@ -128,7 +142,7 @@ class MoE(nn.Module):
         return x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
 
     def _sequences(self, of_tokens: Tensor) -> Tensor:
-        """[sequences tokens ...], of which one may be the whole batch."""
+        """Return values as [sequences tokens ...]; the whole batch may be one sequence."""
         is_whole = self.over == "batch" or of_tokens.ndim < 3
         return of_tokens.reshape(-1, of_tokens.shape[-1]) if is_whole else of_tokens
 
@@ -146,14 +160,14 @@ class MoE(nn.Module):
         return loss
 
     def _mean(self, of_tokens: Tensor) -> Tensor:
-        """Over the tokens of each sequence."""
+        """Return the mean over the tokens of each sequence, or of the batch."""
         dims = tuple(range(of_tokens.ndim - 1))
         dims = dims if self.over == "batch" else dims[-1:]
         return of_tokens.mean(dims) if dims else of_tokens
 
 
 class FeedForward(nn.Module):
-    """What all tokens go through: layers as one expert has."""
+    """The expert that all tokens go through."""
 
     def __init__(self, hidden: int, inside: int, inner: str, **place: Any) -> None:
         super().__init__()

@@ -15,8 +15,14 @@ from autopar.strategies.kernels import recurrences
 
 
 def linear_scan(a: Tensor, b: Tensor, start: Tensor | None = None, *, dim: int) -> Tensor:
-    """All h[t] = a[t] * h[t - 1] + b[t] along `dim`; h[-1] is `start`, or zero. `a` and `b` are
-    broadcast to each other, `start` to a state."""
+    """Return all h[t] = a[t] * h[t - 1] + b[t] along a dim.
+
+    Args:
+        a: The decays. They and `b` are broadcast to each other.
+        b: The inputs.
+        start: The state h[-1], which is broadcast to a state. None: zero.
+        dim: The dim of time.
+    """
     shape = torch.broadcast_shapes(a.shape, b.shape)
     if not -len(shape) <= dim < len(shape):
         raise InvalidInput(

@@ -23,7 +23,7 @@ from autopar.text.units import bytes_text, seconds_text
 _WIDTH, _LEFT, _HEIGHT, _BELOW = 960.0, 70.0, 170.0, 22.0
 _RANKS = 8  # that are drawn
 _CLASSES = {"activations": "kept"}  # the others are called as they are
-_ORDER = tuple(one.name for one in fields(AtPeak))
+_ORDER = tuple(field.name for field in fields(AtPeak))
 
 
 @dataclass(frozen=True)

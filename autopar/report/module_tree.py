@@ -23,7 +23,7 @@ from autopar.strategies.results import is_result
 
 @dataclass(frozen=True)
 class MovedBytes:
-    """What a movement, or a kernel that several ranks run together, moves."""
+    """The bytes that a movement, or a kernel that several ranks run together, moves."""
 
     forward: str
     backward: str  # "" where no gradient flows
@@ -205,6 +205,6 @@ def _moved(node: fx.Node) -> MovedBytes | None:
         return MovedBytes(movement.kind, back, ", ".join(movement.axes), info(node).bytes)
     if joint is not None:
         back = joint.joint.backward.__name__ if info(node).learns else ""
-        about = joint.joint.forward.__name__, back, ", ".join(joint.axes)
-        return MovedBytes(*about, info(node).bytes)
+        name, axes = joint.joint.forward.__name__, ", ".join(joint.axes)
+        return MovedBytes(name, back, axes, info(node).bytes)
     return None

@@ -1,6 +1,6 @@
-"""What a rank sends in a predicted step, as the mean over the ranks of a pipeline.
+"""The bytes that a rank sends in a predicted step, as the mean over the ranks of a pipeline.
 
-It is counted from the collectives and messages that the price counts.
+They are counted from the collectives and messages that the price counts.
 """
 
 from __future__ import annotations

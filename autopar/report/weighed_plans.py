@@ -99,11 +99,11 @@ def draw_scatter(plans: Sequence[WeighedPlan], limit: float) -> Drawing:
     placed: list[tuple[WeighedPlan, float, float]] = []
     for plan in sorted(plans, key=lambda plan: (plan.is_chosen, -plan.figures.seconds)):
         kind = "chosen" if plan.is_chosen else "slower" if plan.figures.fits else "large"
-        place = across.at(plan.figures.seconds), up.at(plan.figures.memory)
+        x, y = across.at(plan.figures.seconds), up.at(plan.figures.memory)
         parts = (f"{name} {seconds_text(size)}" for name, size in plan.parts.items() if size)
         words = f"{plan.figures}: {plan.why}; {', '.join(parts)}"
-        picture.dot(*place, 7 if plan.is_chosen else 4, kind, words)
-        placed.append((plan, *place))
+        picture.dot(x, y, 7 if plan.is_chosen else 4, kind, words)
+        placed.append((plan, x, y))
     _label_dots(picture, placed[::-1])
     return picture
 
@@ -179,7 +179,7 @@ def rows_of_meshes(considered: Sequence[ConsideredMesh], chosen: Mesh) -> list[t
     """Return the meshes that a layout search looked at, the fastest first."""
     rows: list[tuple[str, ...]] = [("", "a step")]
 
-    def order(mesh: ConsideredMesh) -> tuple[bool, float, bool]:
+    def order(mesh: ConsideredMesh) -> tuple[float, ...]:
         return mesh.seconds is None, float(f"{mesh.seconds or 0.0:.6g}"), mesh.mesh != chosen
 
     for mesh in sorted(considered, key=order):

@@ -1,4 +1,4 @@
-"""Drawing: lines, boxes and words as SVG, in classes to which a style gives colours.
+"""Drawings of lines, boxes and words as SVG, in classes to which a style gives colours.
 
 >>> drawing = Drawing(100, 20, "two boxes")
 >>> drawing.box(0, 0, 40, 20, "forward", title="stage 0")
@@ -19,7 +19,7 @@ Point = tuple[float, float]
 
 
 def style() -> str:
-    """What gives the classes of drawings their colours, light and dark."""
+    """Return the style sheet of drawings, with colours for light and dark pages."""
     return files("autopar").joinpath("drawing.css").read_text()
 
 
@@ -33,13 +33,13 @@ class Drawing:
     def box(
         self, x: float, y: float, width: float, height: float, kind: str, title: str = ""
     ) -> None:
-        """A filled rectangle; `title` is shown to who points at it."""
+        """Draw a filled rectangle; `title` is shown to a reader who points at it."""
         inside = f"<title>{escape(title)}</title>" if title else ""
         place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
         self._parts.append(f'<rect class="{kind}" {place}>{inside}</rect>')
 
     def boxes(self, places: Sequence[tuple[float, float, float, float]], kind: str) -> None:
-        """Many of one kind as one shape: x, y, width, height of each."""
+        """Draw many rectangles of one kind as one shape: x, y, width, height of each."""
         way = "".join(f"M{_n(x)} {_n(y)}h{_n(w)}v{_n(h)}h{_n(-w)}z" for x, y, w, h in places)
         if way:
             self._parts.append(f'<path class="{kind}" d="{way}"/>')
@@ -50,12 +50,12 @@ class Drawing:
         self._parts.append(f'<circle class="{kind}" {place}>{inside}</circle>')
 
     def line(self, points: Sequence[Point], kind: str) -> None:
-        """Straight from point to point."""
+        """Draw a line straight from point to point."""
         way = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
         self._parts.append(f'<polyline class="{kind}" points="{way}"/>')
 
     def area(self, points: Sequence[Point], kind: str, title: str = "") -> None:
-        """What lies inside of some points."""
+        """Draw the filled polygon of some points."""
         inside = f"<title>{escape(title)}</title>" if title else ""
         way = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
         self._parts.append(f'<polygon class="{kind}" points="{way}">{inside}</polygon>')
@@ -67,8 +67,8 @@ class Drawing:
         return self._whole("")
 
     def file(self) -> str:
-        """As a file of its own, with its colours."""
-        # Words change their colour in the dark, so what is under them does too.
+        """Return the drawing as an SVG file with its colours."""
+        # Words change their colour on dark pages, so the paper under them does too.
         paper = '<rect class="paper" width="100%" height="100%"/>'
         first = f"<style>{style()}</style>{paper}"
         return f'<?xml version="1.0" encoding="UTF-8"?>\n{self._whole(first)}'
@@ -81,7 +81,7 @@ class Drawing:
 
 
 class Axis:
-    """From values to places: `at(value)`; and round values on the way."""
+    """A mapping from values to places in a picture, with round values as ticks."""
 
     def __init__(self, least: float, most: float, start: float, end: float) -> None:
         self._least, self._span = least, (most - least) or 1.0
@@ -91,7 +91,7 @@ class Axis:
         return self._start + (value - self._least) / self._span * (self._end - self._start)
 
     def ticks(self, count: int = 6) -> list[float]:
-        """About so many round values, from the least to the most."""
+        """Return about `count` round values, from the least to the most."""
         each = self._span / count
         power = 10.0 ** math.floor(math.log10(each))
         step = next(power * times for times in (1, 2, 5, 10) if power * times >= each)
@@ -101,10 +101,10 @@ class Axis:
 
 
 def escape(words: str) -> str:
-    """As it stands in a picture."""
+    """Return words as they stand in an SVG file."""
     return escaped(printable_text(words))
 
 
 def _n(value: float) -> str:
-    """A number in few letters."""
+    """Return a number with at most two digits behind the point."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

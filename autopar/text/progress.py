@@ -3,8 +3,8 @@
 with reporter(progress) as report:
     report("mesh", "1 of 3: Mesh(x=8); no pipeline; best so far 7.45 ms")
 
-A phase, and its detail. `progress`: None shows them on a terminal only, True everywhere, False
-nowhere; a callable is told. Where there is no terminal, the first is printed, then one a second.
+A report has a phase and a detail. `progress=None` shows them on a terminal only, True everywhere,
+False nowhere; a callable receives them. Elsewhere than on a terminal one line a second is printed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _EACH = 1.0  # seconds between lines elsewhere
 
 @contextmanager
 def reporter(progress: Report | bool | None) -> Iterator[Report]:
-    """What tells of each phase, in the way that `progress` asks for."""
+    """Yield a function that reports a phase and its detail in the way that `progress` asks for."""
     terminal = sys.stderr is not None and sys.stderr.isatty()
-    is_asked = progress is True and sys.stderr is not None
-    if not (callable(progress) or is_asked or (progress is None and terminal)):
+    is_forced = progress is True and sys.stderr is not None
+    if not (callable(progress) or is_forced or (progress is None and terminal)):
         yield lambda phase, detail: None
     elif callable(progress):
         yield progress
@@ -36,7 +36,7 @@ def reporter(progress: Report | bool | None) -> Iterator[Report]:
 
 
 def _in_lines() -> Report:
-    """Lines that stay, so not of every phase."""
+    """Return a report that prints lines, at most one a second."""
     last = -_EACH
 
     def report(phase: str, detail: str) -> None:
@@ -49,8 +49,10 @@ def _in_lines() -> Report:
 
 
 def fit_line(line: str, width: int) -> str:
-    """On one line, whose last part, as the best so far, is kept to the end: what stands in the
-    middle is left out first, then the end of the first."""
+    """Shorten a line to `width`: first by its middle parts, then by the end of its first part.
+
+    Parts are separated by `; `. The last one, such as the best plan so far, always stays.
+    """
     first, *middle = line.split("; ")
     last = f"; {middle.pop()}" if middle else ""
     while middle and len("; ".join([first, *middle])) + len(last) > width:
@@ -63,7 +65,7 @@ def fit_line(line: str, width: int) -> str:
 
 
 def _on_terminal() -> Iterator[Report]:
-    """One line that changes and leaves nothing behind."""
+    """Yield a report that shows one changing line on a terminal, and removes it at the end."""
     from rich.console import Console
     from rich.text import Text
 

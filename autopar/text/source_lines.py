@@ -18,9 +18,9 @@ LONGEST = 100  # characters of a line that are shown
 
 
 def caller(inner: FrameType | None = None) -> str | None:
-    """The line that led here: the innermost one outside autopar, torch and Python itself.
+    """Return the user's line that led here: the innermost outside autopar, torch and Python.
 
-    Or that led to `inner`, a frame of another thread.
+    With `inner`, a frame of another thread, return the line that led to that frame.
     """
     for frame, _ in traceback.walk_stack(inner or sys._getframe(1)):
         if is_users_frame(frame):
@@ -29,21 +29,23 @@ def caller(inner: FrameType | None = None) -> str | None:
 
 
 def frames_to_caller() -> int:
-    """The `stacklevel` with which a warning points at that line."""
+    """Return the `stacklevel` with which a warning points at the user's line."""
     frames = traceback.walk_stack(sys._getframe(1))
-    return next((level for level, (one, _) in enumerate(frames, 1) if is_users_frame(one)), 1)
+    return next((level for level, (frame, _) in enumerate(frames, 1) if is_users_frame(frame)), 1)
 
 
 def describe(file: str, line: int, text: str | None = None) -> str:
-    """One line for people: the path as short as it stays clear, the line and its text. Code that
-    was typed, piped or generated stands in no file: `<stdin>, line 3`."""
+    """Return a source line for people: a short path, the number and the text.
+
+    Code that was typed, piped or generated stands in no file: `<stdin>, line 3`.
+    """
     text = shorten((text or linecache.getline(file, line)).strip())
     place = f"{file}, line {line}" if file.startswith("<") else f"{_short(file)}:{line}"
     return place + (f": {text}" if text else "")
 
 
 def shorten(text: str) -> str:
-    """As much of a text as a message shows."""
+    """Return as much of a text as a message shows."""
     return text if len(text) <= LONGEST else text[: LONGEST - 1].rstrip() + "…"
 
 

@@ -1,4 +1,4 @@
-"""Suggestions: the names that a user probably meant by one that does not exist.
+"""Suggestions of names that a user probably meant by one that does not exist.
 
 >>> nearest("h100", ["dgx-h100", "h200"]), nearest("zero", ["whole", "zero1", "zero3"])
 (['dgx-h100'], ['zero1', 'zero3'])
@@ -40,27 +40,27 @@ _MEANINGS = {
 
 def nearest(word: str, known: Sequence[str]) -> list[str]:
     """Return the names of `known` that `word` means or misspells, most likely ones only."""
-    given = _plain(word)
-    meant = [name for name in known if given in _MEANINGS.get(name, "").split()]
-    if meant or not given:
+    plain = _plain(word)
+    meant = [name for name in known if plain in _MEANINGS.get(name, "").split()]
+    if meant or not plain:
         return meant
-    alike = {name: _likeness(given, _plain(name)) for name in known}
+    alike = {name: _likeness(plain, _plain(name)) for name in known}
     most = max(alike.values(), default=0.0)
     return [name for name, likeness in alike.items() if likeness == most > 0]
 
 
 def _plain(word: str) -> str:
-    """`cuda:0` as `cuda`, `ZeRO-3` as `zero3`."""
+    """Return a word in small letters without signs: `cuda:0` as `cuda`, `ZeRO-3` as `zero3`."""
     return re.sub(r"[\W_]", "", word.partition(":")[0].lower())
 
 
-def _likeness(given: str, known: str) -> float:
+def _likeness(word: str, known: str) -> float:
     """Return a number up to 1; 0 for two words that share neither meaning nor spelling."""
-    likeness = difflib.SequenceMatcher(None, given, known).ratio()
-    short, long = sorted((given, known), key=len)
+    likeness = difflib.SequenceMatcher(None, word, known).ratio()
+    short, long = sorted((word, known), key=len)
     if len(short) >= _SHORTEST and short in long and _numbers(short) <= _numbers(long):
         return likeness
-    is_code = sum(map(str.isalpha, given)) < 2  # a letter and a number: another one is another kind
+    is_code = sum(map(str.isalpha, word)) < 2  # a letter and a number: another one is another kind
     return likeness if likeness >= _ALIKE and not is_code else 0.0
 
 

@@ -1,11 +1,11 @@
-"""Tables: rows of cells as lines of aligned columns, and lines, no wider than a page.
+"""Tables of aligned columns and wrapped lines, no wider than a page.
 
 >>> rows = ("", "a step"), ("* no pipeline", "531 ms"), ("  2 ranks deep", "558 ms")
 >>> print(*table(rows), sep="\\n")
                   a step
   * no pipeline   531 ms
     2 ranks deep  558 ms
->>> print(*wrapped("search: 61,618 strategies of 506 nodes, proved", width=30), sep="\\n")
+>>> print(*wrap_line("search: 61,618 strategies of 506 nodes, proved", width=30), sep="\\n")
 search: 61,618 strategies of
   506 nodes, proved
 """
@@ -18,25 +18,25 @@ from functools import lru_cache
 
 WIDTH = 80  # characters of a page
 _WIDEST = 64  # of a column that others are aligned behind
-_HANG = 2  # by how much what goes on is set in
-_LEAST_HUNG = 16  # characters of a column where it is
-_WORDS, _NAMES, _BRACKETS, _ALL = range(4)  # what may be parted, if it has to be
+_HANG = 2  # the indent of continued lines
+_LEAST_HUNG = 16  # characters of a column whose continued lines are indented
+_WORDS, _NAMES, _BRACKETS, _ALL = range(4)  # the pieces that may be split, if they have to be
 _LONG_NAME = 24  # characters
-_SHORT = 8  # characters: what has no more is never parted
+_SHORT = 8  # characters of a piece that is never split
 _LEADS = ("=", "+", "->", "|", "over")  # they stand before what follows
 _NUMBER = re.compile(r"[+<>~-]?[\d.,]+(?:e[+-]?\d+)?")  # it stays with its unit
-# Of a name in several parts, where another part begins.
+# The places in a name of several parts where another part begins.
 _PARTS = re.compile(r"(?<=[\w}\])])(?=\.[A-Za-z_{])|(?<=[/_])(?=[A-Za-z])")
 
 
 def first_lines(lines: Sequence[str], most: int, where: str = "") -> list[str]:
-    """The first of some lines, and how many there are besides; `where` these are."""
+    """Return the first lines, and a line that counts the others and says `where` they are."""
     more = len(lines) - most
     return [*lines[:most], *([f"  and {more} more{where}"] if more > 0 else [])]
 
 
 def wrap_line(line: str, hang: int | None = None, width: int = WIDTH) -> list[str]:
-    """A line on as many as it takes, what goes on set in by `hang`."""
+    """Wrap a line; continued lines are indented by `hang`, or by two more than the first."""
     indent = len(line) - len(line.lstrip())
     text, behind = line.strip(), indent + _HANG if hang is None else hang
     first, *rest = _filled(text, width - indent, width - behind)
@@ -44,8 +44,10 @@ def wrap_line(line: str, hang: int | None = None, width: int = WIDTH) -> list[st
 
 
 def table(rows: Sequence[Sequence[str]], most: int | None = None) -> list[str]:
-    """Rows of cells as lines of aligned columns, those that are too wide on several; of the first
-    `most` below the heading."""
+    """Return rows of cells as lines of aligned columns; wide cells take several lines.
+
+    `most` limits the rows below the heading.
+    """
     shown = rows if most is None else rows[: most + 1]
     widths = _fitting([*zip(*shown)])
     lines = [line for row in shown for line in _lines(row, widths)]
@@ -53,7 +55,7 @@ def table(rows: Sequence[Sequence[str]], most: int | None = None) -> list[str]:
 
 
 def stacked_table(rows: Sequence[Sequence[str]], most: int | None = None) -> list[str]:
-    """The same; where that is too wide, the first cell of each row stands above the others."""
+    """Like `table`, but with the first cell of each row above the others if that is too wide."""
     if _wide([*zip(*rows)]) <= WIDTH - 2:
         return table(rows, most)
     shown = rows if most is None else rows[: most + 1]
@@ -61,13 +63,13 @@ def stacked_table(rows: Sequence[Sequence[str]], most: int | None = None) -> lis
     widths = _fitting([*zip(*figures)])
     heading = [] if not shown[0][0] else wrap_line(f"  {shown[0][0]}")
     lines = [*heading, *_lines(figures[0], widths)]
-    for row, own in zip(shown[1:], figures[1:]):
-        lines += [*wrap_line(f"  {row[0]}", 8), *_lines(own, widths)]
+    for row, cells in zip(shown[1:], figures[1:]):
+        lines += [*wrap_line(f"  {row[0]}", 8), *_lines(cells, widths)]
     return [*lines, *([f"  and {len(rows) - len(shown)} more"] if len(rows) > len(shown) else [])]
 
 
 def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    """A row, on as many lines as its longest cell takes."""
+    """Yield the lines of a row, as many as its longest cell takes."""
     cells = [_in_column(cell, width) for cell, width in zip(row, widths)]
     for number in range(max(map(len, cells))):
         parts = (
@@ -79,7 +81,7 @@ def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
 
 @lru_cache(1 << 12)
 def _in_column(cell: str, width: int) -> list[str]:
-    """A cell of a column, what goes on set in if there is room."""
+    """Return the lines of a cell; continued lines are indented if there is room."""
     if len(cell) <= width:
         return [cell]
     lead = cell[: len(cell) - len(cell.lstrip(" *"))]  # marks of a row stay in front
@@ -93,16 +95,18 @@ def _wide(columns: Sequence[Sequence[str]]) -> int:
 
 
 def _fitting(columns: Sequence[Sequence[str]]) -> list[int]:
-    """The widths of columns that fit beside each other, in as few lines as can be: those of
-    headings first."""
+    """Return widths of columns with which a table fits the page in the fewest lines.
+
+    Headings are made narrower first.
+    """
     rows, widths = [*zip(*columns)], [max(map(len, column)) for column in columns]
     if _wide(columns) > WIDTH - 2:
-        own = (_least(heading, _WORDS) for heading, *_ in columns)
+        headings = (_least(heading, _WORDS) for heading, *_ in columns)
         below = (max(map(len, column[1:]), default=0) for column in columns)
-        widths = [max(pair) for pair in zip(own, below)]
+        widths = [max(pair) for pair in zip(headings, below)]
 
     def height(at: int) -> tuple[int, int]:
-        """With one of them less wide, and of these the widest first."""
+        """Return the lines with column `at` one narrower; of equals the widest comes first."""
         less = [width - (number == at) for number, width in enumerate(widths)]
         cells = (map(_in_column, row, less) for row in rows)
         return sum(max(map(len, row)) for row in cells), -widths[at]
@@ -118,13 +122,16 @@ def _fitting(columns: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _least(cell: str, level: int) -> int:
-    """The width that the longest piece of a cell takes."""
+    """Return the width of the longest piece of a cell."""
     lead = len(cell) - len(cell.lstrip(" *"))
     return lead + max(len(piece) for piece, _ in _pieces(cell[lead:], level))
 
 
 def _filled(text: str, first: int, rest: int, most: int = _BRACKETS) -> list[str]:
-    """A text in lines: the first of one width, the others of another. `most` may be parted."""
+    """Split a text into lines: the first of one width, the others of another.
+
+    Pieces are split further up to the level `most`.
+    """
     lines, room = [""], first
     waiting = [(*piece, _WORDS) for piece in _pieces(text, _WORDS)[::-1]]
     while waiting:
@@ -144,8 +151,10 @@ def _filled(text: str, first: int, rest: int, most: int = _BRACKETS) -> list[str
 
 
 def _pieces(text: str, level: int) -> list[tuple[str, str]]:
-    """What is not parted, each with what is between it and the one before: numbers with their
-    units, and, as far as the level says, names and what is in brackets; at last anything."""
+    """Return the pieces of a text that stay together, each with the glue before it.
+
+    Numbers stay with their units; the level says whether names and brackets are split, too.
+    """
     words: list[str] = []
     depth, last = 0, ""
     for word in text.split(" "):
@@ -162,11 +171,11 @@ def _pieces(text: str, level: int) -> list[tuple[str, str]]:
     most = _SHORT if level == _ALL else _LONG_NAME
     long = (_PARTS.split(word) if len(word) > most else [word] for word in words)
     parts = ((number, part) for split in long for number, part in enumerate(split))
-    found = [(part, "" if number else " ") for number, part in parts]
+    pieces = [(part, "" if number else " ") for number, part in parts]
     if level < _ALL:
-        return found
+        return pieces
     return [
         (part[at : at + _SHORT], "" if at else glue)
-        for part, glue in found
+        for part, glue in pieces
         for at in range(0, max(1, len(part)), _SHORT)
     ]

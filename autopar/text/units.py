@@ -1,4 +1,4 @@
-"""Units: seconds, bytes and numbers of things as a person reads and writes them.
+"""Seconds, bytes and numbers of things as a person reads and writes them.
 
 >>> seconds_text(0.0186), bytes_text(3.2e9), share_text(0.0)
 ('18.6 ms', '3.2 GB', '0%')
@@ -14,7 +14,7 @@ import math
 import re
 from numbers import Real
 
-# What no text of a page or picture may hold: most control characters, halves of pairs.
+# Characters that no page or picture may hold: most control characters, halves of pairs.
 _UNSEEN = re.compile("[^\t\n\r\x20-\x7e\x80-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 _PLURALS = {"axis": "axes", "copy": "copies"}
@@ -25,11 +25,11 @@ _BYTES |= {f"{name}IB": 2.0 ** (10 * power) for power, name in enumerate("KMGTP"
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _BITS = re.compile("([kKMGTP]i?)(?:b|bit|bits)")
 _EITHER = re.compile("[mgtp]i?b")
-LEAST_MEMORY = 1000  # bytes: who says less has meant another unit
+LEAST_MEMORY = 1000  # bytes; a smaller number was meant in another unit
 
 
 def seconds_text(seconds: float) -> str:
-    """`18.6 ms`."""
+    """Return seconds as text: `18.6 ms`."""
     for unit, name in _SECONDS:
         if abs(seconds) >= unit:
             return f"{seconds / unit:.3g} {name}"
@@ -37,17 +37,17 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(count: float, digits: int = 3) -> str:
-    """`3.2 GB`."""
+    """Return bytes as text: `3.2 GB`."""
     return counted(round(count), "byte") if abs(count) < 1e3 else scaled(count, "B", digits)
 
 
 def counted(number: int, word: str) -> str:
-    """`1 node`, `2 nodes`, `1,024 micro-batches`."""
+    """Return a number with its word: `1 node`, `2 nodes`, `1,024 micro-batches`."""
     return f"{number:,} {plural(word, number)}"
 
 
 def plural(word: str, number: int) -> str:
-    """The word for so many: `node`, `nodes`."""
+    """Return a word in the form for a number of things: `node`, `nodes`."""
     if number == 1:
         return word
     if word in _PLURALS:
@@ -55,25 +55,27 @@ def plural(word: str, number: int) -> str:
     return word + ("es" if word.endswith(("ch", "s", "x")) else "s")
 
 
-def read_bytes(given: object) -> float:
-    """The bytes that a number says, or a text with a unit; not a number where they say none."""
-    if isinstance(given, Real) and not isinstance(given, bool):
+def read_bytes(amount: object) -> float:
+    """Return the bytes of a number, or of a text with a unit; NaN if it is neither."""
+    if isinstance(amount, Real) and not isinstance(amount, bool):
         try:
-            return float(given)
+            return float(amount)
         except OverflowError:
             return math.inf
-    match = _AMOUNT.fullmatch(given) if isinstance(given, str) else None
+    match = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
     if match is None or _BITS.fullmatch(match[2]):
         return math.nan
     return float(match[1]) * _BYTES.get(match[2].upper(), math.nan)
 
 
-def read_rate(given: object) -> float:
-    """The bytes a second that a number says, or a text as `100GB/s`, or `400Gb/s` or `400Gbit/s`
-    in bits; not a number where it says neither, or one cannot tell which."""
-    if not isinstance(given, str):
-        return read_bytes(given)
-    match = _AMOUNT.fullmatch(given.strip().removesuffix("/s").removesuffix("ps"))
+def read_rate(amount: object) -> float:
+    """Return the bytes a second of a number or text; NaN if it is neither, or ambiguous.
+
+    A text gives bytes, as `100GB/s`, or bits, as `400Gb/s` or `400Gbit/s`.
+    """
+    if not isinstance(amount, str):
+        return read_bytes(amount)
+    match = _AMOUNT.fullmatch(amount.strip().removesuffix("/s").removesuffix("ps"))
     if match is None or _EITHER.fullmatch(match[2]):
         return math.nan
     bits = _BITS.fullmatch(match[2])
@@ -82,13 +84,13 @@ def read_rate(given: object) -> float:
 
 
 def scaled(value: float, unit: str, digits: int = 4) -> str:
-    """`312 TFLOP/s`."""
+    """Return a value with a prefix and unit: `312 TFLOP/s`."""
     size, prefix = next((known for known in _PREFIXES if abs(value) >= known[0]), (1.0, ""))
     return f"{value / size:.{digits}g} {prefix}{unit}"
 
 
 def share_text(part: float) -> str:
-    """`0.3%`."""
+    """Return a share of 1 as percent: `0.3%`."""
     if abs(part) < 1e-9:
         return "0%"
     if abs(part) < 1e-4:
@@ -97,13 +99,12 @@ def share_text(part: float) -> str:
 
 
 def printable_text(words: str) -> str:
-    """What a file of text can hold, where names have other characters: these as Python writes
-    them."""
-    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), words)
+    """Return words with characters that a text file cannot hold as Python escapes them."""
+    return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), words)
 
 
 def change_text(before: float, after: float) -> str:
-    """`+12%`, `-30%`, `3.3 times`."""
+    """Return the change of a value as text: `+12%`, `-30%`, `3.3 times`."""
     if not before or after >= 2 * before:
         return f"{after / before:.2g} times" if before else "from nothing"
     change = after / before - 1

@@ -108,14 +108,22 @@ def save(
     extra: Any = None,
     asynchronous: bool = False,
 ) -> Saving | None:
-    """Write a checkpoint between two steps: parameters, buffers, what the optimizer keeps with the
-    options of its groups, the loss scale, the state of random numbers, the plan, and rank 0's
-    `extra`, plain data and tensors. All ranks save together, into one folder; gradients are left.
+    """Write a checkpoint between two steps. All ranks save together, into one folder.
 
-    It takes the place of an earlier one at this path when it is whole, and not before; where
-    anything else lies nothing is replaced.
-    `asynchronous`: values are copied to the host, and a thread writes them; training may go on.
-    What is given back then has `wait()`; the next save of the module waits for this one by itself.
+    It holds parameters, buffers, optimizer states with the options of groups, the loss scale, the
+    state of random numbers and the plan, but no gradients. It takes the place of an earlier
+    checkpoint at this path once it is complete; anything else at the path is never replaced.
+
+    Args:
+        path: The folder of the checkpoint, which all ranks reach.
+        module: The parallel module.
+        optimizer: An optimizer of the module's parameters. None: its states are not saved.
+        extra: Plain data and tensors of the caller's, such as the step; rank 0's are saved.
+        asynchronous: Copy values to the host and let a thread write them, so that training goes
+            on. Default: False. The next save of the module waits for this one by itself.
+
+    Returns:
+        A `Saving` with `wait()` if `asynchronous`, else None.
     """
     _require_module(module)
     if (earlier := _under_way.pop(module, None)) is not None and not earlier.is_over:
@@ -140,11 +148,19 @@ def load(
     module: ParallelModule,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Any:
-    """Take up a checkpoint that `save` wrote, under any plan and on any number of ranks: its
-    `extra`. All ranks load together. What does not fit is refused before anything has changed.
+    """Load a checkpoint that `save` wrote, under any plan and on any number of ranks.
 
-    The optimizer is of the class that was saved, with the same parameters in its groups; their
-    options become those that were saved. Random numbers go on on all ranks as rank 0's did.
+    All ranks load together. A checkpoint that does not fit is refused before anything changes.
+    Random numbers go on on all ranks as those of rank 0 did.
+
+    Args:
+        path: The folder of the checkpoint.
+        module: A parallel module of the same model, which takes the saved values.
+        optimizer: An optimizer of the saved class, with the same parameters in its groups. Their
+            options become the saved ones. None: optimizer states are not loaded.
+
+    Returns:
+        The `extra` that was saved.
     """
     _require_module(module)
     backend = module.backend
@@ -192,12 +208,17 @@ def load(
 def save_safetensors(
     path: str | PathLike[str], module: ParallelModule, *, max_shard_size: float | None = None
 ) -> None:
-    """Write the whole model as a safetensors file under its original names, as `weights=` and
-    other programs read it; what is tied stands under its first name. All ranks write together: they
-    send rank 0 one tensor at a time.
+    """Write the whole model as a safetensors file, as `weights=` and other programs read it.
 
-    `max_shard_size`: the path is a folder, of files with at most as many bytes and an index of
-    them, under the names that other programs look for; other files in it stay."""
+    All ranks take part: they send rank 0 one tensor at a time. Tensors have their original names;
+    tied ones stand under their first name.
+
+    Args:
+        path: The file, or with `max_shard_size` a folder, in which other files stay.
+        module: The parallel module.
+        max_shard_size: The most bytes of each of several files, which have an index and the names
+            that other programs look for. None: one file.
+    """
     _require_module(module)
     backend, is_first = module.backend, rank_of(module.backend) == 0
 
@@ -288,8 +309,13 @@ class _Files:
 
 
 def is_saved(path: str | PathLike[str]) -> bool:
-    """Return whether `save` has written a checkpoint there whose files and pieces are all there, in
-    full length. Of one that is damaged, it warns; `load` looks at the bytes of pieces, too."""
+    """Return whether a path holds a checkpoint whose files and pieces exist in full length.
+
+    A damaged checkpoint gives a warning. The bytes of pieces are only checked by `load`.
+
+    Args:
+        path: The folder that was given to `save`.
+    """
     place = accepted(path)
     try:
         Checkpoint(place)

@@ -42,15 +42,18 @@ _SAME_ORDER = (
 
 
 def shard_loader(loader: Iterable[Any], module: ParallelModule) -> ShardedLoader:
-    """Return a loader of this rank's slices of the batches of `loader`, for a `module` with
-    `local_inputs=True`. On the virtual mesh the slice is the whole batch.
+    """Return a loader of this rank's slices of the batches of a loader.
 
-    From a `DataLoader` over a dataset with an index, a rank loads the samples of its slice alone.
-    Rank 0 sends their indices batch by batch: samplers run there alone, and the loop ends on all
-    ranks when it ends there. All ranks make the same loops. Any other iterable, such as a loader
-    over an `IterableDataset`, gives the same batches on every rank, which the first three calls
-    compare. A rank then takes its slice of every tensor whose first dim is the batch.
-    `set_epoch(n)` is handed to the sampler, or to the dataset.
+    From a `DataLoader` over a dataset with an index, a rank loads the samples of its slice alone:
+    rank 0 runs the sampler and sends indices batch by batch, and its loop ends those of all ranks.
+    Any other iterable, such as a loader over an `IterableDataset`, must give equal batches on
+    every rank, which the first three calls compare; a rank takes its slice of every tensor whose
+    first dim is the batch. `set_epoch(n)` is handed to the sampler, or to the dataset.
+
+    Args:
+        loader: A loader of global batches.
+        module: A parallel module with `local_inputs=True`, or one on the virtual mesh, where the
+            slice is the whole batch.
     """
     _require_global(loader)
     backend = module.backend

@@ -263,14 +263,16 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
     ) -> Any:
         """Run forward and backward of one global batch in micro-batches; return the batch's loss.
 
-        Gradients add up over steps until `zero_grad()`; until a step ends, it holds its own next to
-        earlier ones. `scale` multiplies the gradients but not the returned loss: 1/n in each of n
-        steps that make one update. A step of `microbatches=n` does the same with one sum over
-        ranks. With `outputs=True` the step also returns the model's outputs for the whole batch, in
-        its own type, detached and whole. Outputs of micro-batches are joined along the batch or
-        summed, and refused if neither gives the batch's. If forward takes arguments of these names,
-        they belong to the model if the example call has them, and are refused otherwise. A step
-        that breaks off leaves gradients as they were."""
+        Gradients add up over steps until `zero_grad()`. A step that breaks off leaves them as they
+        were. An argument `scale` or `outputs` of forward itself must be in the example call.
+
+        Args:
+            args, kwargs: The arguments of the model's call.
+            scale: A factor of the gradients, not of the returned loss. Example: 1/n in each of n
+                steps that make one update. None: 1.
+            outputs: Whether to return the model's outputs, too: detached, whole, in its own type.
+                Those of micro-batches are joined or summed; others are refused. Default: False.
+        """
         with torch.inference_mode(False), torch.enable_grad():
             begun = self._listeners.begin()
             with self.backend.local_checks():
