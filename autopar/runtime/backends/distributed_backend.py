@@ -91,8 +91,7 @@ class TorchBackend(Backend):
         self._users = Users(program)
         self.routes = parameter_movements(program)
         self.leaves = leaves or self._make_leaves()
-        link = self.leaves.link
-        about = program, self._users, ranks, self.routes, self.groups, link
+        about = program, self._users, ranks, self.routes, self.groups, self.leaves.link
         self._sums = gradient_sums(*about) if self.schedule.goes_back else {}
         self._loss: tuple[Tensor, dist.Work] | None = None  # the shares of all ranks, being summed
         # All forwards of a rank are done before its last action.
@@ -109,9 +108,8 @@ class TorchBackend(Backend):
         plans = copy_groups(self.routes.values(), self.mesh, self.program.buffer_bytes)
         wanted = {plan.kind.axes for plan in plans if plan.kind.axes}
         gathering = Groups(self.mesh, wanted, self.ranks.meshes, "gathers")
-        return LocalParameters(
-            plans, gathering.__getitem__, self.mesh, self.ranks.inner, self.device
-        )
+        rank = self.ranks.inner
+        return LocalParameters(plans, gathering.__getitem__, self.mesh, rank, self.device)
 
     def graph(self, stage: int | None = None) -> fx.Graph:
         """The program of the first stage that this rank holds, or of any stage."""
@@ -123,8 +121,7 @@ class TorchBackend(Backend):
     def prepare_graph(
         self, graph: fx.Graph, halves: WeightHalves | None = None, is_whole: bool = False
     ) -> TorchGraph:
-        copies = self.leaves.copies(self.routes)
-        how = {"copies": copies, "window": self.leaves.window}
+        how = {"copies": self.leaves.copies(self.routes), "window": self.leaves.window}
         if not is_whole:
             return TorchGraph(self, graph, halves=halves, **how)
         whole = None if self.local_inputs else graph
@@ -134,10 +131,8 @@ class TorchBackend(Backend):
 
     def place_tensor(self, name: str, value: Tensor, type_: TensorType) -> Tensor | None:
         """This rank's piece, if a stage of it reads that."""
-        places = self.ranks.of(self._users.stages(name))
-        piece = self.placing.place_from_rank0(
-            value, type_, [self.ranks.meshes[place] for place in places]
-        )
+        meshes = [self.ranks.meshes[place] for place in self.ranks.of(self._users.stages(name))]
+        piece = self.placing.place_from_rank0(value, type_, meshes)
         return piece if piece is None else self._kept(name, piece)
 
     def place_part(
@@ -388,8 +383,6 @@ class TorchBackend(Backend):
                 value[0] = value[0].contiguous()
                 dist.broadcast(value[0], source, group=group)
         return found
-
-    # A direct call.
 
     def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
         """The outputs in the form that was asked for."""
