@@ -84,7 +84,7 @@ def check_movements(mesh: Mesh, shape: tuple[int, ...], rank: int, names: dict) 
 
 
 def check_dtypes(rank: int, names: dict) -> None:
-    """Whatever a tensor holds moves; what can be added is summed."""
+    """Tensors of every dtype move, and those that can be added are summed."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool,
               torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
               torch.float8_e4m3fn)  # fmt: skip

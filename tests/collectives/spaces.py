@@ -85,7 +85,7 @@ def random_gradient(
 
 
 def are_replicas(values: Sequence[Tensor], layout: Layout, mesh: Mesh) -> bool:
-    """Whether ranks hold the same wherever `layout` says that they hold replicas."""
+    """Return whether ranks hold equal values wherever `layout` says that they hold replicas."""
     seen: dict[tuple[int, ...], Tensor] = {}
     for rank, value in enumerate(values):
         place = mesh.coordinate(rank)

@@ -38,7 +38,7 @@ def group():
     dist.destroy_process_group()
 
 
-def test_what_one_sends_to_itself_arrives_as_its_own(group: str) -> None:
+def test_a_piece_sent_to_itself_is_a_copy(group: str) -> None:
     """As a message would: what is written to it is not written to what was sent."""
     sent = torch.arange(3.0)
 
@@ -78,7 +78,7 @@ def test_torch_accepts_the_operator(name: str, group: str) -> None:
 
 @pytest.mark.parametrize("name", ["identity", "all_reduce", "all_gather", "reduce_scatter",
                                   "slice", "all_to_all"])  # fmt: skip
-def test_it_shows_by_name_forward_and_backward(name: str, group: str) -> None:
+def test_operators_show_by_name_in_graphs(name: str, group: str) -> None:
     operator = getattr(torch.ops.autopar, name).default
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_it_shows_by_name_forward_and_backward(name: str, group: str) -> None:
     assert found == [name, back[name]]
 
 
-def test_it_compiles_as_one_graph(group: str) -> None:
+def test_operators_compile_as_one_graph(group: str) -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
         y = torch.ops.autopar.identity(x * 2, group)
         y = torch.ops.autopar.all_gather(y.sin(), 0, 4, group, 1, 0, True)

@@ -129,7 +129,7 @@ def test_every_pair_arrives_and_is_adjoint(mesh: Mesh, shape: tuple[int, ...], p
             carry_out(path, source, target, pending, shape, mesh, random)
 
 
-def test_what_is_cut_in_parts_arrives_and_is_adjoint() -> None:
+def test_dims_cut_in_parts_arrive_and_are_adjoint() -> None:
     """From parts and into them, into other parts, and with dims beside them; the tables of the
     search say what the ways cost."""
     random, parts, shape, itemsize = torch.Generator().manual_seed(0), ((0, 2), (0, 3)), (24, 4), 8
@@ -299,7 +299,7 @@ def test_nothing_is_cheaper(mesh: Mesh, shape: tuple[int, ...], price, different
             assert summed == pytest.approx(cost)
 
 
-def test_of_equal_ways_the_one_with_fewer_movements() -> None:
+def test_equal_paths_prefer_fewer_movements() -> None:
     """An all-reduce, and not a reduce-scatter with an all-gather after it."""
     path = redistribute(
         Layout(None, partial=("a", "b")), Placement(Layout(None)), (8,), 4, TWO, uniform(TWO)
@@ -345,7 +345,7 @@ def test_no_movement_makes_a_partial_sum() -> None:
 
 
 @pytest.mark.parametrize("axis", ["a", "z"])
-def test_pending_is_said_of_replicas(axis: str) -> None:
+def test_only_replicas_are_pending(axis: str) -> None:
     with pytest.raises(InvalidInput, match="only over axes on which the value is a replica"):
         redistribute(Layout("a"), Placement(Layout("a"), axis), (4,), 4, TWO, uniform(TWO))
 

@@ -1,4 +1,4 @@
-"""What is drawn has its price: its bits take passes over elements, which no fused kernel hides."""
+"""Random draws have a price: their bits take passes over elements that no kernel hides."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def quick() -> ap.Cluster:
 
 
 def host() -> ap.Cluster:
-    """The same, as cores whose caches hold intermediate results."""
+    """Return cores whose caches hold intermediate results."""
     cluster = quick()
     device = replace(cluster.device, host=replace(cluster.device.host, is_device=True))
     return replace(cluster, nodes=(Node(device, 8, cluster.nodes[0].link),))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_dropped_takes_the_passes_that_draw(dtype: torch.dtype) -> None:
+def test_dropout_costs_the_passes_that_draw(dtype: torch.dtype) -> None:
     on_host, on_device = (
         {kind: compute(kind, cluster, dtype) for kind in (*KINDS, "copy")}
         for cluster in (host(), quick())

@@ -1,4 +1,4 @@
-"""Which parameters travel together."""
+"""Gather groups: which parameters are gathered together."""
 
 from __future__ import annotations
 

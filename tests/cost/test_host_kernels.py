@@ -1,4 +1,4 @@
-"""What convolutions take on a host while they run, beside what torch's allocator gives."""
+"""The workspace of convolutions on a host, besides the memory of torch's allocator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CALLS = [
 
 
 class Workspaces(TorchDispatchMode):
-    """Those of the convolutions inside, forward and backward."""
+    """Return the workspaces of the convolutions inside, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,9 @@ def assert_counted(call: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("call", CALLS, ids=str)
-def test_a_convolution_takes_what_is_counted(call: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_predicted_workspace_of_a_convolution_is_measured(
+    call: tuple[int, ...], dtype: torch.dtype
+) -> None:
     assert_counted(call, dtype)
 
 
@@ -83,7 +85,9 @@ def test_a_convolution_takes_what_is_counted(call: tuple[int, ...], dtype: torch
     [*((call, torch.bfloat16) for call in CALLS), (CALLS[1], torch.half), (CALLS[5], torch.half)],
     ids=str,
 )
-def test_so_does_one_of_lower_precision(call: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_predicted_workspace_in_lower_precision_is_measured(
+    call: tuple[int, ...], dtype: torch.dtype
+) -> None:
     if dtype not in HostKernels.here().onednn:
         pytest.skip("oneDNN does not know it here")
     images, *rest = call
@@ -92,7 +96,7 @@ def test_so_does_one_of_lower_precision(call: tuple[int, ...], dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_so_does_one_without_onednn(dtype: torch.dtype) -> None:
+def test_predicted_workspace_without_onednn_is_measured(dtype: torch.dtype) -> None:
     before = torch.backends.mkldnn.set_flags(_enabled=False)[0]
     try:
         assert HostKernels.here().onednn == frozenset()
@@ -102,7 +106,7 @@ def test_so_does_one_without_onednn(dtype: torch.dtype) -> None:
         torch.backends.mkldnn.set_flags(_enabled=before)
 
 
-def test_a_product_of_points_is_onednn_s_on_several_threads() -> None:
+def test_onednn_runs_a_pointwise_convolution_on_several_threads() -> None:
     one = HostKernels(1, frozenset({torch.float32}))
     image, weight = torch.empty(8, 64, 12, 12), torch.empty(32, 64, 1, 1)
     args = image, weight, None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1

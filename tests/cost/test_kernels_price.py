@@ -1,4 +1,4 @@
-"""What kernels do: causal attention skips what is masked, parameters are cast once a step."""
+"""Prices of kernels: causal attention skips masked blocks, parameters are cast once a step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
 
 def flops(causal: bool, strategy: Strategy, queries: int = 8, keys: int = 8) -> tuple[float, float]:
-    """Of attention on four ranks, forward and backward, on the busiest one."""
+    """Return the FLOPs of attention on the busiest of four ranks, forward and backward."""
     q = torch.empty(4, 4, queries, 16, device="meta", requires_grad=True)
     k, v = (torch.empty(4, 4, keys, 16, device="meta", requires_grad=True) for _ in range(2))
     mesh = ap.Mesh(x=4)
@@ -75,7 +75,7 @@ def test_a_fused_backward_is_five_products_to_two_of_forward() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("states", ["whole", "zero1"])
-def test_what_the_search_adds_up_is_the_price_where_parameters_are_cast(
+def test_the_search_adds_up_to_the_price_with_cast_parameters(
     states: str, microbatches: int
 ) -> None:
     case = ZOO["gpt"]()
@@ -110,7 +110,7 @@ def test_parameters_are_cast_once_a_step() -> None:
 
 
 def test_cores_of_a_host_take_whole_blocks_of_keys_and_exponentials() -> None:
-    """Of a causal mask half a block more for each query, at most all; a device does not."""
+    """Cores compute half a block more of a causal mask for each query; a device does not."""
 
     def seconds(causal: bool, keys: int, machines: ap.Cluster) -> float:
         shape = 1, 4, keys, 64

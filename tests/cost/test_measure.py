@@ -36,13 +36,13 @@ def test_two_processes_measure_themselves() -> None:
     assert all(alpha > 0 and rate > 0 for alpha, rate in node.link.measured.values())
 
 
-def test_what_caches_hold_is_where_the_line_through_two_sizes_begins() -> None:
+def test_cached_bytes_are_where_the_line_through_two_sizes_begins() -> None:
     assert far_memory_cost([(6e6, 2e-3), (10e6, 6e-3)]) == pytest.approx((4e6, 1e-9))
     assert far_memory_cost([(6e6, 5e-3), (10e6, 6e-3)]) == pytest.approx((0.0, 0.25e-9))
     assert far_memory_cost([(6e6, -1e-3), (10e6, 6e-3)]) == far_memory_cost([]) == (0.0, 0.0)
 
 
-def test_of_several_measurements_the_medians_count() -> None:
+def test_medians_of_several_measurements() -> None:
     found = [{"rates": {"f32": rate}, "links": [["shift", 2, rate]]} for rate in (3.0, 9.0, 1.0)]
     assert nested_medians(found) == {"rates": {"f32": 3.0}, "links": [["shift", 2, 3.0]]}
 
@@ -62,12 +62,12 @@ def test_a_message_to_a_neighbour_moves_all_its_bytes() -> None:
     assert found["all_gather", 4] == pytest.approx((2e-3 / 2, 0.75e6))  # log2(4) messages
 
 
-def test_of_one_size_nothing_is_fitted() -> None:
+def test_a_single_size_fits_no_link() -> None:
     assert fit_links([("all_reduce", 2, 4096, 1e-4)]) == {}
 
 
 def figures_of(*sizes: int) -> dict[str, Any]:
-    """Of a machine where groups of these sizes were measured: shifts of 1 MB take 10 ms more."""
+    """Return a node whose groups of these sizes were measured: shifts of 1 MB take 10 ms more."""
     sums = [("all_reduce", n, size, 1e-3 + size / 1e8) for n in sizes for size in BYTES]
     shifts = [("shift", n, size, 1e-3 + n * size / 2e8) for n in sizes for size in BYTES]
     return {**_GUESS, "collectives": [*sums, *shifts]}
@@ -80,7 +80,7 @@ def test_a_message_is_a_shift_in_the_smallest_group(devices: int, sizes: tuple[i
     assert link.bandwidth == pytest.approx(2e8 / min(sizes))
 
 
-def test_what_a_machine_has_is_shared_by_all_its_devices() -> None:
+def test_all_devices_share_their_machine() -> None:
     few, many = (measured_node(n, 8, figures_of(2, 4, 8)) for n in (8, 32))
     for kind in ("all_reduce", "shift"):
         (alpha, bandwidth), (as_long, part) = (one.link.of(kind, 8) for one in (few, many))
@@ -103,7 +103,7 @@ time.sleep(600)
 """
 
 
-def test_what_takes_too_long_ends_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_slow_measurement_is_killed_with_its_children(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with pytest.raises(ExecutionError, match="a process of its own") as caught:
         output_of([sys.executable, "-c", _FORKS, str(path)], seconds=2.0)
@@ -113,13 +113,13 @@ def test_what_takes_too_long_ends_with_all_that_it_started(tmp_path: Path) -> No
         fcntl.flock(held, fcntl.LOCK_EX)  # else this waits for minutes
 
 
-def test_what_fails_says_why() -> None:
+def test_a_failed_measurement_says_why() -> None:
     with pytest.raises(ExecutionError, match="a process of its own") as caught:
         output_of([sys.executable, "-c", "raise SystemExit('no cores')"], seconds=60.0)
     assert "it failed: no cores" in str(caught.value)
 
 
-def test_overlap_is_what_both_together_spare() -> None:
+def test_overlap_is_the_time_that_running_both_saves() -> None:
     assert overlap_share(alone=4.0, moved=2.0, together=4.0) == 1
     assert overlap_share(alone=4.0, moved=2.0, together=4.5) == 0.75
     assert overlap_share(alone=4.0, moved=2.0, together=6.5) == 0  # worse than one after the other

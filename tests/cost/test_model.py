@@ -66,7 +66,7 @@ def test_the_roofline_is_the_slower_of_arithmetic_and_memory() -> None:
     assert operator_seconds(device, "bf16", flops=0, read=0) >= device.overhead
 
 
-def test_what_is_written_comes_after_the_arithmetic() -> None:
+def test_writes_come_after_the_arithmetic() -> None:
     """Products with the same results: the fewer sums each has, the slower is the arithmetic."""
     device, rates = Cluster.preset("dgx-a100").device, []
     for sums in (256, 1024, 4096, 16384):

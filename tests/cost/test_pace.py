@@ -25,7 +25,7 @@ def test_the_factors_of_steps_are_found(pace: Pace) -> None:
     assert found.communication == pytest.approx(pace.communication, rel=0.08)
 
 
-def test_what_nothing_shows_stays() -> None:
+def test_a_factor_without_evidence_stays() -> None:
     found = fit_pace([MeasuredStep(0.1, 0.0, 0.2), MeasuredStep(0.2, 0.0, 0.4)])
     assert found.compute == pytest.approx(2.0, rel=0.03)
     assert found.communication == pytest.approx(1.0, rel=0.03)
@@ -34,7 +34,7 @@ def test_what_nothing_shows_stays() -> None:
 @pytest.mark.parametrize(
     "steps", [[], [MeasuredStep(0.0, 0.0, 2.0)], [MeasuredStep(0.0, 1.0, 1.0)]]
 )
-def test_of_what_no_step_has_the_pace_is_as_the_constants_say(steps: list[MeasuredStep]) -> None:
+def test_the_pace_of_an_absent_part_is_one(steps: list[MeasuredStep]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = fit_pace(steps)
@@ -65,12 +65,12 @@ def test_a_host_that_is_the_device_keeps_its_pace() -> None:
 
 
 @pytest.mark.parametrize("factors", [(-1, 1), (0.0, 1), (1, float("nan")), ("2", 1)])
-def test_what_is_no_factor_is_refused(factors) -> None:
+def test_invalid_factors_are_refused(factors) -> None:
     with pytest.raises(InvalidInput, match="positive number of times"):
         Pace(*factors)
 
 
-def test_a_pace_is_kept_for_so_many_devices_of_a_kind(tmp_path, monkeypatch) -> None:
+def test_a_pace_is_cached_by_device_and_count(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cache_pace(Pace(1.5, 2.5), "H100", 8)
     assert cached_pace("H100", 8) == Pace(1.5, 2.5)

@@ -1,4 +1,4 @@
-"""What a model computes, by hand."""
+"""The FLOPs of a model, counted by hand."""
 
 from __future__ import annotations
 
