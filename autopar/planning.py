@@ -32,7 +32,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.offers import Choice, has_world
 from autopar.planner.patience import SECONDS, Patience
 from autopar.planner.request import Mode
-from autopar.planner.verdict import cut_short, tell, tell_of_uncut, warn
+from autopar.planner.verdict import cut_short, tell, tell_of_uncut, tell_of_whole_states, warn
 from autopar.precision import Precision
 from autopar.text.progress import Report, reporter
 
@@ -148,6 +148,7 @@ def make_plans(
     tell(captured, best)
     if request.mode == "data":
         tell_of_uncut(best)
+        tell_of_whole_states(best)
     if choice.ended:
         warn(cut_short(choice.ended, patience.seconds, best))
     return [

@@ -87,6 +87,40 @@ def test_parity_beside_tensor_parallelism(states):
         assert cut <= {"dp", "tp"}
 
 
+READS = {
+    "slices": lambda w: w[:4] + w[4:8],
+    "one slice": lambda w: w[:4],
+    "chunk": lambda w: sum(w.chunk(3)),
+    "unbind": lambda w: sum(w.view(3, 4, 8).unbind(0)),
+    "one of unbind": lambda w: w.view(3, 4, 8).unbind(0)[1],
+    "normalised": lambda w: nn.functional.normalize(w, dim=1)[:4],
+    "of two": lambda w: (w.tanh() * 2 + 1)[:4] + w[8:] @ (w.t() @ w),
+}
+
+
+class ReadsThroughOperators(nn.Module):
+    """Computes a weight from a parameter before any input is read."""
+
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        self.weight, self.read = nn.Parameter(torch.randn(12, 8)), read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, READS[self.read](self.weight)).square().mean()
+
+
+@pytest.mark.parametrize("states", ["zero2", "zero3"])
+@pytest.mark.parametrize("read", READS)
+def test_a_parameter_is_cut_whatever_forward_reads_of_it(read, states):
+    x = torch.randn(8, 8, dtype=torch.float64)
+    case = models.Case(read, ReadsThroughOperators(read).double(), (x,))
+    module = assert_parity(case, ap.Mesh(dp=4), mode="data", microbatches=2, states=states)
+    whole = case.model.weight.nbytes
+    memory = module.plan.memory
+    quarters = whole // 4, whole // 4, 2 * whole // 4
+    assert (memory.parameters, memory.gradients, memory.optimizer) == quarters
+
+
 def planned(case: models.Case, mesh: ap.Mesh | None, **options) -> ap.Plan:
     options = {"mode": "data", **options}
     return ap.plan(case.model, case.args, case.kwargs, mesh=mesh, **options)

@@ -77,6 +77,21 @@ def devices_of(model: nn.Module) -> dict[str, tuple[str, str]]:
     }
 
 
+def wishes_of(model: nn.Module) -> dict[str, str]:
+    """Return what shard() said that the graph of a model does not show, with the lines: layouts of
+    parameters, stages and recomputation."""
+    wishes = {
+        f"{name} cut as {annotation.dims}": annotation.source
+        for name, annotations in parameter_annotations(model).items()
+        for annotation in annotations
+    }
+    for pin in stage_pins(model):
+        wishes[f"{pin.module or 'the model'} at the start of stage {pin.stage}"] = pin.source
+    for region in marked_regions(model):
+        wishes[f"recompute={region.how} for {region.name}"] = region.source
+    return wishes
+
+
 def marked_regions(model: nn.Module) -> list[MarkedRegion]:
     """The modules of which shard() said what is recomputed, by their paths in `model`."""
     return [

@@ -17,7 +17,7 @@ from autopar.capture.containers import Content
 from autopar.capture.decisions import Decision
 from autopar.capture.effects import Effect
 from autopar.capture.loss import index_of_loss
-from autopar.capture.marker import ANNOTATE
+from autopar.capture.marker import ANNOTATE, Annotation
 from autopar.capture.randomness import is_random
 from autopar.capture.writes import Bounds, Write
 from autopar.errors import InvalidInput
@@ -77,6 +77,7 @@ class Captured:
     contents: tuple[Content, ...] = ()  # of the containers that forward changes
     bounds: Mapping[str, Bounds] = field(default_factory=dict)  # of parameters, by name
     effects: tuple[Effect, ...] = ()  # what forward leaves behind in Python
+    unread_annotations: tuple[Annotation, ...] = ()  # of tensors that are computed for nothing
     kept_bytes: int = 0  # of the tensors in these, on each rank and from step to step
     times: int = 1  # if it stands for a longer one: of how many blocks it has one
 

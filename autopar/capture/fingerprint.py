@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from autopar.capture.annotations import wishes_of
 from autopar.capture.captured import Captured
 from autopar.capture.containers import Content, Made, shown
 from autopar.capture.fake import FakeTensor
@@ -51,6 +52,8 @@ class Fingerprint:
     operators: tuple[str, ...]  # `name = operator(arguments): type`
     # The structure of what the model returns, what of it is no tensor, and what forward writes to.
     returns: str
+    # What shard() said beside operators, with its lines; None in a file that does not tell.
+    wishes: Mapping[str, str] | None = field(default=None, compare=False)
     places: tuple[str, ...] = field(  # of operators
         default=(), compare=False, metadata={"stored": False}
     )
@@ -132,6 +135,7 @@ def fingerprint_of(captured: Captured) -> Fingerprint:
         },
         operators=tuple(map(_call, calls)),
         returns=_returns(captured),
+        wishes=wishes_of(captured.example.model),
         places=tuple(map(_place, calls)),
     )
 

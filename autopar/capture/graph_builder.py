@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from autopar._torch.tensors import memory_of
+from autopar.capture.marker import Annotation
 from autopar.strategies import OperatorCall
 from autopar.strategies.node_info import info
 
@@ -49,6 +50,7 @@ class GraphBuilder:
     writes: list[Any] = field(default_factory=list)  # to inputs (writes.py), of flat arguments
     bounds: dict[str, Any] = field(default_factory=dict)  # of parameters, by name (writes.py)
     effects: list[Any] = field(default_factory=list)  # in Python (effects.py)
+    unread_annotations: list[Annotation] = field(default_factory=list)
     looked_at: fx.Node | None = None  # for errors that nobody foresaw
     # Whether calls that are alike have one value: where nothing is changed in place, it does not
     # matter that others than views share memory. Else what is made in memory of its own is alike.

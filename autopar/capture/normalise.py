@@ -45,6 +45,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     strides.strides_are_written_out,  # as the model's own strides are, which writes may change
     inplace.functionalise,
     strides.strided_views_are_copies,
+    cleanup.note_unread_annotations,
     cleanup.drop_dead_code,
     cleanup.copies_are_views,
     # one tensor a node

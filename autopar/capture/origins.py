@@ -22,21 +22,32 @@ def is_of_parameters(value: fx.Node, captured: Captured) -> bool:
     return _comes_from(value, lambda placeholder: placeholder.name in captured.parameters)
 
 
+def made_without_inputs(graph: fx.Graph, captured: Captured) -> set[fx.Node]:
+    """Return the values of a program of `captured` that follow from no input of the model."""
+    values = set[fx.Node]()
+    for node in graph.nodes:
+        is_input = node.op == "placeholder" and node.name in captured.inputs
+        if not is_input and values.issuperset(node.all_input_nodes):
+            values.add(node)
+    return values
+
+
 def is_made_of_parameters(value: fx.Node) -> bool:
     """The same of a node in a program, whose placeholders know what they are."""
     return _comes_from(value, lambda placeholder: info(placeholder).origin[0] == "parameter")
 
 
 def summed_parameter(value: fx.Node) -> fx.Node | None:
-    """The parameter whose gradient is summed where readers of a value ask for the sum of its: the
-    value itself, or what it is made of by a cast, by one operator, or by both."""
+    """Return the parameter whose gradient is summed where readers of a value ask for the sum of
+    its gradient: the value itself, or the only one that it is made of, which nobody else reads."""
     if value.op == "placeholder":
         return value if info(value).state_bytes is None else None
-    learned = [argument for argument in value.all_input_nodes if info(argument).differentiable]
-    if len(learned) != 1 or len(learned[0].users) > 1:
-        return None
-    found = learned[0] if learned[0].op == "placeholder" else copied_parameter(learned[0])
-    return found if found is not None and len(found.users) == 1 else None
+    while value.op != "placeholder":
+        learned = [argument for argument in value.all_input_nodes if info(argument).differentiable]
+        if len(learned) != 1 or len(learned[0].users) > 1:
+            return None
+        (value,) = learned
+    return value
 
 
 def state_bytes(parameter: fx.Node) -> StateBytes:

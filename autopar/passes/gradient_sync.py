@@ -4,45 +4,50 @@ Comes after redistribution. An `identity` movement behind a parameter says that 
 partial sum. It leaves the graph, and the parameter's `sync` names the axes: the runtime sums the
 finished gradients of a step in buckets, while backward goes on. Other readers may give a whole
 gradient, as a penalty on weights does; an inserted movement makes it one rank's term of that sum.
-A movement behind an operator that reads only parameters is first lifted to these: every backward is
-linear, so the sum may come after it. The gradient of the operator itself then stays a partial sum,
-over the axes in its `pending`.
+A movement behind operators that follow from parameters alone is first lifted to these: every
+backward is linear, so the sum may come after it. The gradients of these operators stay partial sums
+then, over the axes in their `pending`.
 """
 
 from __future__ import annotations
 
 from torch import fx
 
-from autopar.capture.origins import copied_parameter
+from autopar.capture.origins import copied_parameter, made_without_inputs
 from autopar.collectives import Movement
 from autopar.layout import Placement
-from autopar.mesh import Mesh
 from autopar.passes.insert_movements import insert_movement
 from autopar.passes.pass_setting import Setting
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
-from autopar.strategies.results import is_result
+from autopar.strategies.results import is_result, values_of
 
 Axes = tuple[str, ...]
 
 
 def hoist_gradient_sync(graph: fx.Graph, setting: Setting) -> fx.Graph:
     """Move the summing of parameters' gradients from the graph to the end of the step."""
+    of_weights = made_without_inputs(graph, setting.captured)
     for node in reversed(list(graph.nodes)):
-        axes = _reader_axes(node, setting.mesh)
-        if axes and info(node).places is not None:
-            _leave_pending(graph, node, axes)
+        values = values_of(node)
+        summed = {axis for value in values for axis in _reader_axes(value)}
+        axes = tuple(axis for axis in setting.mesh if axis in summed)
+        if not axes or is_result(node):
+            continue
+        if info(node).places is not None:
             info(node).sync = tuple(sorted(axes))
-        elif axes and _may_lift(node, axes):
-            _leave_pending(graph, node, axes)
+        elif not _may_lift(node, axes, reads_no_input=node in of_weights):
+            continue
+        for value in values:
+            _leave_pending(graph, value, axes)
+        if info(node).places is None:
             _lift(graph, node, axes)
     return graph
 
 
-def _reader_axes(value: fx.Node, mesh: Mesh) -> Axes:
+def _reader_axes(value: fx.Node) -> set[str]:
     """Return the axes over which some reader sums a value's gradient."""
-    summed = {axis for reader in value.users for axis in _summed_axes(reader)}
-    return tuple(axis for axis in mesh if axis in summed)
+    return {axis for reader in value.users for axis in _summed_axes(reader)}
 
 
 def _summed_axes(node: fx.Node) -> Axes:
@@ -67,15 +72,17 @@ def _leave_pending(graph: fx.Graph, value: fx.Node, axes: Axes) -> None:
             reader.replace_input_with(value, read)
 
 
-def _may_lift(value: fx.Node, axes: Axes) -> bool:
-    """Return whether the gradients of the parameters that `value` reads cost no more to sum."""
-    is_operator = value.op == "call_function" and not is_result(value)
-    if not is_operator or info(value).movement is not None:
+def _may_lift(operator: fx.Node, axes: Axes, *, reads_no_input: bool) -> bool:
+    """Return whether the gradients of what an operator reads are summed instead of those of its
+    results: always if it computes with parameters alone, else at no more cost."""
+    if operator.op != "call_function" or info(operator).movement is not None:
         return False
-    inputs = tensor_inputs(value)
-    if any(set(axes) & set(info(node).type.layout.axes) for node in (value, *inputs)):
+    inputs = tensor_inputs(operator)
+    types = [type_ for node in (operator, *inputs) for type_ in info(node).types]
+    if any(set(axes) & set(type_.layout.axes) for type_ in types):
         return False
-    return all(_has_room(node, axes, value) for node in inputs if info(node).differentiable)
+    learned = [node for node in inputs if info(node).differentiable]
+    return reads_no_input or all(_has_room(node, axes, operator) for node in learned)
 
 
 def _has_room(node: fx.Node, axes: Axes, reader: fx.Node) -> bool:
@@ -84,7 +91,7 @@ def _has_room(node: fx.Node, axes: Axes, reader: fx.Node) -> bool:
         return False
     others = [user for user in node.users if user is not reader and info(user).differentiable]
     is_summed = not others or any(set(axes) <= set(_summed_axes(user)) for user in others)
-    return is_summed or info(node).val.numel() <= info(reader).val.numel()
+    return is_summed or info(node).val.numel() <= sum(v.numel() for v in info(reader).values)
 
 
 def _lift(graph: fx.Graph, value: fx.Node, axes: Axes) -> None:
@@ -99,7 +106,8 @@ def _lift(graph: fx.Graph, value: fx.Node, axes: Axes) -> None:
         Placement(want.layout, {*want.pending, *axes}) if node in learned else want
         for node, want in zip(inputs, info(value).wants)
     )
-    info(value).pending = tuple(sorted({*info(value).pending, *axes}))
+    for node in values_of(value):
+        info(node).pending = tuple(sorted({*info(node).pending, *axes}))
 
 
 def pending_axes(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:

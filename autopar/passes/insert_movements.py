@@ -15,12 +15,11 @@ from torch import fx
 
 from autopar.capture.gradients import mark_learning
 from autopar.capture.marker import ANNOTATE
-from autopar.capture.origins import is_made_of_parameters, moved_dtype
-from autopar.collectives import Movement, Price, redistribute, redistribution_cost
+from autopar.capture.origins import is_made_of_parameters, made_without_inputs, moved_dtype
+from autopar.collectives import Movement, redistribute, redistribution_cost
 from autopar.collectives.redistribution import FREE
 from autopar.cost.joint_kernels import joint_call
 from autopar.layout import Layout, Placement, TensorType
-from autopar.mesh import Mesh
 from autopar.passes.pass_setting import Setting
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
@@ -31,7 +30,7 @@ T = TypeVar("T")
 
 def insert_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
     """Insert the shortest movements before every reader; drop the markers."""
-    insertion = _Insertion(graph, setting.mesh, setting.price)
+    insertion = _Insertion(graph, setting)
     for node in list(graph.nodes):
         if not _reads_tensors(node):
             continue
@@ -55,8 +54,9 @@ class _Insertion:
     A marker is another name for the value that it marks: its readers start from that value, those
     that want another layout than the marker's by way of the marker's."""
 
-    def __init__(self, graph: fx.Graph, mesh: Mesh, price: Price) -> None:
-        self.graph, self.mesh, self.price = graph, mesh, price
+    def __init__(self, graph: fx.Graph, setting: Setting) -> None:
+        self.graph, self.mesh, self.price = graph, setting.mesh, setting.price
+        self.of_weights = made_without_inputs(graph, setting.captured)
         self.versions: dict[fx.Node, dict[Placement, fx.Node]] = {}
         self.wanted: dict[fx.Node, set[Placement]] = {}
         self.learned: set[tuple[fx.Node, Placement]] = set()  # for whom there is a gradient
@@ -103,7 +103,8 @@ class _Insertion:
         start = at.layout
         sums = set(want.pending) - set(start.axes)
         deferred_axes = tuple(axis for axis in self.mesh if axis in sums)
-        if deferred_axes and info(value).differentiable and is_made_of_parameters(value):
+        is_summed_last = value in self.of_weights or is_made_of_parameters(value)
+        if deferred_axes and info(value).differentiable and is_summed_last:
             rest = Placement(want.layout, set(want.pending) - set(deferred_axes))
             path = self._route(redistribute, value, want, start, rest)
             if not any(set(movement.axes) & set(deferred_axes) for movement in path):

@@ -209,6 +209,15 @@ class SavedPlan(SavedValue):
                 got="\n".join(differences),
                 remedy="give what the plan was made for, or make a plan for this",
             )
+        wishes = fingerprint.wishes or {}
+        planned = wishes if self.fingerprint.wishes is None else self.fingerprint.wishes
+        for wish in wishes.keys() - planned.keys():
+            raise InvalidInput(
+                "a plan keeps the annotations that the model had when it was planned",
+                got=f"{wish}, which was annotated afterwards",
+                remedy="make the plan after all calls of shard()",
+                source=wishes[wish],
+            )
 
     def attach_captured(self, captured: Captured) -> Plan:
         """Return the plan of a captured model, which is known to be the one that was planned."""

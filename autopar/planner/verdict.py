@@ -4,6 +4,7 @@ require_rules(captured)         before its search, with strict=True
 refuse_random(captured, mesh, microbatches)
 tell(captured, best)            of what was chosen
 tell_of_uncut(best)             of what data parallelism leaves to all ranks
+tell_of_whole_states(best)      of what data parallelism does not cut though it is asked to
 tell_of_statistics(captured, microbatches)
 no_size(reasons, request)       where each of the sizes was refused
 nothing(found, request, regions, captured)    where all that was found is too large
@@ -96,6 +97,24 @@ def tell_of_uncut(best: Candidate) -> None:
             f"{share_text(share)} of the time that a step computes: all ranks do the same there. "
             f"The first is {operator_of(first)} in {info(first).module or 'the model'}, at "
             f"{info(first).source}" + _JOINED * is_joined
+        )
+
+
+def tell_of_whole_states(best: Candidate) -> None:
+    """Warn of parameters that data parallelism reads and keeps whole although states are cut."""
+    whole = [
+        node
+        for node in best.rewritten.find_nodes(op="placeholder")
+        if info(node).learns and info(node).places is not None and info(node).val.ndim
+        if node.users and node.name not in best.decisions.apart
+    ]
+    if whole and best.states.is_cut and best.mesh.size > 1:
+        first, names = next(iter(whole[0].users)), [best.captured.parameters[n.name] for n in whole]
+        size = sum(info(node).val.nbytes for node in whole)
+        warn(
+            f"states={best.states} leaves {', '.join(names[:4])}{' and others' * (len(names) > 4)} "
+            f"({size:,} bytes) whole on every rank: no sum of their gradients over the ranks that "
+            f"cut the batch is left to the end of a step. The first is read at {info(first).source}"
         )
 
 

@@ -109,9 +109,9 @@ def read_constraints(
 
 def require_used(model: nn.Module, captured: Captured, mode: str, stages: int | None) -> None:
     """Refuse annotations that no plan keeps.
-    These are layouts with `mode="data"`, those of parameters that the model no longer has or of
-    modules that forward does not run, and stages without a pipeline. `stages`: how many there are
-    to be; `None` if that is open."""
+    These are layouts with `mode="data"`, those of parameters that the model no longer has, of
+    modules that forward does not run or of tensors that nothing reads, and stages without a
+    pipeline. `stages`: how many there are to be; `None` if that is open."""
     marked, parameters = markers_of(captured), parameter_annotations(model)
     if mode == "data":
         marks = [annotation for _, annotation in marked]
@@ -137,6 +137,13 @@ def require_used(model: nn.Module, captured: Captured, mode: str, stages: int | 
             got=f"{name}, which it no longer has",
             remedy="annotate the model as it is when it is planned",
             source=parameters[name][0].source,
+        )
+    for annotation in captured.unread_annotations:
+        raise InvalidInput(
+            "shard() returns the tensor that it annotates, and something reads that tensor",
+            got=f"an annotation of {annotation.what} whose result nothing reads",
+            remedy="x = ap.shard(x, ...), or no annotation",
+            source=annotation.source,
         )
     used = {(info(node).module, annotation.source) for node, annotation in marked}
     for module, paths, source in marked_modules(model):

@@ -22,7 +22,12 @@ from autopar.base.garbage_collection import deferred_collection
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of
 from autopar.capture.marker import ANNOTATE
-from autopar.capture.origins import copied_parameter, is_of_parameters, summed_parameter
+from autopar.capture.origins import (
+    copied_parameter,
+    is_of_parameters,
+    made_without_inputs,
+    summed_parameter,
+)
 from autopar.capture.regions import runs
 from autopar.cluster import Cluster
 from autopar.cost.cluster_price import ClusterPrice
@@ -113,6 +118,7 @@ class CostGraphBuilder:
         self._offers: dict[str, tuple[Candidates, Array]] = {}
         self.producers: dict[str, Variable] = {}  # of values, by name
         self.pieces: dict[str, list[Use]] = {}  # of inputs, by their only readers
+        self.of_weights = made_without_inputs(self.captured.graph, self.captured)
         of_parameters = partial(is_of_parameters, captured=self.captured)
         decided, self.regions = self.constraints.recompute, dict[str, RecomputeRegion]()
         self.runs = runs(self.captured.graph, decided, of_parameters) if decided else []
@@ -343,7 +349,8 @@ class CostGraphBuilder:
 
     def _connect(self, value: fx.Node, uses: Sequence[Use]) -> None:
         """Add edges from the producer of a value to its readers, by way of what they share."""
-        deferred = DeferredReduction() if is_of_parameters(value, self.captured) else None
+        is_deferred = value in self.of_weights or is_of_parameters(value, self.captured)
+        deferred = DeferredReduction() if is_deferred else None
         producer, shared = self.producers[value.name], self.built.values.get(value.name)
         groups = self.built.groups.get(value.name, [])
         grouped = {use for group in groups for use in group.uses}

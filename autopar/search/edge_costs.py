@@ -209,8 +209,9 @@ class EdgeCosts:
         if value.op != "placeholder" and len(value.users) == 1:
             # The gradient of the parameter itself is summed instead, in pieces.
             size = size / [self.mesh.degree(state.partial) for state in first]
-        if deferred.parameter is not None:
-            size = size * (state_bytes(deferred.parameter).gradient / info(value).val.itemsize)
+        if (parameter := deferred.parameter) is not None:
+            size = size * (info(parameter).val.numel() / info(value).val.numel())
+            size = size * (state_bytes(parameter).gradient / info(value).val.itemsize)
         rows = table.rows(first)
         cost = cost.copy()
         kinds: dict[tuple[str, ...], list[int]] = {}

@@ -385,7 +385,15 @@ def without_pieces(folder: Path) -> None:
     (folder / "rank-0.safetensors").unlink()
 
 
-@pytest.mark.parametrize("spoil", [without_digests, with_a_hole, with_a_pipe, without_pieces])
+def with_half_a_plan(folder: Path) -> None:
+    file = folder / "plan.json"
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+SPOILS = [without_digests, with_a_hole, with_a_pipe, without_pieces, with_half_a_plan]
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
 def test_a_damaged_one_is_not_called_saved(spoil: Callable[[Path], None], tmp_path: Path) -> None:
     module, _ = made()
     ap.save(tmp_path / "a", module)

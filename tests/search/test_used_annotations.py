@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +47,39 @@ REFUSED: dict[str, tuple[Callable[[Net], Any], dict[str, Any], str]] = {
     ),
     "stage without a pipeline": (lambda net: ap.shard(net.down, stage=1), {}, "no pipeline"),
 }
+
+
+class Forgets(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        ap.shard(hidden, ("dp", None))
+        return self.down(hidden).square().mean()
+
+
+def test_an_annotated_tensor_that_nothing_reads_is_refused() -> None:
+    with pytest.raises(ap.InvalidInput, match="nothing reads") as refused:
+        ap.plan(Forgets(), (torch.randn(8, 8),), mesh=ap.Mesh(dp=2), mode="propagate")
+    assert 'ap.shard(hidden, ("dp", None))' in str(refused.value.source)
+
+
+LATE: dict[str, Callable[[Net], Any]] = {
+    "parameter": lambda net: ap.shard(net.up, params={"weight": ("dp", None)}),
+    "stage": lambda net: ap.shard(net.down, stage=1),
+    "recompute": lambda net: ap.shard(net.down, recompute="full"),
+}
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_plan_refuses_annotations_that_came_after_it(is_saved: bool, tmp_path: Path) -> None:
+    for name, annotate in LATE.items():
+        net, x = Net(), torch.randn(8, 8)
+        plan = ap.plan(net, (x,), mesh=ap.Mesh(dp=2), mode="propagate")
+        plan.save(tmp_path / name)
+        annotate(net)
+        given = ap.Plan.load(tmp_path / name) if is_saved else plan
+        with pytest.raises(ap.InvalidInput, match="annotated afterwards") as refused:
+            given.attach(net, (x,))
+        assert "ap.shard(net." in str(refused.value.source)
 
 
 @pytest.mark.parametrize("name", REFUSED)

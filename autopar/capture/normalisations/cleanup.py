@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from autopar.capture.graph_builder import GraphBuilder, Site, rewrites
+from autopar.capture.marker import ANNOTATE, Annotation
 from autopar.capture.randomness import may_be_random
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import permutation
@@ -23,6 +24,16 @@ def drop_assertions(builder: GraphBuilder) -> None:
         name = getattr(node.target, "__name__", str(node.target))
         if name.startswith(_ASSERTIONS):
             builder.graph.erase_node(node)
+
+
+def note_unread_annotations(builder: GraphBuilder) -> None:
+    """Note the annotations of tensors that nothing reads which forward returns or changes."""
+    read = set[fx.Node]()
+    for node in reversed(builder.graph.nodes):
+        if node.op == "output" or node in read:
+            read.update(node.all_input_nodes)
+    markers = (node for node in builder.calls(ANNOTATE) if node not in read)
+    builder.unread_annotations += [Annotation.decode(str(node.args[1])) for node in markers]
 
 
 def drop_dead_code(builder: GraphBuilder) -> None:

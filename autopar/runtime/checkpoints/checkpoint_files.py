@@ -31,6 +31,7 @@ from autopar.errors import AutoparError, InvalidInput
 from autopar.runtime.checkpoints.checkpoint_folders import (
     BESIDE,
     INDEX,
+    PLAN,
     VERSION,
     Newer,
     file_name,
@@ -117,6 +118,7 @@ class Contents:
     files: Count
     values: Mapping[str, Stored]  # parameters and buffers
     states: Mapping[str, Mapping[str, Stored]]  # of an optimizer, by parameter
+    plan: str = ""  # the digest of the plan's file; "" in a checkpoint of an earlier autopar
 
     @property
     def every(self) -> dict[Key, Stored]:
@@ -220,6 +222,8 @@ class Checkpoint:
         pieces = sum(len(stored.pieces) for stored in every.values())
         if pieces != sum(len(file.tensors) for file in self._files):
             raise ValueError("its files hold other tensors than its index tells")
+        if self.contents.plan not in ("", digest(read_regular(self.folder / PLAN))):
+            raise ValueError(f"{PLAN} has changed")
         self.beside = self._beside(read_regular(self.folder / BESIDE))
         torch.Generator("cpu").set_state(self.beside.random)
 

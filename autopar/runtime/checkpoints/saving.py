@@ -368,6 +368,7 @@ def _prepared(
         beside = Beside(VERSION, place.id, random, scale, saved, given).to_bytes()
         shares, contents = divided([one.parts for one in listings], place.id, digest(beside))
         require_makes_whole(contents, module.saved_names)
+        contents = replace(contents, plan=digest(module.plan.file))
         whole = Whole(contents, beside, module.plan.file)
         place.begin()
         return place, whole, shares
