@@ -111,8 +111,7 @@ class Layout:
     ) -> tuple[Layout, tuple[int, ...]]:
         """Return the layout and shape of a view with another dim before each dim in parts.
 
-        The other dim counts the parts. `parts` are the dims that get one; None: those of this
-        layout.
+        The other dim counts the parts. `parts`: the dims that get one; None: those of this layout.
         """
         counts = dict(self.parts if parts is None else parts)
         if not counts:

@@ -218,8 +218,7 @@ class Candidate:
             whole = replace(self, decisions=replace(self.decisions, apart={}), states=WHOLE)
             return whole.placed(states)
         apart = {} if states.is_whole else state_places(self.rewritten, states, self.mesh)
-        decisions = replace(self.decisions, apart=apart)
-        made = replace(self, decisions=decisions, states=states)
+        made = replace(self, decisions=replace(self.decisions, apart=apart), states=states)
         vars(made).update(_source=self)
         if states.buffer_bytes == self.states.buffer_bytes:
             vars(made).update(self._shared_prices)
@@ -234,9 +233,8 @@ class Candidate:
         decisions = replace(self.decisions, recompute=dict(decided))
         made = replace(self, decisions=decisions)
         repeats = NO_EQUAL_BLOCKS if self.decisions.recompute else self.repeats
-        graph = change_recomputation(
-            self.rewritten, self.captured, decisions, self.prices.price, repeats
-        )
+        price, program = self.prices.price, self.rewritten
+        graph = change_recomputation(program, self.captured, decisions, price, repeats)
         vars(made).update(self._shared_prices, _forms=self._forms, rewritten=graph)
         if self._knows_flow:
             vars(made)["flow"] = self.flow.moved_to(graph)
