@@ -25,7 +25,7 @@ BF16 = ap.Precision(compute=torch.bfloat16)
 
 
 def in_float32(case: Case) -> Case:
-    """The same in single precision."""
+    """Return the case in single precision."""
     args, kwargs = _cast((case.args, case.kwargs), torch.float32)
     return replace(case, model=case.model.float(), args=args, kwargs=kwargs)
 
@@ -56,7 +56,7 @@ def alone(case: Case, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Of all gradients together, relative to their size."""
+    """Return the error of all gradients together, relative to their size."""
     assert one.keys() == other.keys()
     difference = sum(float((one[n].double() - other[n].double()).square().sum()) for n in one)
     return (difference / sum(float(g.double().square().sum()) for g in other.values())) ** 0.5
@@ -160,7 +160,7 @@ def test_what_moves_is_listed_in_the_dtype_in_which_it_moves():
 
 
 def test_the_same_gradients_are_summed_once_a_step():
-    """Those of positions, too, which no input cuts: a cast is no operator that reads them."""
+    """Positions are cast, too, which no input cuts: a cast is no operator that reads them."""
     case = in_float32(models.gpt())
     found = []
     for precision in (None, BF16):

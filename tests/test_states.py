@@ -162,7 +162,7 @@ class Squares(nn.Sequential):
 
 @pytest.mark.parametrize("states", ["zero1", "zero3"])
 def test_what_is_asked_for_is_searched_with_an_axis_for_the_batch(states):
-    """Of such layers the search rather cuts the weights, of which no rank has a replica then."""
+    """The search cuts the weights of such layers, so that no rank has a replica of them."""
     layers = nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False)
     model = Squares(*layers).double()
     case = models.Case("squares", model, (torch.randn(4, 64, dtype=torch.float64),))
@@ -176,7 +176,7 @@ def test_what_is_asked_for_is_searched_with_an_axis_for_the_batch(states):
 
 
 def test_less_memory_cuts_more_states():
-    """Of a model larger than the buckets, in which gradients wait until they are cut."""
+    """A model is larger than the buckets in which gradients wait until they are cut."""
     gpt = models.shared("gpt", hidden=256, layers=4)
     names, seconds = ("whole", "zero1", "zero2", "zero3"), []
     for name in names:
@@ -192,7 +192,7 @@ def test_less_memory_cuts_more_states():
 
 
 def test_falling_limits():
-    """The same layouts with ever less memory: every plan fits, none is faster than with more; at
+    """Layouts stay while memory shrinks: every plan fits, none is faster than with more; at
     first nothing is cut and nothing runs again, at last all is cut, and runs again or leaves the
     device."""
     gpt = models.shared(

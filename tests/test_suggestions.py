@@ -1,4 +1,4 @@
-"""What is suggested for a name that does not exist: what it means, before what it looks like."""
+"""Suggestions for a name that does not exist: by its meaning first, then by its letters."""
 
 import pytest
 import torch

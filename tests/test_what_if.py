@@ -1,4 +1,4 @@
-"""What if: decisions of a plan elsewhere cost what the same decisions, made there by hand, cost."""
+"""Decisions of a plan cost elsewhere what the same decisions, made there by hand, cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was weighed says where its seconds and bytes go, in the plan, its file, text and page."""
+"""Weighed plans say where their seconds and bytes go, in the plan, its file, text and page."""
 
 from __future__ import annotations
 
