@@ -17,7 +17,10 @@ from collections.abc import Mapping
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
-_LIBRARIES = {"torch", "numpy", "sympy", "autopar", "autopar_start"}
+_LIBRARIES = {
+    *("torch", "numpy", "sympy", "autopar", "autopar_start"),
+    *("_pytest", "pluggy"),  # which the asserts in a test file call
+}
 _MODELS = {"autopar.examples", "autopar.commands.demo"}  # models to try things on
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
