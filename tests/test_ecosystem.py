@@ -151,8 +151,8 @@ def test_shards_are_read_by_weights_and_by_others(tmp_path: Path) -> None:
     assert all(size < 105_000 for size in sizes)
     assert index["metadata"]["total_size"] == sum(p.nbytes for p in model.parameters())
     weights, expected = open_weights(folder), model.state_dict()
-    assert weights.held.keys() == set(module.saved_names)
-    for name, held in weights.held.items():
+    assert weights.tensors.keys() == set(module.saved_names)
+    for name, held in weights.tensors.items():
         bounds = tuple((0, size) for size in held.shape)
         assert torch.equal(weights.read(name, bounds), expected[name])
     model.config.save_pretrained(folder)
