@@ -531,8 +531,8 @@ def test_a_limit_that_nothing_meets_says_what_would_help():
     assert f" {math.ceil(MESH.size * 100 / 30)} or more" in of_parts.remedy(30.0)
     assert "microbatches=6 " in of_parts.remedy(60.0)
     below = replace(of_parts, is_bound=True)
-    assert "at least 100 bytes are needed" in below.said(60.0)
-    assert "100" not in below.said(200.0) + below.remedy(200.0)
+    assert "at least 100 bytes are needed" in below.description(60.0)
+    assert "100" not in below.description(200.0) + below.remedy(200.0)
     for pipeline in ("auto", 2):
         options = {"cluster": PAIR, "pipeline": pipeline, "memory": 1000}
         with pytest.raises(ap.InvalidInput) as error:
