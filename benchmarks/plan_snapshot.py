@@ -70,7 +70,8 @@ def described(plan: ap.Plan) -> dict[str, Any]:
     file = plan.to_json()
     if file.get("search"):
         file["search"]["seconds"] = None  # how long the search took
-    text = re.sub(r"(search +)[\d.]+ \w+", r"\1", str(plan))
+    words = " ".join(str(plan).split())  # lines wrap elsewhere where the time is longer
+    text = re.sub(r"(search )[\d.]+ \w+", r"\1", words)
     return {
         "file": _digest(json.dumps(file, sort_keys=True)),
         "text": _digest(text),
