@@ -210,7 +210,8 @@ class EdgeCosts:
             # The gradient of the parameter itself is summed instead, in pieces.
             size = size / [self.mesh.degree(state.partial) for state in first]
         if (parameter := deferred.parameter) is not None:
-            size = size * (info(parameter).val.numel() / info(value).val.numel())
+            read = max(info(value).val.numel(), 1)  # An empty slice of it may be all that is read.
+            size = size * (info(parameter).val.numel() / read)
             size = size * (state_bytes(parameter).gradient / info(value).val.itemsize)
         rows = table.rows(first)
         cost = cost.copy()
