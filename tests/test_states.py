@@ -121,6 +121,19 @@ def test_a_parameter_is_cut_whatever_forward_reads_of_it(read, states):
     assert (memory.parameters, memory.gradients, memory.optimizer) == quarters
 
 
+class ReadsAfterSum(nn.Linear):
+    """Reads a parameter where every rank has the whole batch's sum."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).sum(0).softmax(0) @ self.bias
+
+
+def test_parameters_that_stay_whole_are_told_of():
+    case = models.Case("after sum", ReadsAfterSum(8, 8), (torch.randn(8, 8),))
+    with pytest.warns(UserWarning, match=r"states=zero3 leaves bias \(32 bytes\) whole"):
+        planned(case, ap.Mesh(dp=4), states="zero3")
+
+
 def planned(case: models.Case, mesh: ap.Mesh | None, **options) -> ap.Plan:
     options = {"mode": "data", **options}
     return ap.plan(case.model, case.args, case.kwargs, mesh=mesh, **options)
@@ -437,7 +450,7 @@ def test_what_an_annotation_cuts_holds():
 
 def test_nothing_to_cut_over_is_refused():
     case = tensor_parallel()
-    with pytest.raises(ap.InvalidInput, match="where no parameter has a gradient to sum"):
+    with pytest.raises(ap.InvalidInput, match="where no gradient is summed over ranks"):
         planned(case, ap.Mesh(tp=2), states="zero1", mode="propagate")
     assert not planned(
         models.shared("gpt", layers=2), ap.Mesh(one=1), states="zero3"

@@ -90,7 +90,7 @@ def inside(model: nn.Module, autocasts: Sequence[Autocast]) -> Iterator[None]:
 
 @contextmanager
 def idle_refused() -> Iterator[None]:
-    """Refuse what torch itself switches off while forward is followed, where warnings are lost."""
+    """Refuse what torch itself switches off while forward is followed."""
     lines: list[str | None] = []
 
     def note(*args: Any, **kwargs: Any) -> None:
@@ -98,9 +98,12 @@ def idle_refused() -> Iterator[None]:
         own = next((f for f in frames if f.f_code is torch.autocast.__init__.__code__), None)
         if own is not None and own.f_locals.get("enabled"):
             lines.append(caller())
+        else:
+            show(*args, **kwargs)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=r"[\s\S]*[Dd]isabling")
+        show = warnings.showwarning
         warnings.showwarning = note
         yield
     if lines:

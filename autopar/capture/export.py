@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -301,17 +302,27 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's own logs and warnings: what matters of them is in our errors."""
+    """Leave out torch's own logs and warnings: what matters of them is in our errors."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     printed = io.StringIO()
+    warned = None
     try:
-        with warnings.catch_warnings(), redirect_stderr(printed):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as warned, redirect_stderr(printed):
+            warnings.simplefilter("always")
             yield
         sys.stderr.write(printed.getvalue())  # the user's own; after a failure it is torch's
     finally:
         logging.disable(before)
+        for seen in () if warned is None else warned:
+            if not seen.filename.startswith(_SILENT):
+                warnings.warn_explicit(
+                    seen.message, seen.category, seen.filename, seen.lineno, registry=_WARNED
+                )
+
+
+_SILENT = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+_WARNED: dict[Any, Any] = {}  # what was shown, so that it is shown once
 
 
 # Around forward while it is followed.

@@ -129,6 +129,6 @@ def require_something_to_cut(graph: fx.Graph, states: States, mesh: Mesh) -> Non
         return
     raise InvalidInput(
         "states are cut over ranks that hold replicas of parameters and sum their gradients",
-        got=f"{states} on {mesh}, where no parameter has a gradient to sum",
+        got=f"{states} on {mesh}, where no gradient is summed over ranks at the end of a step",
         remedy='states="whole", or a mesh with an axis that cuts the batch',
     )

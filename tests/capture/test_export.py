@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -43,6 +45,16 @@ def test_placeholders_are_in_order_and_unused_ones_stay() -> None:
     assert list(captured.parameters.values()) == [name for name, _ in model.named_parameters()]
     assert not placeholder(captured, "p_second_weight").users
     assert set(names[5:-1]) == set(captured.constants)
+
+
+def test_what_forward_warns_of_is_shown() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        warnings.warn("nothing is clamped", stacklevel=1)
+        return self.linear(x)
+
+    with pytest.warns(UserWarning, match="nothing is clamped") as shown:
+        capture(Function(forward), (torch.randn(3, 4),))
+    assert [warning.filename for warning in shown] == [__file__]
 
 
 def test_inputs_keep_their_flat_order() -> None:
