@@ -13,6 +13,7 @@ from autopar.capture import capture
 from autopar.strategies.node_info import info
 from tests.captures import shared_captures
 from tests.fused import options, small
+from tests.models import Case
 from tests.parity import assert_parity
 
 PARTS = {"c_attn.weight": "/3", "c_attn.bias": "/3", "gate_up.weight": "/2"}
@@ -76,3 +77,21 @@ def test_what_is_read_otherwise_too_has_no_parts_that_matter() -> None:
 
     captured = capture(Other(), (torch.randn(4, 8),))
     assert not any(info(node).parts for node in captured.graph.nodes)
+
+
+@pytest.mark.parametrize("mode", ["auto", "propagate"])
+def test_what_has_no_parts_reads_a_weight_and_its_product_too(mode: str) -> None:
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both, self.down = nn.Linear(12, 32), nn.Linear(16, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.both(x)
+            gate, up = y.chunk(2, -1)
+            penalty = self.both.weight.square().sum() + y.square().mean()
+            return self.down(gate.sigmoid() * up).square().mean() + 0.01 * penalty
+
+    case = Case("penalised", Penalised().double(), (torch.randn(8, 6, 12, dtype=torch.float64),))
+    for mesh in (ap.Mesh(x=2), ap.Mesh(x=2, y=2)):
+        assert_parity(case, mesh, mode=mode)

@@ -33,7 +33,7 @@ from autopar.strategies.language import (
     validate_options,
 )
 from autopar.strategies.node_info import flat_values, info
-from autopar.strategies.results import is_result
+from autopar.strategies.results import is_result, result_index, values_of
 from autopar.strategies.rule import Dim, ExtraTensor, Rule, Saved, product
 from autopar.strategies.rules.equal_parts import parts_of_tensors
 from autopar.text.units import counted
@@ -291,8 +291,9 @@ def rule_of(node: fx.Node) -> Rule | None:
             remedy="give the inputs that it leaves out dims of their own, whole",
             source=call.source,
         )
-    tensors = zip((*rule.inputs, rule.outputs[0]), (*call.inputs, node))
-    parts = parts_of_tensors(rule, ((dims, info(value).parts) for dims, value in tensors))
+    known = dict(enumerate(info(value).parts for value in call.inputs))
+    known |= {len(known) + result_index(value): info(value).parts for value in values_of(node)}
+    parts = parts_of_tensors(rule, known)
     return replace(rule, passes=tuple(_linear_passes(rule, call)), parts=parts)
 
 

@@ -12,24 +12,34 @@ an axis may be given to besides the factors of a rule (`Rule.parts`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.layout import Parts
 from autopar.strategies.rule import Dim, Rule
 from autopar.strategies.strategy import PartsCut, TensorCut
 
 
-def parts_of_tensors(
-    rule: Rule, tensors: Iterable[tuple[Sequence[Dim], Parts]]
-) -> dict[str, PartsCut]:
-    """Return the cuts in parts by name, of a call whose tensors have these dims and parts."""
+def parts_of_tensors(rule: Rule, known: Mapping[int, Parts]) -> dict[str, PartsCut]:
+    """Return the cuts in parts by name, of a call whose tensors, inputs first, have these parts.
+    A tensor that is not known to have the parts of a cut has no layout for it."""
+    tensors = (*rule.inputs, *rule.outputs)
     cuts = dict[str, PartsCut]()
-    for dims, parts in tensors:
-        for dim, number in parts:
-            cut = in_parts(rule, dims[dim], number)
-            if cut is not None and cut.name is not None:
+    for number, parts in known.items():
+        for dim, count in parts:
+            cut = in_parts(rule, tensors[number][dim], count)
+            if cut is not None and cut.name is not None and _is_known(rule, cut, known):
                 cuts.setdefault(cut.name, cut)
     return cuts
+
+
+def _is_known(rule: Rule, cut: PartsCut, known: Mapping[int, Parts]) -> bool:
+    every = zip((*rule.inputs, *rule.outputs), (*cut.inputs, *cut.outputs))
+    for number, (dims, taken) in enumerate(every):
+        if taken is not None and taken[1] > 1 and number in known:
+            dim = next(at for at, group in enumerate(dims) if taken[0] in group)
+            if (dim, taken[1]) not in known[number]:
+                return False
+    return True
 
 
 def choice_of(rule: Rule, dim: Dim, number: int) -> str | None:
