@@ -11,7 +11,7 @@ test: .venv/ready lint types
 
 # Every case of the laws that `test` samples.
 test-full: .venv/ready lint types
-	$(RUN) -m pytest --full --numprocesses $(strip $(WORKERS)) --dist loadfile --no-loadscope-reorder
+	$(RUN) -m pytest --full $(RECORD) --numprocesses $(strip $(WORKERS)) --dist loadfile --no-loadscope-reorder
 
 # In any environment with torch and the packages of pyproject.toml: nothing is installed.
 GPU_PYTHON := $(if $(filter command,$(firstword $(origin PYTHON))),$(PYTHON),$(or $(wildcard .venv/bin/python),$(PYTHON)))

@@ -4,42 +4,32 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 import torch
 
 from autopar.planner.patience import SECONDS, Patience
 from tests import sampling
+from tests.cpu_seconds import CpuSeconds, law_of, recorded
 
 torch.set_num_threads(1)  # tiny tensors: threads only cost
 gc.set_threshold(20_000, 50, 100)  # of the many small objects of graphs few are in cycles
-# The files that take longest, in parts of their names: they begin, so that workers end together.
-# Behind each that starts many processes come others of one, which run beside it.
-LONGEST = (
-    "distributed/test_processes",
-    *("test_fuzz", "tests/test_states", "pipeline/test_parity_law"),
-    "test_examples",
-    *("pipeline/test_choice", "capture/test_repeated"),
-    "distributed/test_states",
-    *("tests/test_parity", "tests/test_random", "tests/test_recompute"),
-    "tests/test_readme",
-    *("tests/test_short_programs", "tests/test_auto", "strategies/test_rule_law"),
-    "tests/test_cli.py",
-    "test_executor_processes",
-    *("pipeline/test_executor", "tests/test_mixed_machines"),
-    "distributed/",
-    *("capture/test_programs", "passes/test_microbatches"),
-)
+# What starts processes begins: their time is not that of the test's own.
+STARTS_PROCESSES = "distributed/", "test_examples", "test_cli.py", "test_executor_processes"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     sampling.add_options(parser)
+    parser.addoption("--record-cpu", action="store_true", help="write the CPU seconds of laws")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     sampling.fix_seed(config)
+    config.pluginmanager.register(CpuSeconds(records=config.getoption("--record-cpu")))
 
 
 def pytest_report_header() -> str:
@@ -51,10 +41,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = sampling.sample(items)
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
+    known, seconds = recorded(), Counter[Path]()
+    for item in items:
+        seconds[item.path] += known.get(law_of(item.nodeid), 0.0)  # type: ignore[assignment]
 
-    def rank(item: pytest.Item) -> int:
-        path = item.path.as_posix()
-        return next((place for place, part in enumerate(LONGEST) if part in path), len(LONGEST))
+    def rank(item: pytest.Item) -> tuple[bool, float, str]:
+        is_first = any(part in item.path.as_posix() for part in STARTS_PROCESSES)
+        return not is_first, -seconds[item.path], item.path.as_posix()
 
     items.sort(key=rank)
 

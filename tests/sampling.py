@@ -1,29 +1,32 @@
-"""Laws with many cases are tested by sampling: each day other cases of each kind.
+"""Long laws are tested by sampling: each day other cases of each kind.
 
-    @pytest.mark.sampled(20)
-    @pytest.mark.parametrize("rule", RULES)          # 1,575 of them, kind by kind
-    def test_rule_law(rule): ...
+`make test` gives each law about two CPU seconds. Of a law that takes longer, as many cases run as
+fit: the cases, in their order, are divided into that many runs of equal length, and one of each run
+is drawn, so that no kind of case is left out. A test of one long case runs on some days only.
+The seconds are those of `cpu_seconds.txt`; the seed is the date, it is printed, and `--sample-seed`
+repeats it. `make test-full` runs everything.
 
-`make test` runs 20 of them: the cases, in their order, are divided into 20 runs of equal length, of
-which one case each is drawn, so that no kind of case is left out. The seed is the date; it is
-printed, and `--sample-seed` repeats it. `make test-full` runs all cases. Of a file that is marked
-`sampled(5, of="file")`, 5 tests run.
+    @pytest.mark.sampled(100)      # of this law 100 cases run, whatever they take
 """
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from itertools import groupby, pairwise
+from itertools import pairwise
 from random import Random
 from typing import TypeVar
 
 import pytest
 
+from tests.cpu_seconds import law_of, recorded
+
 Case = TypeVar("Case")
 
 SEED = "AUTOPAR_SAMPLE_SEED"  # in the environment, so that all workers of one run draw alike
+BUDGET = 2.0  # CPU seconds of a law
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -32,29 +35,32 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def fix_seed(config: pytest.Config) -> None:
-    """Settle the seed before workers start; none with `--full`, or where single tests are named."""
-    is_named = bool(config.option.keyword) or any("::" in path for path in config.args)
-    if is_named or config.getoption("--full"):
+    """Settle the seed before workers start; none with `--full`, or where tests are named."""
+    is_named = config.option.keyword or config.args_source.name == "ARGS"
+    seed = config.getoption("--sample-seed") or os.environ.get(SEED)
+    if config.getoption("--full") or (is_named and not seed):
         os.environ.pop(SEED, None)
     else:
-        seed = config.getoption("--sample-seed") or os.environ.get(SEED)
         os.environ[SEED] = seed or f"{datetime.now(UTC):%Y-%m-%d}"
 
 
 def header() -> str:
     if (seed := os.environ.get(SEED)) is None:
-        return "every case of sampled laws"
-    return f"sampled laws: --sample-seed {seed} repeats these cases, --full runs all"
+        return "every case of every law"
+    return f"a sample of long laws: --sample-seed {seed} repeats these cases, --full runs all"
 
 
 def sample(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return the tests of today's sample, in their order."""
-    chosen = list[pytest.Item]()
-    for name, group in groupby(items, _law_of):
-        cases = list(group)
+    laws, seconds = defaultdict[str, list[pytest.Item]](list), recorded()
+    for item in items:
+        laws[law_of(item.nodeid)].append(item)
+    chosen = set[pytest.Item]()
+    for name, cases in laws.items():
         marker = cases[0].get_closest_marker("sampled")
-        chosen += cases if marker is None else some(cases, marker.args[0], name)
-    return chosen
+        count = marker.args[0] if marker else _count(name, len(cases), seconds.get(name, 0.0))
+        chosen.update(some(cases, count, name))
+    return [item for item in items if item in chosen]
 
 
 def some(cases: Sequence[Case], count: int, name: str) -> list[Case]:
@@ -66,7 +72,9 @@ def some(cases: Sequence[Case], count: int, name: str) -> list[Case]:
     return [cases[random.randrange(start, end)] for start, end in pairwise(bounds)]
 
 
-def _law_of(item: pytest.Item) -> str:
-    marker = item.get_closest_marker("sampled")
-    is_file = marker is not None and marker.kwargs.get("of") == "file"
-    return item.path.as_posix() if is_file else item.nodeid.partition("[")[0]
+def _count(name: str, cases: int, seconds: float) -> int:
+    """Return how many cases of a law run today that takes so many seconds a case."""
+    if seconds * cases <= BUDGET or SEED not in os.environ:
+        return cases
+    count = int(BUDGET / seconds + Random(f"{os.environ[SEED]} days of {name}").random())
+    return max(count, 1) if cases > 1 else count

@@ -19,8 +19,6 @@ from tests.pipeline.models import share_captures  # noqa: F401
 from tests.search.other_solvers import SOLVERS
 from tests.toy import EVEN, FAST, SLOW, machines
 
-pytestmark = pytest.mark.sampled(4)
-
 MESHES = {
     "mlp": [(Mesh(a=2, b=2, c=2), EVEN), (Mesh(a=4), FAST)],
     "resnet": [(Mesh(a=2, b=2), EVEN), (Mesh(a=4), SLOW)],

@@ -25,8 +25,6 @@ from tests.models import ZOO, Case, gpt, mlp
 from tests.pipeline.models import share_captures  # noqa: F401
 from tests.toy import EVEN, machines
 
-pytestmark = pytest.mark.sampled(8, of="file")
-
 MESH = Mesh(a=2, b=4)
 
 

@@ -17,8 +17,6 @@ from tests.models import ZOO, Case
 from tests.pipeline.models import share_captures  # noqa: F401
 from tests.toy import EVEN, FAST, SLOW, machines
 
-pytestmark = pytest.mark.sampled(4)
-
 MESH = Mesh(dp=2, tp=2)
 (_NODE,) = machines(2, *EVEN).nodes
 CLUSTERS = {

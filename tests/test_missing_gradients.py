@@ -17,8 +17,6 @@ from tests.parity import assert_equal, parallel_outcome, single_outcome
 from tests.partly_learned import partly_learned, without_gradient
 from tests.pipeline.models import FORMS, share_captures  # noqa: F401
 
-pytestmark = pytest.mark.sampled(4)
-
 CASE = partly_learned(layers=4)
 
 

@@ -37,8 +37,6 @@ from autopar.search.propagation import propagate
 from autopar.strategies.node_info import info
 from tests import models
 
-pytestmark = pytest.mark.sampled(4)
-
 HOST = Recompute("full", "host")
 WAYS = PLAIN, FULL, HOST
 MESH = Mesh(dp=2, tp=2)

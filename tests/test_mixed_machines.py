@@ -24,8 +24,6 @@ from tests.models import Case, gpt, mlp
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 from tests.pipeline.models import share_captures  # noqa: F401
 
-pytestmark = pytest.mark.sampled(8, of="file")
-
 SLOW = Device("slow", {"f32": 1e9, "f64": 1e9}, 1e9, 4e9, overhead=0.0, efficiency=1.0)
 FAST = replace(SLOW, name="fast", flops={"f32": 3e9, "f64": 3e9}, bandwidth=12e9)
 SLOWEST = replace(SLOW, name="slowest", flops={"f32": 1e7, "f64": 1e7}, bandwidth=4e7)

@@ -14,8 +14,6 @@ from tests.models import Case
 from tests.parity import assert_parity
 from tests.pipeline.models import share_captures  # noqa: F401
 
-pytestmark = pytest.mark.sampled(4)
-
 Make = Callable[..., Case]
 
 TRANSFORMERS = ["gpt", "gpt-fused", "gpt2", "llama", "bert", "vit"]

@@ -21,8 +21,6 @@ from tests.captures import shared_captures
 from tests.models import Case
 from tests.parity import assert_equal, parallel_outcome
 
-pytestmark = pytest.mark.sampled(4)
-
 WIDTH = 8
 
 

@@ -26,8 +26,6 @@ from tests.models import Case
 from tests.parity import assert_equal, assert_parity, parallel_outcome, single_outcome
 from tests.pipeline.models import share_captures  # noqa: F401
 
-pytestmark = pytest.mark.sampled(4)
-
 KINDS = ("selective", "full")
 SELECTIVE, FULL = map(ap.Recompute, KINDS)
 CASES = {

@@ -39,8 +39,6 @@ from autopar.states import NAMED, States
 from tests import large_models, models
 from tests.models import Case
 
-pytestmark = pytest.mark.sampled(3)
-
 LAYERS, STAGES, PARTS, MESH = 16, 4, 8, Mesh(x=2)
 LINE = PipelineLine("pp", STAGES, 2)
 

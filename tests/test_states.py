@@ -47,7 +47,6 @@ LAW = [
 ]
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("states", "options"), LAW, ids=str)
 def test_parity(states, options):
     layers = 4 if options.get("schedule") == "zb-v" else 2

@@ -26,8 +26,6 @@ from tests import models
 from tests.pipeline.models import share_captures  # noqa: F401
 from tests.test_mixed_machines import FAST, SLOWEST, cluster
 
-pytestmark = pytest.mark.sampled(4)
-
 CASES: dict[str, dict[str, Any]] = {
     "tensor": {"mode": "propagate", "mesh": ap.Mesh(dp=2, tp=2), "states": "zero2"},
     "parts": {"mode": "data", "mesh": ap.Mesh(dp=4), "states": "zero3", "microbatches": 2}

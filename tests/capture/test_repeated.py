@@ -27,8 +27,6 @@ from autopar.strategies.node_info import info
 from tests import mixtures, models
 from tests.models import Case
 
-pytestmark = pytest.mark.sampled(2)
-
 
 @pytest.fixture(autouse=True, params=[1, 10**9], ids=["hidden", "shown"])
 def worth_hiding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:

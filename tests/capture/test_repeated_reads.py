@@ -26,8 +26,6 @@ from autopar.capture.repeated import _Followed
 from tests.capture.test_repeated import Block, both
 from tests.capture.test_repeated import Net as Plain
 
-pytestmark = pytest.mark.sampled(4)
-
 TURN = 0
 TABLE = {"turn": 0}
 CONTEXT = ContextVar("CONTEXT", default=0)

@@ -23,8 +23,6 @@ from tests import models
 from tests.parity import assert_parity
 from tests.pipeline.models import share_captures  # noqa: F401
 
-pytestmark = pytest.mark.sampled(7, of="file")
-
 
 def slow_network(nodes: int, memory: float = 1e9) -> ap.Cluster:
     """Nodes of one device each, far apart: what crosses them had better be small."""

@@ -27,8 +27,6 @@ from tests.annotations import megatron
 from tests.models import gpt
 from tests.pipeline.models import share_captures  # noqa: F401
 
-pytestmark = pytest.mark.sampled(5)
-
 TINY = Device("tiny", {"f32": 1e9, "f64": 1e9}, 1e9, 4e9, overhead=0.0, efficiency=1.0)
 LARGE = replace(TINY, name="large", flops={"f32": 3e9, "f64": 3e9}, bandwidth=9e9)
 MESHES = {

@@ -36,8 +36,6 @@ from tests.pipeline.models import (
     shared,
 )
 
-pytestmark = pytest.mark.sampled(4)
-
 ALONE = ap.Mesh(dp=1)
 SQUARE = ap.Mesh(dp=2, tp=2)
 MODELS = ["gpt2", "llama", "residuals"]

@@ -24,8 +24,6 @@ from tests.models import ZOO, Case
 from tests.pipeline.models import MAKERS, share_captures  # noqa: F401
 from tests.toy import EVEN, FAST, SLOW, machines
 
-pytestmark = pytest.mark.sampled(5)
-
 MODELS = {
     **ZOO,
     "gpt-fused": lambda: ZOO["gpt"](fused=True, tied=False),

@@ -24,8 +24,6 @@ from tests.captures import shared_captures
 from tests.models import Case
 from tests.toy import machines
 
-pytestmark = pytest.mark.sampled(5, of="file")
-
 FOUR = machines(4)
 
 

@@ -11,8 +11,6 @@ from tests import models
 from tests.mixtures import mixture
 from tests.toy import machines
 
-pytestmark = pytest.mark.sampled(3)
-
 CASES = {
     "gpt": lambda: models.gpt(layers=3, hidden=16, heads=2),
     "linears": lambda: models.mlp(layers=4),

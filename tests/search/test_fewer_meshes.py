@@ -10,8 +10,6 @@ import autopar as ap
 from autopar.search import layout_search
 from tests import models
 
-pytestmark = pytest.mark.sampled(1)
-
 CASES = {
     "gpt": lambda: models.gpt(layers=2, batch=16),
     "llama": lambda: models.llama(layers=2, batch=16),

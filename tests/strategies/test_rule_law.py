@@ -18,13 +18,13 @@ UNCOMPARED = {
 }
 
 
-@pytest.mark.sampled(100)
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_law(case: Case) -> None:
     check_all(case, SQUARE)
 
 
-@pytest.mark.sampled(100)
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_law_on_ranks_without_elements(case: Case) -> None:
     """5 rows on 4 ranks are 2, 2, 1 and none."""

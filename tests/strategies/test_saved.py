@@ -96,7 +96,7 @@ def extra_bytes(rule: Rule, dtype: torch.dtype) -> Iterator[int]:
         yield count * (extra.dtype or dtype).itemsize
 
 
-@pytest.mark.sampled(100)
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("case", [*CASES, LOG_TARGET], ids=lambda case: case.name)
 def test_saved(case: Case) -> None:
     """With all inputs learning the very bytes; with one alone at least what is kept."""
@@ -115,7 +115,7 @@ def assert_saved(case: Case, dtype: torch.dtype) -> None:
             assert inputs - {"output"} <= named
 
 
-@pytest.mark.sampled(100)
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_half_precision_is_never_kept_for_less(case: Case) -> None:
     """Statistics are wider than what they are of; on a GPU always, on a CPU at times."""
