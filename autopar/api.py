@@ -40,7 +40,7 @@ from autopar.precision import Precision
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.backends.process_groups import enter_world, require_world_of
-from autopar.runtime.backends.program_checks import Checks
+from autopar.runtime.backends.program_checks import ProgramChecks
 from autopar.runtime.backends.virtual_backend import VirtualBackend
 from autopar.runtime.backends.world import has_failed, world
 from autopar.runtime.execution.block_groups import Together
@@ -196,7 +196,9 @@ class _ParallelizeCall:
             if running.backend is None and plan.whole_mesh.size > 1:
                 tell_of_virtual_mesh()
             compiler = self.compiler(plan, device)
-            backend: Backend = VirtualBackend(plan.program, device, running.check, compiler)
+            backend: Backend = VirtualBackend(
+                plan.program, device, check=running.check, compiler=compiler
+            )
             return self.module(plan, backend)
         device = enter_world(device_of(self.model))
         with stop_all_on_failure(agreed=True):
@@ -207,10 +209,10 @@ class _ParallelizeCall:
         with stop_all_on_failure():
             backend = TorchBackend(
                 plan.program,
-                running.local_inputs,
                 device,
-                running.outputs,
-                self.compiler(plan, device),
+                local_inputs=running.local_inputs,
+                outputs=running.outputs,
+                compiler=self.compiler(plan, device),
             )
             return self.module(plan, backend)
 
@@ -276,7 +278,7 @@ class _ParallelizeCall:
             program, compiler = plan.program, self.compiler(plan, device)
             backend: Backend = VirtualBackend(program, device, compiler=compiler)
             if place == "torch":
-                backend = TorchBackend(program, False, device, compiler=compiler)
+                backend = TorchBackend(program, device, compiler=compiler)
             return ParallelModule(self.model, plan.program, plan, backend, values=self.values)
 
         ranks = world() if place == "torch" else None
@@ -314,7 +316,11 @@ class _ParallelizeCall:
 
     def module(self, plan: Plan, backend: Backend) -> ParallelModule:
         on_processes = not isinstance(backend, VirtualBackend)
-        checks = Checks(self.model, plan.original, on_processes) if self.running.check else None
+        checks = (
+            ProgramChecks(self.model, plan.original, on_processes=on_processes)
+            if self.running.check
+            else None
+        )
         return ParallelModule(
             self.model, plan.program, plan, backend, check=checks, values=self.values
         )

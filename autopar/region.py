@@ -31,7 +31,7 @@ from autopar.passes import localize, rewrite
 from autopar.passes.localize import axes_used
 from autopar.placements import from_placements, to_placements
 from autopar.plan.runtime_program import Program
-from autopar.runtime.backends.process_groups import Groups, see_alike
+from autopar.runtime.backends.process_groups import Groups, equalize_group_counts
 from autopar.runtime.execution.eager_program import compile_graph
 from autopar.runtime.parameters.placing import dtensor_wrapper
 from autopar.search.constraints import Constraints, LayoutConstraint, read_constraints
@@ -128,7 +128,7 @@ def _compile(
     ranks = device_mesh.mesh.flatten().tolist()
     rank = ranks.index(torch.distributed.get_rank())
     if len(ranks) < torch.distributed.get_world_size():
-        see_alike(device_mesh)
+        equalize_group_counts(device_mesh)
     groups = Groups(mesh, axes_used(graph), [ranks])
     device = next(leaf.to_local().device for leaf in leaves if isinstance(leaf, DTensor))
     local: fx.Graph = localize(graph, mesh, rank, device, groups.name)

@@ -324,7 +324,9 @@ def _forward(
     with seeded(0):
         evaluate(captured.graph, {**captured.constants, **values}, note)
     with seeded(0):
-        VirtualGraph(program.graph, plan.mesh, device, captured.constants, look)(named, values)
+        VirtualGraph(program.graph, plan.mesh, device, captured.constants, watch=look)(
+            named, values
+        )
     leaves = enumerate(captured.output_leaves)
     places = [str(index) for index, leaf in leaves if isinstance(leaf, fx.Node)]
     shown = {} if plan.batches else {p: computed[n] for p, n in zip(places, outputs)}

@@ -81,7 +81,7 @@ def computes_in_another_dtype(ranks: int) -> None:
 def crossing() -> Iterator[dict[str, list[int]]]:
     """The bytes that go up to the device and down to the host."""
     found: dict[str, list[int]] = {"up": [], "down": []}
-    up, down = HostLink.up, HostLink.down
+    up, down = HostLink.upload, HostLink.download
 
     def counted_up(link: HostLink, targets: Any, sources: Any) -> Any:
         found["up"].append(sum(target.nbytes for target in targets))
@@ -91,7 +91,10 @@ def crossing() -> Iterator[dict[str, list[int]]]:
         found["down"].append(source.nbytes)
         return down(link, source)
 
-    with patch.object(HostLink, "up", counted_up), patch.object(HostLink, "down", counted_down):
+    with (
+        patch.object(HostLink, "upload", counted_up),
+        patch.object(HostLink, "download", counted_down),
+    ):
         yield found
 
 

@@ -67,7 +67,7 @@ def gives_the_pieces_of_rank_0(folder: Path) -> None:
         {"mesh": Mesh(pp=2, a=2), "microbatches": 2, "schedule": "chimera"},
     ):
         plan = ap.plan(plain.model, plain.args, mode="propagate", **options)
-        backend = TorchBackend(plan.program, False, torch.device("cpu"))
+        backend = TorchBackend(plan.program, torch.device("cpu"))
         axes: tuple[Any, ...] = (None, "a", ("a", "b"), ("b", "a"), "b")
         for dim, cut in ((dim, cut) for dim in range(2) for cut in axes):
             if not set(cut or ()) <= set(plan.mesh):

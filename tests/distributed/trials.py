@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import autopar as ap
-from autopar.runtime.backends.backend import StageRun, WholeRun
+from autopar.runtime.backends.backend import StageRun, UnstagedRun
 from autopar.runtime.backends.world import joined
 from autopar.runtime.parameters.placing import TensorPlacer
 from tests import models
@@ -73,7 +73,7 @@ def leaves_out_what_one_rank_has_no_memory_for() -> None:
         plans = list(dict.fromkeys(map(id, calls)))
         return calls.count(placing) == 3 and plans.index(id(placing)) == 1
 
-    with without_memory(WholeRun, "__call__", lambda run: run.backend.program.batches is None):
+    with without_memory(UnstagedRun, "__call__", lambda run: run.backend.program.batches is None):
         module = chosen(case)
     wrong = [one.how for one in module.plan.trials if one.why]
     assert len(wrong) == 1
@@ -85,7 +85,7 @@ def leaves_out_what_one_rank_has_no_memory_for() -> None:
     assert [one.why for one in module.plan.trials] == ["", "", "", "out of memory on rank 1"]
     assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
     with (
-        without_memory(WholeRun, "__call__", bool),
+        without_memory(UnstagedRun, "__call__", bool),
         without_memory(StageRun, "__call__", bool),
         pytest.raises(ap.ExecutionError, match="have room"),
     ):

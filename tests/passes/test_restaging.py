@@ -71,7 +71,7 @@ def test_evaluation_of_another_batch_goes_through_the_same_stages(name, options)
     args, kwargs = pytree.tree_map(lambda x: torch.cat([x, x])[:size], (case.args, case.kwargs))
     captured = capture(alone, args, kwargs)
     program = module.plan.forward_program(captured, 3)
-    backend = module.backend.of(program)
+    backend = module.backend.with_same_copies(program)
     with torch.no_grad():
         inputs = program.bind(args, kwargs, program.whole_shapes)
         found = program.structure(backend.call(module._current_tensors(), inputs))

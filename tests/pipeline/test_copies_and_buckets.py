@@ -13,7 +13,7 @@ import autopar as ap
 from autopar.cost.bucket_prices import BucketConfig, program_buckets
 from autopar.cost.copy_groups import copied_parameters, copy_groups
 from autopar.plan.runtime_program import Program
-from autopar.runtime.backends.stage_ranks import StageRanks, Users
+from autopar.runtime.backends.stage_ranks import ParameterReaders, StageRanks
 from autopar.runtime.parameters.gradient_buckets import BucketEntry, make_buckets
 from autopar.runtime.parameters.local_parameters import LocalParameters
 from autopar.runtime.parameters.parameter_movement import parameter_movements
@@ -58,16 +58,21 @@ def planned(case: Case, mesh: ap.Mesh, states: str, schedule: str) -> Program:
 
 def buckets_of(program: Program) -> list[tuple[tuple[int, ...], list[str]]]:
     """As the runtime fills them: the stages that read their parameters, and the names of these."""
-    mesh, routes, users = program.mesh, parameter_movements(program), Users(program)
+    mesh, routes, readers = program.mesh, parameter_movements(program), ParameterReaders(program)
     ranks, slots = StageRanks(program, 0), []
     leaves = LocalParameters(copy_groups(routes.values(), mesh, program.buffer_bytes), mesh=mesh)
     for name, route in routes.items():
-        key = users.key(route)
-        if len(ranks.of(key.stages)) > 1 or key.each or key.last or key.whole:
+        key = readers.sum_key(route)
+        if (
+            len(ranks.of(key.stages)) > 1
+            or key.backward_axes
+            or key.step_axes
+            or key.all_reduce_axes
+        ):
             size = math.prod(route.leaf.largest_shape(route.shape, mesh)) * route.dtype.itemsize
             leaf = torch.empty(0, dtype=route.dtype)
             slots.append((BucketEntry(name, leaf, leaf, size, reduce=route.reduce), key))
-    cut = {k: leaves.cut_bytes(k.stages) for _, k in slots if k.each or k.last}
+    cut = {k: leaves.cut_bytes(k.stages) for _, k in slots if k.backward_axes or k.step_axes}
     made = make_buckets(slots, cut, program.buffer_bytes)
     return [(bucket.key.stages, [entry.name for entry in bucket.entries]) for bucket in made]
 

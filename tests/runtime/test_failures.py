@@ -57,7 +57,7 @@ def test_a_broken_collective_is_put_down_to_the_first_failure(
     liveness = SimpleNamespace(
         open_guards=0, pending_refusal=None, first_failure=first, ask_positions=lambda patience: {}
     )
-    world: Any = SimpleNamespace(liveness=liveness, rank=1, size=2, ended_by=None, is_beside=False)
+    world: Any = SimpleNamespace(liveness=liveness, rank=1, size=2, ended_by=None, is_second=False)
     for name, value in (
         ("joined", lambda: world),
         ("_require_common_refusal", bool),
@@ -82,7 +82,7 @@ def test_what_one_rank_refuses_alone_is_put_down_to_the_first_failure(
         report_failure=report,
         await_refusals=lambda patience: "others",
     )
-    world: Any = SimpleNamespace(liveness=liveness, rank=1, ended_by=None, is_beside=True)
+    world: Any = SimpleNamespace(liveness=liveness, rank=1, ended_by=None, is_second=True)
     monkeypatch.setattr(failures, "require_living", lambda world: None)
     monkeypatch.setattr(failures, "world_timeout", lambda: timedelta(seconds=1))
     rule = "all ranks refuse a call, or none" if is_first else "another rank failed first"
@@ -122,7 +122,7 @@ def test_an_error_that_all_ranks_have_is_raised_on_all(monkeypatch: pytest.Monke
     liveness = SimpleNamespace(
         open_guards=0, pending_refusal=None, report_failure=lambda failure, patience: first
     )
-    world: Any = SimpleNamespace(liveness=liveness, rank=1, ended_by=None, is_beside=False)
+    world: Any = SimpleNamespace(liveness=liveness, rank=1, ended_by=None, is_second=False)
     for name, value in (
         ("joined", lambda: world),
         ("_require_common_refusal", bool),

@@ -1,10 +1,10 @@
-"""Backend: where a program runs, and what the virtual mesh and torch.distributed have in common.
+"""Backend: the common part of the virtual mesh and torch.distributed, on which programs run.
 
-    backend.step(kept, batches)         a whole step, by the program's schedule: loss and outputs
-    backend.call(kept, inputs)          one pass forward: outputs
+    backend.step(tensors, batches)    one training step by the program's schedule: loss and outputs
+    backend.call(tensors, inputs)     one forward pass: outputs
 
-`kept` are the parameters and buffers of the module by name; buffers are changed in it. A step
-without a pipeline is a schedule of one stage, which is the program itself.
+`tensors` are the parameters and buffers of the module by name; the buffers change in place. A
+program without a pipeline runs as a schedule with one stage.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from autopar.runtime.parameters.placing import ReadPart
 from autopar.strategies.node_info import info
 
 Batch = Mapping[str, Tensor]
-# From parameters and buffers by name, inputs, and values that are given, by placeholder: results.
+# (parameters and buffers by name, inputs, received values by placeholder) -> results
 GraphRun = Callable[[Mapping[str, Tensor], Batch, Mapping[str, Value]], list[Value]]
 
 
 class Backend(ABC):
-    """Runs a program, whole or in the stages of a pipeline."""
+    """Runs a program, in the stages of a pipeline if it has them."""
 
-    local_inputs = False  # whether a rank is handed its slice of the inputs
+    local_inputs = False  # whether each rank receives its slice of the inputs
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Backend(ABC):
         places: Sequence[int],
         compiler: RegionCompiler | None = None,
     ) -> None:
-        """`places` of the pipeline whose ranks this process runs: the one, without a pipeline."""
+        """`places`: the pipeline places whose ranks run in this process; one without a pipeline."""
         self.program, self.mesh, self.device = program, program.mesh, device
         self.schedule, self.places, self.compiler = program.schedule, places, compiler
         self.workers: dict[tuple[int, int], Worker] = {}
@@ -52,276 +52,278 @@ class Backend(ABC):
         self.runners: list[RankRunner] = []
 
     def _prepare(self, transport: Transport, after: Callable[[int], None]) -> None:
-        """Make the stages of this process, and what runs them."""
+        """Build the stages of this process and the runner of each of its pipeline places."""
         local = {place: self.schedule.local_stages(place) for place in self.places}
         pipelining = self.program.pipelining
         for index in sorted({stage for pairs in local.values() for _, stage in pairs}):
+            is_split = index in self.schedule.split_stages
             self.stages[index] = (
-                StageRun(self, self.program.stages[index], index in self.schedule.split_stages)
-                if pipelining is not None
-                else WholeRun(self)
+                UnstagedRun(self)
+                if pipelining is None
+                else StageRun(self, self.program.stages[index], is_split=is_split)
             )
         for place, pairs in local.items():
-            own = {pair: Worker(self.stages[pair[1]]) for pair in pairs}
-            self.workers |= own
-            self.runners.append(RankRunner(self.schedule, place, own, transport, after))
+            workers = {pair: Worker(self.stages[pair[1]]) for pair in pairs}
+            self.workers |= workers
+            self.runners.append(RankRunner(self.schedule, place, workers, transport, after))
 
     @property
-    def whole(self) -> WholeRun:
-        """The program, if there is no pipeline."""
-        only = self.stages[0]
-        assert isinstance(only, WholeRun)
-        return only
+    def unstaged(self) -> UnstagedRun:
+        """Return the run of a program that has no pipeline."""
+        stage = self.stages[0]
+        assert isinstance(stage, UnstagedRun)
+        return stage
 
     @property
     def recorded(self) -> dict[int, RankRecord]:
-        """What the ranks of the pipeline that run here did in their last step."""
+        """Return the records of the last step, by the pipeline places of this process."""
         return {runner.rank: runner.recorded for runner in self.runners}
 
     @abstractmethod
     def place_tensor(self, name: str, value: Tensor, type_: TensorType) -> Tensor | None:
-        """What is kept here of a parameter or buffer of rank 0's model, in the dtype of a type."""
+        """Return this process's part of a tensor of rank 0's model, in the dtype of `type_`."""
 
     @abstractmethod
     def place_part(
         self, name: str, like: Tensor, type_: TensorType, read: ReadPart
     ) -> Tensor | None:
-        """The same of a tensor like `like`, of which `read` gives a part in its own memory."""
+        """Like `place_tensor`, for a tensor shaped like `like` whose parts `read` allocates."""
 
     @abstractmethod
     def cut(self, name: str, whole: Tensor, layout: Layout) -> Tensor:
-        """The same of a whole tensor that all ranks have."""
+        """Return this process's part of a tensor that all ranks have in full."""
 
-    def bind(self, kept: Mapping[str, Tensor]) -> None:
-        """What runs from now on read, where they are not handed it."""
-        return
+    @abstractmethod
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Prepare the parameters that later calls and steps read and differentiate."""
 
     @abstractmethod
     def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors of what is kept, the caller's own."""
+        """Return full copies of tensors of which each process holds a part."""
 
     @abstractmethod
     def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor:
-        """The norm of the gradients of the whole model."""
+        """Return the norm of the gradients of all parameters of the model."""
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
-        """What a caller hands in: whole tensors."""
+        """Return the shapes of the inputs that a caller passes, by name."""
         return self.program.whole_shapes
 
     def split(self, inputs: Batch) -> list[dict[str, Tensor]]:
-        """The inputs of every micro-batch of a step, in order."""
+        """Return the inputs of every micro-batch of a step, in order."""
         return self.program.split(inputs)
 
     @property
     def parts(self) -> int:
-        """Of how many parts of the batch each micro-batch takes its share."""
+        """Return the number of equal parts of the batch from which micro-batches are cut."""
         return 1
 
     def require_callable(self) -> None:  # noqa: B027
-        """Refuse a call in the middle of a backward of this program. In one process it may come."""
+        """Refuse a call during a backward of this program, unless all ranks are in this process."""
 
     def local_checks(self) -> AbstractContextManager[None]:
-        """Around what looks at a call in this process alone, before it runs."""
+        """Return the context of checks that this process makes alone before a call."""
         return nullcontext()
 
-    def guard(self, agreed: bool = False) -> AbstractContextManager[None]:
-        """Around everything in which ranks wait for one another. In one process nobody does."""
+    def guard(self, *, agreed: bool = False) -> AbstractContextManager[None]:
+        """Return the context of code in which ranks wait for one another; `agreed`: they all
+        raise the same errors in it."""
         return nullcontext()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Around passes whose gradients are summed over ranks later. In one process they are all
-        here."""
+        """Return the context of backward passes whose gradients are summed over ranks later."""
         return nullcontext()
 
-    def sum_waiting(self) -> None:
-        """Sum gradients that were not."""
-        return
+    def sum_waiting(self) -> None:  # noqa: B027
+        """Sum the gradients whose sum over ranks was put off."""
 
     def close(self) -> None:
-        """Let go of what runs here, and of the tensors that it reads: they refer to this backend,
-        so that only the garbage collector would find them."""
+        """Drop the stages and the tensors that they read, which form reference cycles with this
+        backend."""
         self.workers.clear()
         self.stages.clear()
         self.runners.clear()
 
     @abstractmethod
-    def of(self, program: Program) -> Backend:
-        """Where another program runs on the same parameters, and on the same copies of them."""
-
-    def beside(self, program: Program, plainly: bool = False) -> Backend:
-        """Where another program runs on the same parameters, with copies of its own; `plainly`: not
-        compiled, and what it gives is whole."""
-        return self.of(program)
-
-    def everyones(self, said: str, text: str) -> list[str]:
-        """What each rank says of the call that comes, before it goes on: all have to be there.
-        `text` is what a person reads of it."""
-        return [said]
+    def with_same_copies(self, program: Program) -> Backend:
+        """Return a backend of another program with the same parameters and gathered copies."""
 
     @abstractmethod
-    def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
-        """One pass forward: the user's outputs; in a pipeline without history."""
+    def with_new_copies(self, program: Program, *, is_plain: bool = False) -> Backend:
+        """Return a backend of another program with the same parameters and new gathered copies;
+        `is_plain`: it does not compile, and returns full outputs."""
+
+    def exchange_call(self, message: str, text: str) -> list[str]:
+        """Return every rank's message about its next call, once all have sent theirs; `text`
+        describes the call in errors."""
+        return [message]
+
+    @abstractmethod
+    def call(self, tensors: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
+        """Run one forward pass and return the user's outputs; of a pipeline, without history."""
 
     @abstractmethod
     def graph(self, stage: int | None = None) -> fx.Graph:
-        """The program of a rank, or that of one stage."""
+        """Return the graph of a stage; None: of the first stage that this process holds."""
 
     @abstractmethod
     def prepare_graph(
-        self, graph: fx.Graph, halves: WeightHalves | None = None, is_whole: bool = False
+        self, graph: fx.Graph, halves: WeightHalves | None = None, *, is_whole: bool = False
     ) -> GraphRun:
-        """A program as a function. Given `halves`, backward is split, and they record the rest."""
+        """Return a graph as a function. With `halves`, which record the deferred weight gradients,
+        backward is split. `is_whole`: the graph is the program, not a stage of it."""
 
     @abstractmethod
-    def joined(self, values: Sequence[Value], types: Sequence[TensorType]) -> list[Tensor]:
-        """Results in the form in which they are kept."""
+    def stored_form(self, values: Sequence[Value], types: Sequence[TensorType]) -> list[Tensor]:
+        """Return results in the form in which parameters and buffers are stored."""
 
-    def _statistics(self, stage: Stage, own: dict[int, list[Value]]) -> dict[int, list[Value]]:
-        """Those of all micro-batches of a step, given those of this process."""
-        return own
+    def _statistics(self, stage: Stage, local: dict[int, list[Value]]) -> dict[int, list[Value]]:
+        """Return a stage's statistics of all micro-batches, given those of this process."""
+        return local
 
     def draw(self, program: Program) -> dict[str, Tensor]:
-        """What the random numbers of a step or call of a program follow from, by placeholder."""
+        """Return the random seeds of a step or call of a program, by placeholder."""
         return program.captured.draw()
 
     def step(
         self,
-        kept: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
         batches: Sequence[Batch],
-        tells: bool = False,
+        *,
+        with_outputs: bool = False,
         seed: float = 1.0,
         is_first: bool = True,
     ) -> tuple[Tensor, list[Tensor]]:
-        """All micro-batches forward and backward: the loss of the batch, and what forward keeps,
-        whole and without history; if it `tells`, all outputs. `seed`: the gradient of the loss;
-        `is_first`: gradients add to none that are summed already."""
+        """Run all micro-batches forward and backward; return the loss of the batch, and all
+        outputs or only those that forward keeps, in full and without history. `seed`: the gradient
+        of the loss; `is_first`: no summed gradients exist yet."""
         try:
-            wanted = range(len(self.program.outputs)) if tells else self.program.kept
-            self._begin(kept, batches, wanted, seed)
-            loss = self._run(is_first)
-            outputs = self._told(wanted)
+            wanted = range(len(self.program.outputs)) if with_outputs else self.program.kept
+            self._begin(tensors, batches, wanted, seed)
+            loss = self._run(is_first=is_first)
+            outputs = self._outputs(wanted)
             for runner in self.runners:
                 runner.finish()
             return loss, outputs
         finally:
-            self._begin({}, ())  # nothing of a step stays
+            self._begin({}, ())  # frees the tensors of the step
 
-    def _through(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
-        """Forward through the stages of a pipeline: all outputs, whole and without history."""
+    def _forward_stages(self, tensors: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
+        """Run a pipeline forward; return all outputs in full and without history."""
         try:
             wanted = range(len(self.program.outputs))
-            self._begin(kept, self.split(inputs), wanted)
+            self._begin(tensors, self.split(inputs), wanted)
             self._carry_out()
             self._update_buffers()
-            return self._told(wanted)
+            return self._outputs(wanted)
         finally:
             self._begin({}, ())
 
     @abstractmethod
-    def _run(self, is_first: bool) -> Tensor:
-        """A step, the gradients and buffers after it, and its loss."""
+    def _run(self, *, is_first: bool) -> Tensor:
+        """Run a step, update gradients and buffers, and return the loss."""
 
     @abstractmethod
     def _carry_out(self) -> None:
-        """The actions of the schedule."""
+        """Run the actions of the schedule."""
 
     def _begin(
         self,
-        kept: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
         batches: Sequence[Batch],
         wanted: range = range(0),
         seed: float = 1.0,
     ) -> None:
         for stage in self.stages.values():
-            stage.kept, stage.batches, stage.wanted, stage.seed = kept, batches, wanted, seed
+            stage.tensors, stage.batches, stage.wanted, stage.seed = tensors, batches, wanted, seed
         for worker in self.workers.values():
             worker.clear()
 
     def _losses(self) -> dict[int, Tensor]:
-        """The shares of the loss that were made here, by micro-batch."""
+        """Return the shares of the loss that this process computed, by micro-batch."""
         loss = self.program.captured.loss_index
-        made = [pair for worker in self.workers.values() for pair in worker.outputs.items()]
-        return {number: outputs[loss][0] for number, outputs in made if loss in outputs}
+        computed = [pair for worker in self.workers.values() for pair in worker.outputs.items()]
+        return {number: outputs[loss][0] for number, outputs in computed if loss in outputs}
 
-    def _told(self, wanted: range) -> list[Tensor]:
-        """Some outputs of the batch, from those of its micro-batches."""
-        own: dict[tuple[int, int], Tensor] = {}
+    def _outputs(self, wanted: range) -> list[Tensor]:
+        """Return some outputs of the batch, joined from those of its micro-batches."""
+        local: dict[tuple[int, int], Tensor] = {}
         types = [info(node).type for node in self.program.outputs]
         for (_, number), worker in self.workers.items():
             for microbatch, outputs in worker.outputs.items():
                 for output in outputs.keys() & {*wanted}:
-                    told = self.stages[number].told(outputs[output], types[output])
-                    own[microbatch, output] = told
-        joined = self.program.batches
-        found = self._wholes(own, wanted, 1 if joined is None else joined.count)
-        return found[0] if joined is None else joined.join(found, wanted, self.parts)
+                    value = self.stages[number].stored_output(outputs[output], types[output])
+                    local[microbatch, output] = value
+        batches = self.program.batches
+        full = self._full_outputs(local, wanted, 1 if batches is None else batches.count)
+        return full[0] if batches is None else batches.join(full, wanted, self.parts)
 
-    def _wholes(
-        self, own: Mapping[tuple[int, int], Tensor], wanted: range, count: int
+    def _full_outputs(
+        self, local: Mapping[tuple[int, int], Tensor], wanted: range, count: int
     ) -> list[list[Tensor]]:
-        """Whole outputs of each of `count` micro-batches, from those that were made here."""
-        return [[own[microbatch, output] for output in wanted] for microbatch in range(count)]
+        """Return the full outputs of `count` micro-batches, given those of this process."""
+        return [[local[microbatch, output] for output in wanted] for microbatch in range(count)]
 
     def _update_buffers(self) -> None:
-        """The changes that stages leave to the end of a step."""
-        found: list[tuple[Tensor, Tensor]] = []
+        """Write the buffer updates that stages put off to the end of a step."""
+        updates: list[tuple[Tensor, Tensor]] = []
         for index, stage in self.stages.items():
             if stage.stage.update is not None:
                 statistics: dict[int, list[Value]] = {}
                 for (_, number), worker in self.workers.items():
                     statistics |= worker.statistics if number == index else {}
-                found += stage.new_buffers(self._statistics(stage.stage, statistics))
-        if found:
-            _write(found)
+                updates += stage.new_buffers(self._statistics(stage.stage, statistics))
+        if updates:
+            _write(updates)
 
 
 class StageRun:
-    """The program of one stage, where it runs."""
+    """Runs the program of one stage on its backend."""
 
     def __init__(
-        self, backend: Backend, stage: Stage, is_split: bool = False, is_whole: bool = False
+        self, backend: Backend, stage: Stage, *, is_split: bool = False, is_whole: bool = False
     ) -> None:
         self.backend, self.stage = backend, stage
         self._halves = WeightHalves() if is_split else None
-        self.run = backend.prepare_graph(stage.graph, self._halves, is_whole)
+        self.run = backend.prepare_graph(stage.graph, self._halves, is_whole=is_whole)
         self._update = backend.prepare_graph(stage.update) if stage.update is not None else None
-        self.kept: Mapping[str, Tensor] = {}  # of a step, and its micro-batches
-        self.batches: Sequence[Batch] = ()
-        self.wanted = range(0)  # the outputs that a step gives beside its loss
+        self.tensors: Mapping[str, Tensor] = {}  # parameters and buffers of the current step
+        self.batches: Sequence[Batch] = ()  # the micro-batches of the step
+        self.wanted = range(0)  # the outputs that the step returns besides its loss
         self.seed = 1.0  # the gradient of a step's loss
 
     def __call__(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
         return self.run(
-            self.kept, self.batches[microbatch], dict(zip(self.stage.receives, received))
+            self.tensors, self.batches[microbatch], dict(zip(self.stage.receives, received))
         )
 
-    def told(self, value: Value, type_: TensorType) -> Tensor:
-        """An output in the form in which it is kept."""
-        return self.backend.joined([value], [type_])[0]
+    def stored_output(self, value: Value, type_: TensorType) -> Tensor:
+        """Return an output of this stage in the form of `stored_form`."""
+        return self.backend.stored_form([value], [type_])[0]
 
     def weight_halves(self) -> list[WeightHalf]:
         return self._halves.take() if self._halves is not None else []
 
     def new_buffers(self, statistics: Mapping[int, list[Value]]) -> list[tuple[Tensor, Tensor]]:
-        """The buffers of this stage and their values after all micro-batches in their order."""
+        """Return pairs of a buffer and its value after all micro-batches, taken in order."""
         assert self.stage.update is not None
         assert self._update is not None
         output, program = self.stage.update.output_node(), self.backend.program
         names, placeholders = info(output).buffers, program.captured.buffers
         every_turn = [name for name in names if placeholders[name] not in program.once]
-        found: dict[str, Value] = {}
+        new: dict[str, Value] = {}
         with torch.no_grad():
             for number, batch in enumerate(self.batches):
-                given = dict(zip(self.stage.statistics, statistics.get(number, [])))
-                given |= {name: found[name] for name in every_turn if name in found}
-                found = dict(zip(names, self._update(self.kept, batch, given)))
+                received = dict(zip(self.stage.statistics, statistics.get(number, [])))
+                received |= {name: new[name] for name in every_turn if name in new}
+                new = dict(zip(names, self._update(self.tensors, batch, received)))
         types = [info(node).type for node in output.args[0]]  # type: ignore[union-attr,arg-type]
-        buffers = [self.kept[placeholders[name]] for name in names]
-        return list(zip(buffers, self.backend.joined(list(found.values()), types)))
+        buffers = [self.tensors[placeholders[name]] for name in names]
+        return list(zip(buffers, self.backend.stored_form(list(new.values()), types)))
 
 
-class WholeRun(StageRun):
-    """A program without a pipeline as the only stage: buffers change in every forward."""
+class UnstagedRun(StageRun):
+    """Runs a program without a pipeline as a single stage; every forward updates its buffers."""
 
     def __init__(self, backend: Backend) -> None:
         program = backend.program
@@ -335,21 +337,21 @@ class WholeRun(StageRun):
     def __call__(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
         is_last = microbatch == len(self.batches) - 1
         later = frozenset() if is_last else self.backend.program.once
-        return [[output] for output in self.forward(self.kept, self.batches[microbatch], later)]
+        return [[output] for output in self.forward(self.tensors, self.batches[microbatch], later)]
 
-    def told(self, value: Value, type_: TensorType) -> Tensor:
+    def stored_output(self, value: Value, type_: TensorType) -> Tensor:
         return value[0]
 
     def forward(
-        self, kept: Mapping[str, Tensor], inputs: Batch, later: Set[str] = frozenset()
+        self, tensors: Mapping[str, Tensor], inputs: Batch, later: Set[str] = frozenset()
     ) -> list[Tensor]:
-        """The outputs; buffers change, but for those in `later`."""
+        """Return the outputs and update the buffers, except those named in `later`."""
         # Backward may still read what a buffer was before its new value is written.
-        before = {name: kept[name].clone() for name in self._mutations}
-        values = self.backend.joined(self.run({**kept, **before}, inputs, {}), self._types)
+        before = {name: tensors[name].clone() for name in self._mutations}
+        values = self.backend.stored_form(self.run({**tensors, **before}, inputs, {}), self._types)
         if self._mutations:
             changed = zip(self._mutations, values[self._count :])
-            _write([(kept[name], value) for name, value in changed if name not in later])
+            _write([(tensors[name], value) for name, value in changed if name not in later])
         return values[: self._count]
 
 

@@ -1,11 +1,8 @@
-"""The real mesh: this process is one rank, under torch.distributed.
+"""Run a program on the real mesh: this process is one rank under torch.distributed.
 
-Parameters are DTensors under their original names. Autograd works on their local tensors: the
-program reads those, and at the end of backward their gradients, summed over the ranks that have a
-part in them, are given to the parameters as DTensors.
-
-In a pipeline this process is a rank of the stages that the schedule gives to its place on the
-pipeline's axis. It holds their parameters, each once, on the mesh inside the stage.
+Parameters are DTensors under their original names. Autograd works on their local tensors, and at
+the end of backward the parameters get the summed gradients as DTensors. In a pipeline this process
+runs the stages at its place on the pipeline's axis, and holds their parameters, each once.
 """
 
 from __future__ import annotations
@@ -34,7 +31,12 @@ from autopar.runtime.backends.backend import Backend, Batch
 from autopar.runtime.backends.piece_collection import collect
 from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.backends.stage_messages import Messages, Shape
-from autopar.runtime.backends.stage_ranks import StageRanks, Users, bucket_entry, gradient_sums
+from autopar.runtime.backends.stage_ranks import (
+    ParameterReaders,
+    StageRanks,
+    bucket_entry,
+    gradient_sums,
+)
 from autopar.runtime.backends.world import world
 from autopar.runtime.execution.activation_offload import ActivationOffload, local_mover
 from autopar.runtime.execution.compiled_regions import RegionCompiler
@@ -55,50 +57,53 @@ from autopar.strategies.node_info import info
 
 
 class TorchBackend(Backend):
-    """Runs this rank's part of a program. One of the two places where a program runs."""
+    """Runs this rank's part of a program; the other backend is `VirtualBackend`."""
 
     def __init__(
         self,
         program: Program,
-        local_inputs: bool,
         device: torch.device,
+        *,
+        local_inputs: bool = False,
         outputs: OutputsLike = "whole",
         compiler: RegionCompiler | None = None,
         leaves: LocalParameters | None = None,
     ) -> None:
-        """`leaves`: those of another program on the same parameters."""
+        """`leaves`: the local parameters that another program made; None: new ones."""
         self.world, self.local_inputs = world(), local_inputs
         self.ranks = ranks = StageRanks(program, self.world.rank)
         super().__init__(program, device, [ranks.place], compiler)
         whole_mesh = self.world.mesh_of(program.whole_mesh, device.type)
         self.device_mesh = whole_mesh[self.mesh.names] if program.pipelining else whole_mesh
         # Pieces are joined over one axis at a time.
-        of_states = {(axis,) for n in program.placeholders for axis in program.kept_layout(n).axes}
-        of_outputs = {(axis,) for n in program.outputs for axis in info(n).type.layout.axes}
-        wanted = axes_used(program.graph) | of_states | of_outputs
-        self.groups = Groups(self.mesh, wanted, ranks.meshes)
+        layouts = [program.kept_layout(n) for n in program.placeholders]
+        layouts += [info(n).type.layout for n in program.outputs]
+        single_axes = {(axis,) for layout in layouts for axis in layout.axes}
+        self.groups = Groups(self.mesh, axes_used(program.graph) | single_axes, ranks.meshes)
         is_sliced = local_inputs and program.batches is not None
         self.slices = BatchSlices(program, self.groups, ranks.inner) if is_sliced else None
-        self._leave = CallOutputs(outputs, self.device_mesh, self.groups, ranks.inner)
+        self._call_outputs = CallOutputs(outputs, self.device_mesh, self.groups, ranks.inner)
         self.placing = TensorPlacer(self.mesh, ranks.inner, device, self.device_mesh)
-        self._kept = ParameterStorage(program, device)
-        self.constants: dict[str, Tensor] = {}  # those that have been read, this rank's pieces
+        self._storage = ParameterStorage(program, device)
+        self.constants: dict[str, Tensor] = {}  # this rank's pieces of constants that graphs read
         self._late: list[DeferredSum] = []
         self._works: list[dist.Work] = []
-        # Groups are made here: none in the middle of a step.
+        # All groups are made here, none during a step.
         self._line = ranks.group(range(self.schedule.ranks), purpose="line")
         self._statistics_groups = self._replica_groups()
-        self._users = Users(program)
+        self._readers = ParameterReaders(program)
         self.routes = parameter_movements(program)
         self.leaves = leaves or self._make_leaves()
-        about = program, self._users, ranks, self.routes, self.groups, self.leaves.link
-        self._sums = gradient_sums(*about) if self.schedule.goes_back else {}
+        movements, groups, link = self.routes, self.groups, self.leaves.link
+        self._sums = gradient_sums(
+            program, self._readers, ranks, movements=movements, groups=groups, link=link
+        )
         self._loss: tuple[Tensor, dist.Work] | None = None  # the shares of all ranks, being summed
         # All forwards of a rank are done before its last action.
         self._last_forward = len(self.schedule.orders[ranks.place]) - 2
-        self._syncs: dict[frozenset[str], GradientSync] = {}  # by the parameters that learn
-        self._sync: GradientSync | None = None  # that of a step under way
-        self._version = 0  # of the leaves that they are made for
+        self._syncs: dict[frozenset[str], GradientSync] = {}  # by the names of parameters
+        self._sync: GradientSync | None = None  # of the step that runs
+        self._version = 0  # the version of the leaves in `_syncs`
         self.passes = GradientAccumulation(self.leaves, self.routes, self.device_mesh)
         self._calls = DirectCalls(program, self.leaves, self.world, self.passes)
         self.messages = Messages(ranks, self._shapes, device)
@@ -112,62 +117,58 @@ class TorchBackend(Backend):
         return LocalParameters(plans, gathering.__getitem__, self.mesh, rank, self.device)
 
     def graph(self, stage: int | None = None) -> fx.Graph:
-        """The program of the first stage that this rank holds, or of any stage."""
-        held = self.stages.get(min(self.stages) if stage is None else stage)
-        if held is not None and isinstance(held.run, TorchGraph):
-            return held.run.graph
+        local = self.stages.get(min(self.stages) if stage is None else stage)
+        if local is not None and isinstance(local.run, TorchGraph):
+            return local.run.graph
         return self.program.stages[stage or 0].graph
 
     def prepare_graph(
-        self, graph: fx.Graph, halves: WeightHalves | None = None, is_whole: bool = False
+        self, graph: fx.Graph, halves: WeightHalves | None = None, *, is_whole: bool = False
     ) -> TorchGraph:
-        how = {"copies": self.leaves.copies(self.routes), "window": self.leaves.window}
+        options = {"copies": self.leaves.copies(self.routes), "window": self.leaves.window}
         if not is_whole:
-            return TorchGraph(self, graph, halves=halves, **how)
+            return TorchGraph(self, graph, halves=halves, **options)
         whole = None if self.local_inputs else graph
         outputs = len(self.program.outputs)
-        how |= {"late": self._late, "outputs": outputs, "whole": whole, "mesh": self.mesh}
-        return TorchGraph(self, graph, **how)
+        options |= {"late": self._late, "outputs": outputs, "whole": whole, "mesh": self.mesh}
+        return TorchGraph(self, graph, **options)
 
     def place_tensor(self, name: str, value: Tensor, type_: TensorType) -> Tensor | None:
-        """This rank's piece, if a stage of it reads that."""
-        meshes = [self.ranks.meshes[place] for place in self.ranks.of(self._users.stages(name))]
+        """Return this rank's piece; None if no stage of this rank reads the tensor."""
+        meshes = [self.ranks.meshes[place] for place in self.ranks.of(self._readers.stages(name))]
         piece = self.placing.place_from_rank0(value, type_, meshes)
-        return piece if piece is None else self._kept(name, piece)
+        return piece if piece is None else self._storage(name, piece)
 
     def place_part(
         self, name: str, like: Tensor, type_: TensorType, read: ReadPart
     ) -> Tensor | None:
-        is_here = self.ranks.place in self.ranks.of(self._users.stages(name))
-        return self._kept(name, self.placing.place_part(like, type_, read)) if is_here else None
+        is_here = self.ranks.place in self.ranks.of(self._readers.stages(name))
+        return self._storage(name, self.placing.place_part(like, type_, read)) if is_here else None
 
     def cut(self, name: str, whole: Tensor, layout: Layout) -> Tensor:
-        return self._kept(name, self.placing.place_tensor(whole, layout))
+        return self._storage(name, self.placing.place_tensor(whole, layout))
 
-    def joined(self, values: Sequence[Value], types: Sequence[TensorType]) -> list[Tensor]:
-        """This rank's pieces."""
+    def stored_form(self, values: Sequence[Value], types: Sequence[TensorType]) -> list[Tensor]:
         return [value[0] for value in values]
 
-    def bind(self, kept: Mapping[str, Tensor]) -> None:
-        """Let leaves follow what the module holds now."""
-        self.leaves.bind(kept)
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        self.leaves.bind(tensors)
 
     def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors, from the ranks that hold them to all."""
         return collect(values, self.ranks, self._line, self.groups, self.device)
 
     def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor:
-        """The norm of all stages' gradients; of those in several places the first one counts."""
-        own = {
+        """Return the norm of all gradients; of one in several places the first place counts."""
+        counted = {
             name: value
             for name, value in gradients.items()
-            if self.ranks.of(self._users.stages(name))[0] == self.ranks.place
+            if self.ranks.of(self._readers.stages(name))[0] == self.ranks.place
         }
-        here = self.mesh.coordinate(self.ranks.inner)
-        return norm_over_world(self.program, own, norm_type, here, self.device)
+        coordinate = self.mesh.coordinate(self.ranks.inner)
+        return norm_over_world(self.program, counted, norm_type, coordinate, self.device)
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole tensors, or with local inputs this rank's pieces."""
+        """Return the shapes of full tensors, or with local inputs of this rank's pieces."""
         if not self.local_inputs:
             return super().input_shapes()
         return {
@@ -176,7 +177,6 @@ class TorchBackend(Backend):
         }
 
     def split(self, inputs: Batch) -> list[dict[str, Tensor]]:
-        """With local inputs, of this rank's slices."""
         return super().split(inputs) if self.slices is None else self.slices.split(inputs)
 
     @property
@@ -190,14 +190,13 @@ class TorchBackend(Backend):
     def local_checks(self) -> AbstractContextManager[None]:
         return local_checks(self.world)
 
-    def guard(self, agreed: bool = False) -> AbstractContextManager[None]:
+    def guard(self, *, agreed: bool = False) -> AbstractContextManager[None]:
         return stop_all_on_failure(self.world, agreed=agreed)
 
     def draw(self, program: Program) -> dict[str, Tensor]:
-        return self.world.told(super().draw(program))
+        return self.world.broadcast(super().draw(program))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A pipeline sums once a step, as the micro-batches of its stages come."""
         return nullcontext() if self.program.pipelining else self.passes.no_sync()
 
     def sum_waiting(self) -> None:
@@ -212,21 +211,24 @@ class TorchBackend(Backend):
         self._syncs.clear()
         self._sync = None
 
-    def of(self, program: Program) -> TorchBackend:
-        how = self._leave.form, self.compiler, self.leaves
-        return TorchBackend(program, self.local_inputs, self.device, *how)
+    def with_same_copies(self, program: Program) -> TorchBackend:
+        options = self._options(is_plain=False) | {"leaves": self.leaves}
+        return TorchBackend(program, self.device, **options)
 
-    def beside(self, program: Program, plainly: bool = False) -> TorchBackend:
-        how = () if plainly else (self._leave.form, self.compiler)
-        made = TorchBackend(program, self.local_inputs, self.device, *how)
-        made.bind(self.leaves.parameters)
-        return made
+    def with_new_copies(self, program: Program, *, is_plain: bool = False) -> TorchBackend:
+        backend = TorchBackend(program, self.device, **self._options(is_plain=is_plain))
+        backend.bind(self.leaves.parameters)
+        return backend
 
-    def everyones(self, said: str, text: str) -> list[str]:
-        return exchange_call(self.world, said, text)
+    def _options(self, *, is_plain: bool) -> dict[str, Any]:
+        form = {"outputs": self._call_outputs.form, "compiler": self.compiler}
+        return {"local_inputs": self.local_inputs} | ({} if is_plain else form)
+
+    def exchange_call(self, message: str, text: str) -> list[str]:
+        return exchange_call(self.world, message, text)
 
     def enter(self, value: Tensor, layout: Layout) -> Tensor:
-        """This rank's piece of an input."""
+        """Return this rank's piece of an input."""
         value = value.to(self.device)
         if self.local_inputs:
             return value
@@ -234,17 +236,15 @@ class TorchBackend(Backend):
             return self.placing.view_piece(value, layout)
         for dim, axes in enumerate(layout.dims):
             for axis in axes:
-                place = (self.groups.name((axis,)), self.mesh[axis])
+                group, size = self.groups.name((axis,)), self.mesh[axis]
                 index = self.mesh.coordinate(self.ranks.inner)[axis]
-                value = torch.ops.autopar.slice(value, dim, *place, index)
+                value = torch.ops.autopar.slice(value, dim, group, size, index)
         return value
 
-    # A step.
-
-    def _run(self, is_first: bool) -> Tensor:
+    def _run(self, *, is_first: bool) -> Tensor:
         reached = self.program.learned[self.program.captured.loss_index]
         sync = self._sync = self._sync_of(reached | self.passes.waiting)
-        self._late.clear()  # of a step that broke off
+        self._late.clear()  # left by a step that raised
         self.leaves.window.reset()
         self.passes.start(sync, reached, is_first=is_first)
         sync.after(-1)
@@ -264,9 +264,9 @@ class TorchBackend(Backend):
             runner.advance()
 
     def _after(self, position: int) -> None:
-        """The action of a step at `position` is done: start the sums of what it completes."""
+        """Start the sums that the action at `position` of a step completes."""
         sync = self._sync
-        if sync is None:  # of a call: there is nothing to sum
+        if sync is None:  # a call has no gradients
             return
         sync.after(position)
         is_last = position == self._last_forward
@@ -275,30 +275,30 @@ class TorchBackend(Backend):
                 self._works.append(late.start())
         self._late.clear()
         if is_last and self._line is not None:
-            # Only the last stages know the loss: its sum travels beside the last action.
+            # Only the last stages know the loss: its sum overlaps the last action.
             dtype, count = self.program.loss_dtype, self.schedule.all_parts
             shares = torch.zeros(count, dtype=dtype, device=self.device)
             for number, loss in self._losses().items():
                 shares[number] = loss
             self._loss = shares, dist.all_reduce(shares, group=self._line, async_op=True)
 
-    def _wholes(
-        self, own: Mapping[tuple[int, int], Tensor], wanted: range, count: int
+    def _full_outputs(
+        self, local: Mapping[tuple[int, int], Tensor], wanted: range, count: int
     ) -> list[list[Tensor]]:
-        """Each rank of the stage that gives an output sends its pieces to all of its line."""
-        types, found = [info(node).type for node in self.program.outputs], list[list[Tensor]]()
-        givers = {output: s.index for s in self.program.stages for output in s.outputs}
+        """Return full outputs; the stage that computes one sends its pieces along its lines."""
+        types, batches = [info(node).type for node in self.program.outputs], list[list[Tensor]]()
+        stage_of = {output: s.index for s in self.program.stages for output in s.outputs}
         for number in range(count):
-            pieces = {output: own.get((number, output)) for output in wanted}
+            pieces = {output: local.get((number, output)) for output in wanted}
             for output, piece in pieces.items() if self._line is not None else ():
-                place = self.schedule.rank_of(self.schedule.pipe_of[number], givers[output])
-                pieces[output] = self._from_line(piece, types[output], place)
-            wholes = ((piece, types[output]) for output, piece in pieces.items())
-            found.append([self._leave.whole(p, type_) for p, type_ in wholes if p is not None])
-        return found
+                place = self.schedule.rank_of(self.schedule.pipe_of[number], stage_of[output])
+                pieces[output] = self._broadcast_piece(piece, types[output], place)
+            join = self._call_outputs.whole
+            batches.append([join(p, types[at]) for at, p in pieces.items() if p is not None])
+        return batches
 
-    def _from_line(self, piece: Tensor | None, type_: TensorType, place: int) -> Tensor:
-        """What the rank at a place of this rank's line has."""
+    def _broadcast_piece(self, piece: Tensor | None, type_: TensorType, place: int) -> Tensor:
+        """Return the piece that the rank at `place` of this rank's line holds."""
         if piece is None or place != self.ranks.place:
             shape = type_.layout.local_shape(type_.shape, self.mesh, self.ranks.inner)
             piece = torch.empty(shape, dtype=type_.dtype, device=self.world.carrier)
@@ -308,7 +308,7 @@ class TorchBackend(Backend):
         return piece.to(self.device)
 
     def _total_loss(self) -> Tensor:
-        """The sum of all shares in the order of the micro-batches, the same on every rank."""
+        """Return the sum of all shares in the order of micro-batches, the same on every rank."""
         if self._loss is None:
             return sum_in_order(self._losses())
         (shares, work), self._loss = self._loss, None
@@ -321,8 +321,7 @@ class TorchBackend(Backend):
         self._works.clear()
 
     def _sync_of(self, names: frozenset[str]) -> GradientSync:
-        """What sums the gradients of those of some parameters that learn now, in the order of the
-        program: of a step those that its loss reaches, of a direct call those of any output."""
+        """Return the gradient sums of those parameters in `names` that are trainable now."""
         for sync in self._syncs.values():
             sync.clear()
         if self._version != self.leaves.version:
@@ -331,7 +330,7 @@ class TorchBackend(Backend):
             self._syncs.clear()
             self._version = self.leaves.version
         if names not in self._syncs:
-            keys = {r: self._users.key(r) for r in self.routes.values() if r.name in names}
+            keys = {r: self._readers.sum_key(r) for r in self.routes.values() if r.name in names}
             slots = [
                 (bucket_entry(route, key, self.leaves, self.mesh, self.ranks.inner), key)
                 for route, key in keys.items()
@@ -342,7 +341,7 @@ class TorchBackend(Backend):
         return self._syncs[names]
 
     def _shapes(self, key: MessageKey) -> list[Shape]:
-        """What a message to one of this rank's stages holds."""
+        """Return the shapes and dtypes of the values in a message to a stage of this rank."""
         stage = self.program.stages[key.stage]
         names = stage.receives if key.forward else stage.sends
         nodes = [stage.nodes[name] for name in names]
@@ -357,7 +356,7 @@ class TorchBackend(Backend):
         return at.layout.local_shape(at.shape, self.mesh, self.ranks.inner)
 
     def _replica_groups(self) -> dict[int, dist.ProcessGroup]:
-        """For stages with statistics and several pipes: the ranks like this one that hold them."""
+        """Return for each stage with statistics the group of its replicas in several pipes."""
         groups = {}
         for stage in self.program.stages:
             if stage.statistics and self.schedule.pipes > 1:
@@ -367,33 +366,33 @@ class TorchBackend(Backend):
                     groups[stage.index] = group
         return groups
 
-    def _statistics(self, stage: Stage, own: dict[int, list[Value]]) -> dict[int, list[Value]]:
-        """Those of all micro-batches, from the replicas that ran them."""
+    def _statistics(self, stage: Stage, local: dict[int, list[Value]]) -> dict[int, list[Value]]:
+        """Return the statistics of all micro-batches, from the replicas that ran them."""
         group = self._statistics_groups.get(stage.index)
         if group is None:
-            return own
-        nodes, found = [stage.nodes[name] for name in stage.statistics], {}
+            return local
+        nodes, statistics = [stage.nodes[name] for name in stage.statistics], {}
         for microbatch, pipe in enumerate(self.schedule.pipe_of):
             source = self.ranks.line[self.schedule.rank_of(pipe, stage.index)]
-            found[microbatch] = own.get(microbatch) or [
+            statistics[microbatch] = local.get(microbatch) or [
                 [torch.empty(self._local_shape(n), dtype=info(n).type.dtype, device=self.device)]
                 for n in nodes
             ]
-            for value in found[microbatch]:
+            for value in statistics[microbatch]:
                 value[0] = value[0].contiguous()
                 dist.broadcast(value[0], source, group=group)
-        return found
+        return statistics
 
-    def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
-        """The outputs in the form that was asked for."""
+    def call(self, tensors: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
+        """Return the outputs in the form that the option `outputs` names."""
         window = self.leaves.window
         window.reset()
         if self.program.stages:
-            outputs = self._through(kept, inputs)
+            outputs = self._forward_stages(tensors, inputs)
             self.messages.finish()
             window.reset()
             return outputs
-        outputs = self.whole.forward(kept, inputs)
+        outputs = self.unstaged.forward(tensors, inputs)
         if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
             sync = self._sync_of(frozenset().union(*self.program.learned))
             outputs = self._calls.watch(outputs, sync, len(self.schedule.actions) - 2)
@@ -403,21 +402,22 @@ class TorchBackend(Backend):
         self._late.clear()
         self._wait_for_sums()
         pairs = zip(outputs, self.program.outputs)
-        return [self._leave(value, info(node).type) for value, node in pairs]
+        return [self._call_outputs(value, info(node).type) for value, node in pairs]
 
 
 class TorchGraph:
     """This rank's program as a function."""
 
-    def __init__(self, backend: TorchBackend, graph: fx.Graph, **how: Any) -> None:
+    def __init__(self, backend: TorchBackend, graph: fx.Graph, **options: Any) -> None:
+        """`options`: those of `compile_graph`."""
         self._backend = backend
         mesh, rank, device = backend.mesh, backend.ranks.inner, backend.device
         self.graph = localize(graph, mesh, rank, device, backend.groups.name)
         if backend.slices is not None:
             backend.slices.place_draws(self.graph)
         self._offload = ActivationOffload(local_mover(mesh, rank, backend.groups.name))
-        how |= {"offload": self._offload, "compile_regions": backend.compiler}
-        self._function = compile_graph(self.graph, **how)
+        options |= {"offload": self._offload, "compile_regions": backend.compiler}
+        self._function = compile_graph(self.graph, **options)
         nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
         self._reads = [(node.name, *info(node).origin) for node in nodes]
         self._buffers = [name for _, kind, name in self._reads if kind in ("buffer", "before")]
@@ -429,11 +429,11 @@ class TorchGraph:
                 backend.constants[name] = backend.placing.copy_piece(whole, layouts[key])
 
     def __call__(
-        self, kept: Mapping[str, Tensor], inputs: Batch, given: Mapping[str, Value]
+        self, tensors: Mapping[str, Tensor], inputs: Batch, received: Mapping[str, Value]
     ) -> list[Value]:
         backend = self._backend
         self._offload.begin()
-        buffers = {name: local_of(kept[name]) for name in self._buffers}
+        buffers = {name: local_of(tensors[name]) for name in self._buffers}
         pieces = {name: backend.enter(inputs[name], at) for name, at in self._inputs.items()}
         sources: dict[str, Mapping[str, Tensor]] = {
             "parameter": backend.leaves.by_name,
@@ -443,7 +443,7 @@ class TorchGraph:
             "input": pieces,
         }
         arguments = [
-            given[key][0] if key in given else sources[kind][name]
+            received[key][0] if key in received else sources[kind][name]
             for key, kind, name in self._reads
         ]
         wholes = [inputs[name].to(backend.device) for name in self._function.whole_inputs]

@@ -1,7 +1,7 @@
-"""The way between a device and its host: copies that run beside computing.
+"""Copies between a device and its host that overlap computation.
 
-On a GPU they have a stream of their own, and pinned memory on the host. A process on the CPU makes
-them at once: there both sides are the same memory, and a copy takes room on each.
+On a GPU they run on a separate stream, from and to pinned memory. A process on the CPU copies at
+once, from memory to memory.
 """
 
 from __future__ import annotations
@@ -17,40 +17,39 @@ from autopar._torch.tensors import copy_each
 HOST = torch.device("cpu")
 
 
-class Copied:
-    """Copies that may still be under way, and what they read."""
+class PendingCopy:
+    """Copies that may still run and the tensors that they read; without an event, they are done."""
 
     def __init__(self, event: torch.cuda.Event | None = None, read: Sequence[Tensor] = ()) -> None:
         self._event, self._read = event, read
 
     def precede(self) -> None:
-        """What the device computes from now on comes after them."""
+        """Make later work of the device wait for the copies."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
     def wait(self) -> None:
-        """Until they are made."""
+        """Block this process until the copies are done."""
         if self._event is not None:
             self._event.synchronize()
         self._read = ()
 
 
 class HostLink:
-    """Between the host and one device."""
+    """Copies tensors between the host and one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
-    def is_beside(self) -> bool:
-        """Whether copies run by themselves, so that one is worth being asked for ahead."""
+    def has_stream(self) -> bool:
+        """Return whether copies overlap computation, so that an early request pays."""
         return self._stream is not None
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        """What is done in here comes after what was asked of the device so far, and nothing else
-        waits for it."""
+    def on_stream(self) -> Iterator[None]:
+        """Run work on the stream of copies, after all that the device was asked for so far."""
         if self._stream is None:
             yield
             return
@@ -58,37 +57,36 @@ class HostLink:
         with torch.cuda.stream(self._stream):
             yield
 
-    def up(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Copied:
-        """Copy from the host into tensors on the device; the host casts, so that the smaller dtype
-        crosses."""
+    def upload(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> PendingCopy:
+        """Copy tensors of the host, cast there to the dtypes of `targets`, into these."""
         if self._stream is None:
             copy_each(list(targets), list(sources))
-            return Copied()
+            return PendingCopy()
         read = [_in_dtype(source, target.dtype) for source, target in zip(sources, targets)]
-        with self.beside():
+        with self.on_stream():
             for target, source in zip(targets, read):
                 target.copy_(source, non_blocking=True)
-            return Copied(self._stream.record_event(), read)
+            return PendingCopy(self._stream.record_event(), read)
 
-    def down(self, source: Tensor) -> tuple[Tensor, Copied]:
-        """A copy on the host of a tensor on the device."""
+    def download(self, source: Tensor) -> tuple[Tensor, PendingCopy]:
+        """Return a copy on the host of a tensor on the device."""
         copy = torch.empty(
             source.shape, dtype=source.dtype, device=HOST, pin_memory=self._stream is not None
         )
         if self._stream is None:
-            return copy.copy_(source), Copied()
-        with self.beside():
+            return copy.copy_(source), PendingCopy()
+        with self.on_stream():
             copy.copy_(source, non_blocking=True)
             source.record_stream(self._stream)
-            return copy, Copied(self._stream.record_event())
+            return copy, PendingCopy(self._stream.record_event())
 
-    def back(self, kept: Tensor) -> tuple[Tensor, Copied]:
-        """A copy on the device of what `down` made; copies are made in the order asked for."""
-        copy = torch.empty(kept.shape, dtype=kept.dtype, device=self.device)
-        copied = self.up([copy], [kept])
+    def restore(self, source: Tensor) -> tuple[Tensor, PendingCopy]:
+        """Return a copy on the device of a tensor that `download` made; copies run in order."""
+        copy = torch.empty(source.shape, dtype=source.dtype, device=self.device)
+        pending = self.upload([copy], [source])
         if self._stream is not None:
             copy.record_stream(self._stream)
-        return copy, copied
+        return copy, pending
 
 
 def _in_dtype(source: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Collecting: whole tensors on all ranks, from the pieces that some of them hold."""
+"""Collect full tensors on all ranks from the pieces that some ranks hold."""
 
 from __future__ import annotations
 
@@ -26,30 +26,31 @@ def collect(
     groups: Groups,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """What the ranks of all places hold, by name; `line` joins the places."""
-    mine = [(name, tuple(value.shape), value.dtype) for name, value in values.items()]
-    everyones: list[Any] = [mine] * ranks.schedule.ranks
+    """Return the full tensors that the ranks of all pipeline places hold, by name; `line` joins
+    the places. The first place that holds a tensor sends it."""
+    local = [(name, tuple(value.shape), value.dtype) for name, value in values.items()]
+    listings: list[Any] = [local] * ranks.schedule.ranks
     if line is not None:
-        dist.all_gather_object(everyones, mine, group=line)
+        dist.all_gather_object(listings, local, group=line)
     owners: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
-    for place, listed in enumerate(everyones):
-        for name, shape, dtype in listed:
+    for place, listing in enumerate(listings):
+        for name, shape, dtype in listing:
             owners.setdefault(name, (place, shape, dtype))
-    found = {}
+    collected = {}
     for name, (place, shape, dtype) in owners.items():
         if place == ranks.place:
-            whole = _whole(values[name].detach(), ranks.inner, groups, device)
+            whole = _full_tensor(values[name].detach(), ranks.inner, groups, device)
             whole = whole.clone(memory_format=torch.contiguous_format)
         else:
             whole = torch.empty(shape, dtype=dtype, device=device)
         if line is not None:
             dist.broadcast(whole, ranks.line[place], group=line)
-        found[name] = whole
-    return found
+        collected[name] = whole
+    return collected
 
 
-def _whole(value: Tensor, rank: int, groups: Groups, device: torch.device) -> Tensor:
-    """A DTensor's data, on all ranks of its mesh."""
+def _full_tensor(value: Tensor, rank: int, groups: Groups, device: torch.device) -> Tensor:
+    """Return a DTensor's full data, on all ranks of its mesh."""
     local = local_of(value).to(device)
     if not isinstance(value, DTensor):
         return local

@@ -1,6 +1,6 @@
-"""Generators: the random numbers of this process that nobody has a generator of his own for.
+"""Follow the global random generators of another process.
 
-They are followed in the main thread, which a script draws in: beside it nobody knows who has drawn.
+Only the main thread follows them, in which a script draws: other threads may draw at any time.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from typing import Any
 
 import torch
 
-States = Mapping[str, Any]  # by the name of a generator, what can be compared and sent
-Moves = Mapping[str, tuple[Any, Any]]  # where each stood, and stands
+States = Mapping[str, Any]  # comparable states by the name of a generator
+Moves = Mapping[str, tuple[Any, Any]]  # the states of each before and after draws
 
 
 def states() -> States:
-    """Where each stands: torch's on the host, python's, and numpy's if that is loaded."""
-    found = {"torch": torch.get_rng_state().numpy().tobytes(), "python": random.getstate()}
+    """Return the states of torch's generator on the host, python's, and numpy's if loaded."""
+    current = {"torch": torch.get_rng_state().numpy().tobytes(), "python": random.getstate()}
     if (numpy := sys.modules.get("numpy")) is not None:
-        found["numpy"] = pickle.dumps(numpy.random.get_state(legacy=False))
-    return found
+        current["numpy"] = pickle.dumps(numpy.random.get_state(legacy=False))
+    return current
 
 
-def moved(before: States) -> Moves:
-    """Those that have drawn since."""
+def moves_since(before: States) -> Moves:
+    """Return the moves of the generators that have drawn since `states` returned `before`."""
     after = states() if _is_followed() else before
-    return {name: (stood, after[name]) for name, stood in before.items() if stood != after[name]}
+    return {name: (old, after[name]) for name, old in before.items() if old != after[name]}
 
 
 def follow(moves: Moves) -> None:
-    """Draw what another process has drawn, where a generator stands as its own did."""
-    here = states() if moves and _is_followed() else {}
-    for name, (stood, stands) in moves.items():
-        if here.get(name) != stood:
+    """Repeat the moves of another process, for generators that were in the same state."""
+    current = states() if moves and _is_followed() else {}
+    for name, (old, new) in moves.items():
+        if current.get(name) != old:
             continue
         if name == "torch":
-            torch.set_rng_state(torch.frombuffer(bytearray(stands), dtype=torch.uint8))
+            torch.set_rng_state(torch.frombuffer(bytearray(new), dtype=torch.uint8))
         elif name == "python":
-            random.setstate(stands)
+            random.setstate(new)
         else:
-            sys.modules["numpy"].random.set_state(pickle.loads(stands))
+            sys.modules["numpy"].random.set_state(pickle.loads(new))
 
 
 def _is_followed() -> bool:

@@ -1,4 +1,4 @@
-"""Process groups: one for each set of axes that a program moves data over; which GPU is whose."""
+"""Make a process group for each set of axes that a program uses, and choose each rank's GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autopar.text.units import counted
 
 
 class Groups:
-    """The process groups of this rank; the members of a group make it together."""
+    """The process groups of this rank by the axes that they span; members make one together."""
 
     def __init__(
         self,
@@ -33,33 +33,33 @@ class Groups:
         copies: Sequence[Sequence[int]],
         purpose: str = "",
     ) -> None:
-        """`copies`: for each mesh like this one, the global ranks at its places.
+        """`copies`: the global ranks of each mesh like this one, of which stages have one each.
 
-        torch names a group after the groups that a rank has seen before. So if the copies hold all
-        ranks of the world, these make all groups together; else members make theirs alone, after
-        `see_alike`.
+        torch names a group after the number of groups before it. So if the copies hold all ranks
+        of the world, these make all groups together; else only members make theirs, after
+        `equalize_group_counts`.
         """
         self._groups: dict[Axes, dist.ProcessGroup] = {}
-        here = world()
-        together = sum(map(len, copies)) == here.size
+        joined = world()
+        by_all = sum(map(len, copies)) == joined.size
         for axes in sorted(set(wanted)):
             for ranks, places in itertools.product(copies, mesh.groups(axes)):
                 members = [ranks[place] for place in places]
-                if together or here.rank in members:
-                    group = here.group_of(members, together, purpose)
+                if by_all or joined.rank in members:
+                    group = joined.group_of(members, by_all=by_all, purpose=purpose)
                     if group is not None:
                         self._groups[axes] = group
 
     def name(self, axes: Axes) -> str:
-        """The name under which torch's registry knows the group over `axes`."""
+        """Return the name of the group over `axes` in torch's registry."""
         return self._groups[axes].group_name
 
     def __getitem__(self, axes: Axes) -> dist.ProcessGroup:
         return self._groups[axes]
 
 
-def see_alike(device_mesh: DeviceMesh) -> None:
-    """Have all ranks of a mesh see equally many groups: who saw fewer makes some for itself."""
+def equalize_group_counts(device_mesh: DeviceMesh) -> None:
+    """Make groups until all ranks of a mesh have seen equally many: torch counts for names."""
     most = torch.tensor(named_group_count(), device=device_mesh.device_type)
     for group in device_mesh.get_all_groups():
         dist.all_reduce(most, dist.ReduceOp.MAX, group)
@@ -68,7 +68,7 @@ def see_alike(device_mesh: DeviceMesh) -> None:
 
 
 def enter_world(model_device: torch.device) -> torch.device:
-    """Make sure that this process is a rank of a world; the device that it computes on."""
+    """Join the world of ranks if this process has not yet; return its device."""
     require_living()
     if not dist.is_available() or not (dist.is_initialized() or dist.is_torchelastic_launched()):
         raise InvalidInput(
@@ -78,17 +78,17 @@ def enter_world(model_device: torch.device) -> torch.device:
         )
     device = _own_device(model_device)
     if not dist.is_initialized():
-        # What is kept on the host of a GPU is moved there, where it must be, over gloo.
+        # States on the host of a GPU move over gloo.
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    here = world()
+    joined = world()
     report_uncaught_errors()
     with stop_all_on_failure(agreed=True):
-        here.meet()
+        joined.meet()
     return device
 
 
 def require_host_moves(group: Any) -> None:
-    """Refuse a world that moves only what is on GPUs, where tensors are kept on the host."""
+    """Refuse a group that cannot move tensors of the host."""
     if not moves_host_tensors(group):
         raise InvalidInput(
             "ranks that keep states on the host belong to a world that moves tensors there too",
@@ -98,7 +98,7 @@ def require_host_moves(group: Any) -> None:
 
 
 def require_world_of(mesh: Mesh) -> None:
-    """Refuse a mesh that is not as large as the world."""
+    """Refuse a mesh that has more or fewer ranks than the world."""
     if dist.get_world_size() != mesh.size:
         raise InvalidInput(
             "a mesh has as many ranks as the world",
@@ -108,10 +108,10 @@ def require_world_of(mesh: Mesh) -> None:
 
 
 def _own_device(model_device: torch.device) -> torch.device:
-    """This rank's GPU, or the CPU.
+    """Return this rank's GPU, or the CPU.
 
-    A GPU that was chosen by `torch.cuda.set_device` is kept. In a world over gloo a rank computes
-    where its model is: so several ranks may share a GPU.
+    A GPU that `torch.cuda.set_device` chose stays. In a world over gloo a rank computes where its
+    model is, so that several ranks may share a GPU.
     """
     by_host = dist.group.WORLD is not None and moves_through_host(dist.group.WORLD)
     if not torch.cuda.is_available() or (by_host and model_device.type == "cpu"):
@@ -124,9 +124,9 @@ def _own_device(model_device: torch.device) -> torch.device:
 
 
 def _gpu_by_rank(count: int) -> int:
-    """The GPU of this rank on its machine, when nobody has chosen one."""
+    """Return the index of a GPU for this rank on its machine, if the user has chosen none."""
     local, ranks_here = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE", "1")
-    if count == 1:  # the only one, or the only one that this rank was shown
+    if count == 1:  # or the only one visible to this rank
         return 0
     if int(ranks_here) > count:
         raise InvalidInput(

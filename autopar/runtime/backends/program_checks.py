@@ -1,10 +1,8 @@
-"""Checks: what `check=True` compares as a program runs, beside the replicas of the virtual mesh.
+"""Check the programs of `parallelize(..., check=True)` as they run.
 
-    parallelize(model, inputs, check=True)
-
-The first call of a training, a step or one in training mode with gradients, compares its captured
-program with the plain model, whichever of the programs that is; every call, on several processes,
-the batches of all ranks and which parameters are frozen there.
+The first training call (a step, or a call in training mode with gradients) compares its captured
+program with the plain model. On several processes every call also compares the ranks' batches and
+frozen parameters. Replicas on the virtual mesh are compared in `replica_checks.py`.
 """
 
 from __future__ import annotations
@@ -41,16 +39,15 @@ from autopar.verification.references import (
 from autopar.verification.rounding import measure_tolerances
 
 
-class Checks:
-    """Called with the arguments of every call, before it runs."""
+class ProgramChecks:
+    """Checks every call of a module before it runs."""
 
-    def __init__(self, model: nn.Module, captured: Captured, on_processes: bool) -> None:
+    def __init__(self, model: nn.Module, captured: Captured, *, on_processes: bool) -> None:
         self._captured, self._on_processes = captured, on_processes
         self._model: nn.Module | None = own_copy(model)  # until the first step
 
-    def alone(self, call: programs.ModuleCall, first: programs.RunningProgram) -> None:
-        """What this process finds out by itself, once what runs is found or captured; `first`: the
-        program that was planned."""
+    def check_locally(self, call: programs.ModuleCall, first: programs.RunningProgram) -> None:
+        """Compare a call's program with the plain model once; `first` is the planned program."""
         learns = call.is_step or (torch.is_grad_enabled() and any(call.training))
         if self._model is None or not (learns or call.running is first):
             return
@@ -65,24 +62,24 @@ class Checks:
             _require_plain(self._model, captured, (call.args, call.kwargs))
         self._model = None
 
-    def together(
+    def compare_ranks(
         self, args: tuple, kwargs: Mapping[str, Any], parameters: Mapping[str, Tensor]
     ) -> None:
-        """What all ranks find out, or refuse, together."""
+        """Refuse a call whose batches or frozen parameters differ between ranks."""
         if self._on_processes:
             learns = {name: value.requires_grad for name, value in parameters.items()}
-            everyones: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyones, (_digest((args, dict(kwargs))), learns))
-            require_same_batch([digest for digest, _ in everyones])
-            _require_same_frozen([learns for _, learns in everyones])
+            of_ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, (_digest((args, dict(kwargs))), learns))
+            require_same_batch([digest for digest, _ in of_ranks])
+            _require_same_frozen([learns for _, learns in of_ranks])
 
 
 def _require_plain(model: nn.Module, captured: Captured, call: CallArguments) -> None:
-    """Refuse to train a program that export has made another than the model's.
+    """Refuse a captured program that trains differently from the model.
 
-    In coarse numbers little is seen, so the model is captured and compared in float64 as well.
+    A coarse dtype hides differences, so the model is also captured and compared in float64.
     """
-    if captured.example.precision is not None:  # which is for the plan to change, not for export
+    if captured.example.precision is not None:  # a deliberate difference of the plan
         captured = capture(model, *call)
     _compare(model, captured, call, model_dtype(model))
     precise, inputs, dtype = to_double(model, call)
@@ -94,9 +91,9 @@ def _compare(model: nn.Module, captured: Captured, call: CallArguments, dtype: t
     plain, other = own_copy(model), own_copy(model)
     with torch.enable_grad():
         expected, rate = train_module(plain, plain, call, steps=1)
-        found, _ = train_module(CapturedModule(other, captured), other, call, 1, rate)
-        tolerances = measure_tolerances(captured, RunInputs(model, call, dtype), found, rate)
-    rows = compare_training(found, expected, tolerances)
+        actual, _ = train_module(CapturedModule(other, captured), other, call, 1, rate)
+        tolerances = measure_tolerances(captured, RunInputs(model, call, dtype), actual, rate)
+    rows = compare_training(actual, expected, tolerances)
     unknown = [row for row in rows if not row.ok and not row.differs]
     if unknown:
         warnings.warn(
@@ -116,14 +113,14 @@ def _compare(model: nn.Module, captured: Captured, call: CallArguments, dtype: t
         )
 
 
-def _require_same_frozen(everyones: Sequence[Mapping[str, bool]]) -> None:
-    """Refuse a step in which some ranks wait for gradients that others do not make."""
+def _require_same_frozen(learns_by_rank: Sequence[Mapping[str, bool]]) -> None:
+    """Refuse a step in which some ranks wait for gradients that others do not compute."""
     first: dict[str, tuple[int, bool]] = {}
-    for rank, learns in enumerate(everyones):
-        for name, one in learns.items():
-            other, expected = first.setdefault(name, (rank, one))
-            if one != expected:
-                frozen, learning = (other, rank) if one else (rank, other)
+    for rank, parameters in enumerate(learns_by_rank):
+        for name, learns in parameters.items():
+            other, expected = first.setdefault(name, (rank, learns))
+            if learns != expected:
+                frozen, learning = (other, rank) if learns else (rank, other)
                 raise InvalidInput(
                     "a parameter is frozen on every rank that holds it, or on none",
                     got=f"{name} is frozen on rank {frozen} and learns on rank {learning}",
@@ -132,12 +129,12 @@ def _require_same_frozen(everyones: Sequence[Mapping[str, bool]]) -> None:
 
 
 def _digest(inputs: Any) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for leaf in pytree.tree_leaves(inputs):
         if isinstance(leaf, Tensor):
-            found.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
             data = leaf.detach().cpu().contiguous().reshape(-1)
-            found.update(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+            digest.update(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
         else:
-            found.update(repr(leaf).encode())
-    return found.hexdigest()
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()

@@ -1,11 +1,9 @@
-"""From first: what comes of a loop over something that stands on rank 0 alone, on all ranks.
+"""Iterate on all ranks over values that rank 0 alone computes, such as a sampler's indices.
 
-Every rank asks for the next one, in the same order: rank 0 makes it and sends it over the host, in
-a group of its own, so that it may come in another thread than the program runs in. The end of the
-loop and an error in it come on all ranks too. What rank 0 draws of random numbers meanwhile is
-drawn on each rank whose generators stood as its own did, so that a script that draws alike on all
-ranks goes on to do so. Loops are numbered: a rank that has left one earlier than others finds what
-it is sent to be of another, and all stop.
+Rank 0 sends each value over the host, in a separate group, so that another thread may receive it.
+It also sends the end of the loop, errors, and the moves of random generators, which ranks in the
+same state repeat: a script that draws the same numbers on all ranks continues to do so. Loops are
+numbered: if a rank has left a loop early, the numbers differ and all ranks stop.
 """
 
 from __future__ import annotations
@@ -25,71 +23,71 @@ from autopar.runtime.launching.failures import stop_all_on_failure
 _END = "end"
 
 
-class FromFirst:
-    """Gives on all ranks what `given` gives on rank 0; those of other ranks are not read."""
+class Rank0Values:
+    """Yields on all ranks the values of an iterable on rank 0; other ranks do not read theirs."""
 
-    def __init__(self, given: Any, here: World, taken: Callable[[Any], Any]) -> None:
-        """`taken`: what this rank takes of each."""
-        self._given, self._here, self._taken = given, here, taken
+    def __init__(self, values: Any, world: World, select: Callable[[Any], Any]) -> None:
+        """`select`: a function that returns this rank's part of a value."""
+        self._values, self._world, self._select = values, world, select
 
     def __len__(self) -> int:
-        return len(self._given)
+        return len(self._values)
 
     def __iter__(self) -> Iterator[Any]:
-        self._here.loops += 1
-        return self._read(self._here.loops)
+        self._world.loops += 1
+        return self._read(self._world.loops)
 
     def _read(self, loop: int) -> Iterator[Any]:
-        coming = _sent(self._given) if self._here.rank == 0 else None
+        messages = _messages(self._values) if self._world.rank == 0 else None
         turn = 0
         while True:
             turn += 1
-            data, error = (b"", None) if coming is None else next(coming)
-            value, told = self._exchanged((loop, turn), data)
+            data, error = (b"", None) if messages is None else next(messages)
+            value, ending = self._exchange(loop, turn, data)
             if error is not None:
                 raise error
-            if told == _END:
+            if ending == _END:
                 return
-            if told:
+            if ending:
                 raise InvalidInput(
                     "rank 0 says in which order samples come, for all ranks",
-                    got=f"on rank 0: {told}",
+                    got=f"on rank 0: {ending}",
                     remedy="mend what failed there",
                 )
-            yield self._taken(value)
+            yield self._select(value)
 
-    def _exchanged(self, place: tuple[int, int], data: bytes) -> tuple[Any, str]:
-        """What rank 0 has sent at this place; or why there is nothing."""
-        here = self._here
-        with stop_all_on_failure(here):
-            box: list[Any] = [(place, data)]
-            dist.broadcast_object_list(box, 0, here.host_group, torch.device("cpu"))
-            (loop, turn), data = box[0]
-            value, told, drawn = pickle.loads(data)
-            if (loop, turn) != place:
+    def _exchange(self, loop: int, turn: int, data: bytes) -> tuple[Any, str]:
+        """Return the value that rank 0 sent at this turn, and `_END` or an error's text, or ""."""
+        world = self._world
+        with stop_all_on_failure(world):
+            box: list[Any] = [((loop, turn), data)]
+            dist.broadcast_object_list(box, 0, world.host_group, torch.device("cpu"))
+            (sent_loop, sent_turn), data = box[0]
+            value, ending, moves = pickle.loads(data)
+            if (sent_loop, sent_turn) != (loop, turn):
                 raise InvalidInput(
                     "all ranks take the same batches of a split loader, in the same order",
-                    got=f"rank {here.rank} asks for batch {place[1]} of loop {place[0]} over one, "
-                    f"rank 0 for batch {turn} of loop {loop}",
+                    got=f"rank {world.rank} asks for batch {turn} of loop {loop} over one, "
+                    f"rank 0 for batch {sent_turn} of loop {sent_loop}",
                     remedy="begin and leave loops over it on all ranks alike",
                 )
-        if here.rank != 0:
-            process_generators.follow(drawn)
-        return value, told
+        if world.rank != 0:
+            process_generators.follow(moves)
+        return value, ending
 
 
-def _sent(given: Any) -> Iterator[tuple[bytes, Exception | None]]:
-    """What rank 0 sends of it, with what was drawn for it, and the error that ends it."""
+def _messages(values: Any) -> Iterator[tuple[bytes, Exception | None]]:
+    """Yield rank 0's message for each value and for the end, with the error that ends the loop."""
     before = process_generators.states()
 
-    def packed(value: Any, told: str) -> bytes:
-        return pickle.dumps((value, told, process_generators.moved(before)))
+    def pack(value: Any, ending: str) -> bytes:
+        return pickle.dumps((value, ending, process_generators.moves_since(before)))
 
     try:
-        for value in given:
-            yield packed(value, ""), None
+        for value in values:
+            yield pack(value, ""), None
             before = process_generators.states()
     except Exception as error:
-        yield packed(None, error_text(error)), error
+        yield pack(None, error_text(error)), error
         return
-    yield packed(None, _END), None
+    yield pack(None, _END), None

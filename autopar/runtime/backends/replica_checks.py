@@ -1,10 +1,9 @@
-"""Replicas: ranks that should hold the same value are seen to hold it, forward and backward.
+"""Compare replicas on the virtual mesh, so that a wrong rule or kernel fails at its node.
 
     parallelize(model, inputs, mesh=mesh, backend="virtual", check=True)
 
-Every value then has the shape that its layout says on every rank, its replicas are equal, and so
-are their gradients, except over axes on which a gradient is still a partial sum. A rule or kernel
-that is wrong shows here at its own node, and not as a slow drift of the training.
+Every value must have the shape of its layout on every rank, with equal replicas. Their gradients
+must be equal too, except over axes on which a gradient is still a partial sum.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from autopar.verification.tolerance import eps_of, to_double_precision
 
 
 class ReplicaCheck:
-    """Watches the values of one program on the virtual mesh."""
+    """Checks the values of one program on the virtual mesh."""
 
     def __init__(self, graph: fx.Graph, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -49,60 +48,60 @@ class ReplicaCheck:
                     source=info(node).source,
                 )
         for rank, leader in enumerate(self._forward[node]):
-            self._compare(node, "value", leader, rank, values[leader], values[rank])
+            self._require_equal(node, "value", (leader, rank), (values[leader], values[rank]))
         arrived: dict[int, Tensor] = {}
         for rank, leader in enumerate(self._backward[node]):
             if values[rank].requires_grad:
-                values[rank].register_hook(self._arrival(node, rank, leader, arrived))
+                values[rank].register_hook(self._gradient_hook(node, rank, leader, arrived))
 
-    def _arrival(
+    def _gradient_hook(
         self, node: fx.Node, rank: int, leader: int, arrived: dict[int, Tensor]
     ) -> Callable[[Tensor | None], None]:
         shape = self._shapes[node][rank]
 
         def arrive(grad: Tensor | None) -> None:
-            if grad is None:  # torch says so of zeros
+            if grad is None:  # torch's form of zeros
                 grad = torch.zeros(shape, dtype=info(node).type.dtype)
             first = arrived.setdefault(leader, grad.detach())
-            self._compare(node, "gradient", leader, rank, first, grad)
+            self._require_equal(node, "gradient", (leader, rank), (first, grad))
 
         return arrive
 
-    def _compare(
-        self, node: fx.Node, what: str, leader: int, rank: int, one: Tensor, other: Tensor
+    def _require_equal(
+        self, node: fx.Node, what: str, ranks: tuple[int, int], values: tuple[Tensor, Tensor]
     ) -> None:
-        if one is other or same(one, other):
+        if values[0] is values[1] or are_replicas(*values):
             return
         raise ExecutionError(
             f"replicas of one {what} are equal on all ranks",
-            got=f"ranks {leader} and {rank} differ in the {what} of {node.name}, "
-            f"{info(node).type}, by {_difference(one, other):.3g}",
+            got=f"ranks {ranks[0]} and {ranks[1]} differ in the {what} of {node.name}, "
+            f"{info(node).type}, by {_difference(*values):.3g}",
             remedy="correct the rule or the kernel of this operator or of those that read it",
             source=info(node).source,
         )
 
 
 def _is_checked(node: fx.Node) -> bool:
-    """Tensors are: of several results, each by itself."""
+    """Return whether a node has one tensor as its value."""
     return "type" in node.meta and not has_results(node)
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    """Equal up to the rounding that memory alignment may cause."""
-    eps = eps_of(one.dtype)
+def are_replicas(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are equal up to the rounding that memory alignment may cause."""
+    eps = eps_of(first.dtype)
     if not eps:
-        return torch.equal(one, other)
-    if one.dtype.itemsize > 1 and torch.equal(one, other):  # float8 has no equal
+        return torch.equal(first, second)
+    if first.dtype.itemsize > 1 and torch.equal(first, second):  # float8 has no equal
         return True
-    one, other = to_double_precision(one), to_double_precision(other)
-    finite = one[one.isfinite()].abs()
+    first, second = to_double_precision(first), to_double_precision(second)
+    finite = first[first.isfinite()].abs()
     share = min(1e4 * eps, max(2**-4, eps))  # coarse numbers: some units in the last place
     tolerance = share * float(finite.max()) if finite.numel() else 0.0
-    return torch.allclose(one, other, 0, tolerance, equal_nan=True)
+    return torch.allclose(first, second, 0, tolerance, equal_nan=True)
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
-    return float((to_double_precision(one) - to_double_precision(other)).abs().max())
+def _difference(first: Tensor, second: Tensor) -> float:
+    return float((to_double_precision(first) - to_double_precision(second)).abs().max())
 
 
 def _shapes(node: fx.Node, mesh: Mesh) -> list[tuple[int, ...]]:
@@ -111,7 +110,7 @@ def _shapes(node: fx.Node, mesh: Mesh) -> list[tuple[int, ...]]:
 
 
 def _leaders(mesh: Mesh, axes: Sequence[str]) -> list[int]:
-    """For each rank, the first rank that stands at the same place on `axes`."""
+    """Return for each rank the first rank with the same coordinates on `axes`."""
     others = tuple(name for name in mesh if name not in axes)
     first = {rank: ranks[0] for ranks in mesh.groups(others) for rank in ranks}
     return [first[rank] for rank in range(mesh.size)]

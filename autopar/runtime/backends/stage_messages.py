@@ -1,16 +1,13 @@
-"""Messages: what pipeline stages send one another, under torch.distributed.
+"""Send activations and gradients between pipeline stages, under torch.distributed.
 
-Sends are asynchronous and never wait. A receive is posted when its rank begins the action before
-the one that needs it, early enough to travel beside that action and late enough to hold no memory
-before.
+Sends never wait. A receive is posted one action before the one that needs it: early enough to
+overlap, late enough to hold no memory before.
 
-NCCL knows no tags: it matches what one rank sends another by order, and what one communicator does
-between two ranks it does one after another, whatever the direction. So every sender has a group of
-its own with each of its receivers, and receives are posted in the order of the sends: what is sent
-before the message that is needed is received before it. Tags, where a backend has them, guard this.
+NCCL has no tags, and runs all messages of one communicator in order. So each sender has a group
+for each receiver, and receives are posted in the order of the sends. Tags guard this on gloo.
 
-gloo does not say when a send is done. What a rank sends after it has read a message says that this
-one has arrived: its memory is let go then, at the same action of every step.
+gloo does not report finished sends. A message that a rank sends after reading another proves that
+the other one arrived: its memory is freed then, at the same action of every step.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class Messages:
-    """The transport of one rank."""
+    """Sends and receives the messages of one rank."""
 
     def __init__(
         self,
@@ -40,12 +37,12 @@ class Messages:
         shapes: Callable[[MessageKey], Sequence[Shape]],
         device: torch.device,
     ) -> None:
-        """`shapes` of the values of a message to this rank."""
+        """`shapes`: a function that returns the shapes and dtypes of a message to this rank."""
         self.schedule, self.place, self.line = ranks.schedule, ranks.place, ranks.line
         self.shapes, self.device = shapes, device
         orders: dict[tuple[int, int], list[MessageKey]] = {}  # of a step, by sender and receiver
-        self._sent_at: dict[MessageKey, int] = {}  # which action of its rank
-        self._read_at: dict[MessageKey, int] = {}
+        self._sent_at: dict[MessageKey, int] = {}  # the position of the sender's action
+        self._read_at: dict[MessageKey, int] = {}  # the position of the receiver's action
         for sender, order in enumerate(self.schedule.orders):
             for position, action in enumerate(order):
                 for key, receiver in messages_of(self.schedule, action, sent=True):
@@ -62,15 +59,14 @@ class Messages:
                 if group is not None:
                     self._groups[sender, receiver] = group
         self._orders = {sender: keys for (sender, to), keys in orders.items() if to == self.place}
-        # By sender: what is not yet expected of a step.
-        self._due: dict[int, Iterator[MessageKey]] = {}
-        self._own: dict[MessageKey, list[Value]] = {}  # to another stage of this rank
+        self._due: dict[int, Iterator[MessageKey]] = {}  # by sender: messages of later receives
+        self._local: dict[MessageKey, list[Value]] = {}  # to another stage of this rank
         self._expected: dict[MessageKey, list[tuple[Tensor, dist.Work | None]]] = {}
-        # On their way: to whom, and which of its actions reads it.
+        # Sends that may still run, their values, receivers, and positions of reading actions.
         self._sent: list[tuple[dist.Work, Tensor, int, int]] = []
 
     def start(self) -> None:
-        """Before a step."""
+        """Begin a step."""
         self._due = {sender: iter(keys) for sender, keys in self._orders.items()}
 
     def expect(self, key: MessageKey, sender: int) -> None:
@@ -84,30 +80,30 @@ class Messages:
 
     def receive(self, key: MessageKey, sender: int) -> list[Value]:
         if sender == self.place:
-            return self._own.pop(key)
+            return self._local.pop(key)
         self.expect(key, sender)
         values = []
         for value, work in self._expected.pop(key):
             if work is not None:
                 wait_for(work)
             values.append([value.to(self.device)])
-        self._have_arrived(sender, self._sent_at[key])
+        self._free_sent(sender, self._sent_at[key])
         return values
 
-    def _have_arrived(self, by: int, position: int) -> None:
-        """Let go of what another rank had read before it did the action at `position`."""
-        left = []
-        for one in self._sent:
-            work, _, receiver, read_at = one
-            if receiver == by and read_at <= position:
+    def _free_sent(self, reader: int, position: int) -> None:
+        """Free the values that rank `reader` had read before its action at `position`."""
+        remaining = []
+        for sent in self._sent:
+            work, _, receiver, read_at = sent
+            if receiver == reader and read_at <= position:
                 wait_for(work)
             elif not work.is_completed():
-                left.append(one)
-        self._sent = left
+                remaining.append(sent)
+        self._sent = remaining
 
     def send(self, key: MessageKey, receiver: int, values: list[Value]) -> None:
         if receiver == self.place:
-            self._own[key] = values
+            self._local[key] = values
             return
         for number, (value,) in enumerate(values):
             if value.numel():
@@ -118,11 +114,11 @@ class Messages:
                 self._sent.append((work, value, receiver, self._read_at[key]))
 
     def arrived(self, key: MessageKey) -> bool:
-        """A process of one rank waits in `receive`."""
+        """Return True: a process of one rank waits in `receive`."""
         return True
 
     def finish(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until all sends are done."""
         for work, *_ in self._sent:
             wait_for(work)
         self._sent.clear()
@@ -137,6 +133,6 @@ class Messages:
         return value, dist.irecv(value, self.line[sender], group, self._tag(key, number))
 
     def _tag(self, key: MessageKey, number: int) -> int:
-        made = self.schedule
-        tag = (number * 2 + key.forward) * made.pipes + key.pipe
-        return (tag * made.stages + key.stage) * made.all_parts + key.microbatch
+        schedule = self.schedule
+        tag = (number * 2 + key.forward) * schedule.pipes + key.pipe
+        return (tag * schedule.stages + key.stage) * schedule.all_parts + key.microbatch

@@ -1,4 +1,4 @@
-"""Which ranks hold which stages, and over which of them gradients are summed."""
+"""Find the ranks that hold a stage, and the groups that sum each parameter's gradient."""
 
 from __future__ import annotations
 
@@ -25,25 +25,28 @@ from autopar.runtime.parameters.parameter_movement import ParameterMovement
 
 @dataclass(frozen=True)
 class SumKey:
-    """What parameters have in common whose gradients are summed over the same ranks."""
+    """The common key of parameters whose gradients are summed over the same ranks."""
 
-    stages: tuple[int, ...]  # that read them
-    each: Axes  # over which the gradient of a micro-batch is summed and cut
-    last: Axes  # over which what has added up is summed and cut
-    whole: Axes  # over which the rest is summed
-    adds: bool = False  # those of micro-batches add up outside of the leaf, in another dtype
-    goes_down: bool = False  # to the host, where the parameter is
-    on_host: bool = False  # made there, and summed there
+    stages: tuple[int, ...]  # that read the parameters
+    backward_axes: Axes  # over which the gradient of a micro-batch is reduced and scattered
+    step_axes: Axes  # over which the accumulated gradient is reduced and scattered
+    all_reduce_axes: Axes  # over which the gradient is all-reduced
+    is_accumulated: bool = False  # micro-batches add up outside of the leaf, in another dtype
+    sums_to_host: bool = False  # the device computes the sum, which moves to the host
+    on_host: bool = False  # the host computes the gradient and its sum
 
 
 class StageRanks:
-    """Where this rank stands, and who holds which stages. Without a pipeline there is one place."""
+    """The place of this rank along the pipeline, and the ranks that hold each stage.
+
+    Without a pipeline there is one place, 0.
+    """
 
     def __init__(self, program: Program, rank: int) -> None:
         pipelining, self.mesh = program.pipelining, program.whole_mesh
         self.schedule = program.schedule
         self.axes: Axes = () if pipelining is None else (pipelining.axis,)
-        # The ranks that stand alike in every place of the pipeline; those at each place.
+        # A line has the counterparts of one rank at all places; a mesh, the ranks of one place.
         self.lines = self.mesh.groups(self.axes)
         self.meshes = list(zip(*self.lines))
         self.place = next(at for at, ranks in enumerate(self.meshes) if rank in ranks)
@@ -51,26 +54,26 @@ class StageRanks:
         self.line = self.lines[self.inner]
 
     def of(self, stages: Sequence[int]) -> tuple[int, ...]:
-        """The places of the pipeline that hold one of `stages` in any pipe."""
+        """Return the places of the pipeline that hold one of `stages` in any pipe."""
         return self.schedule.holders(stages)
 
     def group(
         self, places: Sequence[int], axes: Axes = (), purpose: str = ""
     ) -> dist.ProcessGroup | None:
-        """The group of this rank over some places of the pipeline and over axes inside a stage.
+        """Return this rank's group over places of the pipeline and axes inside a stage.
 
-        All ranks make all groups together: torch names a group after how many there are. None if
-        this rank is in none, or alone.
+        All ranks make all groups together, since torch names a group after their number. None: this
+        rank is in no group, or alone.
         """
-        own, there = None, {rank for place in places for rank in self.meshes[place]}
+        local, holders = None, {rank for place in places for rank in self.meshes[place]}
         for ranks in self.mesh.groups((*self.axes, *axes)):
-            members = [rank for rank in ranks if rank in there]
+            members = [rank for rank in ranks if rank in holders]
             if len(members) > 1:
-                own = world().group_of(members, purpose=purpose) or own
-        return own
+                local = world().group_of(members, purpose=purpose) or local
+        return local
 
 
-class Users:
+class ParameterReaders:
     """The stages that read each parameter and buffer."""
 
     def __init__(self, program: Program) -> None:
@@ -81,81 +84,91 @@ class Users:
                 self._stages.setdefault(name, []).append(stage.index)
 
     def stages(self, name: str) -> tuple[int, ...]:
-        """What nobody reads lies with the first stage."""
+        """Return the stages that read a tensor; the first stage holds one that none reads."""
         return tuple(self._stages.get(name, (0,)))
 
-    def key(self, route: ParameterMovement) -> SumKey:
-        """What a parameter has in common with those that are summed over the same ranks."""
-        mesh, kept = self._program.mesh, {*route.places.optimizer.axes}
-        each = in_mesh_order({*route.summed.axes} - {*route.leaf.axes}, mesh)
-        last = in_mesh_order(kept - {*route.summed.axes}, mesh)
-        whole = in_mesh_order({*route.pending} - kept, mesh)
-        adds = route.dtype != route.reduce and not each
-        goes_down = route.places.goes_up is not None
-        is_there = "gradient" in route.places.on_host
-        return SumKey(route.readers.stages, each, last, whole, adds, goes_down, is_there)
+    def sum_key(self, movement: ParameterMovement) -> SumKey:
+        """Return the key of the sum of a parameter's gradient."""
+        mesh, state_axes = self._program.mesh, {*movement.places.optimizer.axes}
+        backward_axes = in_mesh_order({*movement.summed.axes} - {*movement.leaf.axes}, mesh)
+        return SumKey(
+            movement.readers.stages,
+            backward_axes,
+            step_axes=in_mesh_order(state_axes - {*movement.summed.axes}, mesh),
+            all_reduce_axes=in_mesh_order({*movement.pending} - state_axes, mesh),
+            is_accumulated=movement.dtype != movement.reduce and not backward_axes,
+            sums_to_host=movement.places.goes_up is not None,
+            on_host="gradient" in movement.places.on_host,
+        )
 
 
 def bucket_entry(
-    route: ParameterMovement, key: SumKey, leaves: LocalParameters, mesh: Mesh, rank: int
+    movement: ParameterMovement, key: SumKey, leaves: LocalParameters, mesh: Mesh, rank: int
 ) -> BucketEntry:
-    """How the gradient of a parameter that lies here goes back to where it is kept."""
+    """Return the bucket entry of a parameter of this rank: its leaf, and its gradient's pieces."""
 
     def pieces(coarse: Layout, fine: Layout, axes: Axes) -> TensorPieces | None:
         if not axes:
             return None
-        return TensorPieces.between(coarse, fine, route.shape, mesh=mesh, rank=rank, axes=axes)
+        return TensorPieces.between(coarse, fine, movement.shape, mesh=mesh, rank=rank, axes=axes)
 
     return BucketEntry(
-        route.name,
-        leaves.by_name[route.name],
-        leaves.parameters[route.name],
-        math.prod(route.leaf.largest_shape(route.shape, mesh)) * route.dtype.itemsize,
-        pieces(route.leaf, route.summed, key.each),
-        pieces(route.summed, route.places.optimizer, key.last),
-        route.reduce,
+        movement.name,
+        leaves.by_name[movement.name],
+        leaves.parameters[movement.name],
+        math.prod(movement.leaf.largest_shape(movement.shape, mesh)) * movement.dtype.itemsize,
+        pieces(movement.leaf, movement.summed, key.backward_axes),
+        pieces(movement.summed, movement.places.optimizer, key.step_axes),
+        movement.reduce,
     )
 
 
 def gradient_sums(
     program: Program,
-    users: Users,
+    readers: ParameterReaders,
     ranks: StageRanks,
-    routes: Mapping[str, ParameterMovement],
+    *,
+    movements: Mapping[str, ParameterMovement],
     groups: Groups,
     link: HostLink | None = None,
 ) -> dict[SumKey, ReductionSpec]:
-    """The sums that this rank has a part in; `link` takes those to the host that belong there.
+    """Return the gradient sums in which this rank takes part; `link` copies sums to the host.
 
-    Ranks of several places may complete theirs in different orders, so these share no group.
+    Ranks of several places may complete sums in different orders, so each sum has its own group.
     """
+    if not program.schedule.goes_back:
+        return {}
     place, learned = ranks.place, frozenset().union(*program.learned)
-    keys = dict.fromkeys(users.key(route) for route in routes.values() if route.name in learned)
-    wanted = {axes for key in keys for axes in (key.each, key.last) if axes}
+    keys = dict.fromkeys(
+        readers.sum_key(movement) for movement in movements.values() if movement.name in learned
+    )
+    wanted = {axes for key in keys for axes in (key.backward_axes, key.step_axes) if axes}
     scattering = Groups(program.mesh, wanted, ranks.meshes, "gradients")
     sums = {}
     for number, key in enumerate(keys):
         places = ranks.of(key.stages)
         if len(places) > 1:
-            group = ranks.group(places, key.whole, f"gradients {number}")
+            group = ranks.group(places, key.all_reduce_axes, f"gradients {number}")
         else:
-            group = groups[key.whole] if key.whole else None
-        is_work = group or key.each or key.last or key.adds or key.goes_down
+            group = groups[key.all_reduce_axes] if key.all_reduce_axes else None
+        is_work = (
+            group or key.backward_axes or key.step_axes or key.is_accumulated or key.sums_to_host
+        )
         if place in places and is_work:
             sums[key] = ReductionSpec(
                 all_reduce_group=group,
-                backward_group=scattering[key.each] if key.each else None,
-                step_group=scattering[key.last] if key.last else None,
+                backward_group=scattering[key.backward_axes] if key.backward_axes else None,
+                step_group=scattering[key.step_axes] if key.step_axes else None,
                 ends=_ends(program.schedule, place, key.stages),
-                is_accumulated=key.adds,
-                link=link if key.goes_down else None,
+                is_accumulated=key.is_accumulated,
+                link=link if key.sums_to_host else None,
             )
     return sums
 
 
 def _ends(schedule: Schedule, place: int, stages: Sequence[int]) -> dict[int, bool]:
-    """The actions after which gradients of some stages are complete, as far as they go; and
-    whether each is one backward pass, which makes each gradient once."""
+    """Return the positions of actions that complete gradients of some stages, and whether each
+    action is one backward pass, which computes each gradient once."""
     is_split = not schedule.split_stages.isdisjoint(stages)
     return {
         at: len(schedule.orders[place][at].microbatches) == 1 and not is_split

@@ -1,8 +1,7 @@
-"""The virtual mesh: every rank of a program in this process, in lock step.
+"""Run a program on the virtual mesh: every rank in this process, in lock step.
 
-Each value is a list with one tensor for each rank. The operators are those that a real rank runs;
-the movements and their backwards work on the lists. Parameters are kept whole, and each rank reads
-its piece of them.
+Each value is a list with one tensor for each rank. A real rank runs the same operators; movements
+and their backwards work on the lists. Parameters are stored in full: each rank reads its piece.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results
 
 Environment = dict[fx.Node, Value]
-Enter = Callable[[fx.Node], Value]  # of a placeholder
+ReadPlaceholder = Callable[[fx.Node], Value]
 Watch = Callable[[fx.Node, Value], None]
 
 
 class VirtualGraph:
-    """A graph that runs on lists of tensors."""
+    """Runs a graph on lists of tensors, one for each rank."""
 
     def __init__(
         self,
@@ -52,15 +51,13 @@ class VirtualGraph:
         mesh: Mesh,
         device: torch.device,
         constants: Mapping[str, Tensor],
+        *,
         watch: Watch | None = None,
         halves: WeightHalves | None = None,
         sums: torch.dtype | None = None,
     ) -> None:
-        """`watch` is shown every value on every run, as it is made.
-
-        Given `halves`, backward is split, and they record what is put off. `sums`: the dtype in
-        which gradients of parameters are summed, if not their own.
-        """
+        """`watch` is called with every computed value. With `halves`, which record the deferred
+        weight gradients, backward is split. `sums`: the dtype of gradient sums; None: their own."""
         self.mesh, self.device, self._watch, self._halves = mesh, device, watch, halves
         self._sums = sums
         self._offload = ActivationOffload(
@@ -76,35 +73,35 @@ class VirtualGraph:
         self._finished: dict[fx.Node, list[fx.Node]] = {}
         for value, reader in last_reader.items():
             self._finished.setdefault(reader, []).append(value)
-        self._parts = [self._part(part) for part in split_sections(graph)]
+        self._sections = [self._section_run(section) for section in split_sections(graph)]
 
     def __call__(
         self,
-        kept: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
         inputs: Mapping[str, Tensor],
-        given: Mapping[str, Value] | None = None,
+        received: Mapping[str, Value] | None = None,
     ) -> list[Value]:
-        """The results. Parameters and buffers (by name) and inputs are whole; what is `given` (by
-        placeholder) is in pieces."""
+        """Return the results, given full parameters, buffers and inputs by name, and received
+        values in pieces by placeholder."""
         self._offload.begin()
-        pieces = self._constants | dict(given or {})
+        pieces = self._constants | dict(received or {})
         values: Environment = {}
 
-        def enter(node: fx.Node) -> Value:
-            return pieces.get(node.name) or self._enter(node, kept, inputs)
+        def read(node: fx.Node) -> Value:
+            return pieces.get(node.name) or self._read(node, tensors, inputs)
 
-        for run in self._parts:
-            run(values, enter)
+        for run in self._sections:
+            run(values, read)
         return [values[node] for node in self._results]  # type: ignore[union-attr,index]
 
-    def _part(self, part: GraphSection) -> Callable[[Environment, Enter], None]:
-        """What adds the values of some nodes to the others, and drops what nobody reads any more.
+    def _section_run(self, section: GraphSection) -> Callable[[Environment, ReadPlaceholder], None]:
+        """Return a function that adds a section's values to an environment and drops unused ones.
 
-        A region works on a list of tensors, those of all ranks of one value after another.
+        A region works on one list of tensors: of each value in turn, those of all ranks.
         """
-        if part.region is None:
-            return self._steps(part, None)
-        inputs, outputs = part.inputs, part.outputs
+        if section.region is None:
+            return self._steps(section)
+        inputs, outputs = section.inputs, section.outputs
         ranks = range(self.mesh.size)
 
         def function(*tensors: Tensor) -> list[Tensor]:
@@ -116,12 +113,12 @@ class VirtualGraph:
             steps(inside, None)
             return [tensor for node in outputs for tensor in inside[node]]
 
-        beside = [self._halves.discarding] if self._halves is not None else []
-        runner = part.runner(function, beside, self._offload)
-        steps = self._steps(part, runner if isinstance(runner, SelectiveRecompute) else None)
-        finished = {value for node in part.nodes for value in self._finished.get(node, ())}
+        contexts = [self._halves.discarding] if self._halves is not None else []
+        runner = section.runner(function, contexts, self._offload)
+        steps = self._steps(section, runner if isinstance(runner, SelectiveRecompute) else None)
+        finished = {value for node in section.nodes for value in self._finished.get(node, ())}
 
-        def run(values: Environment, enter: Enter) -> None:
+        def run(values: Environment, read: ReadPlaceholder) -> None:
             results = runner(*(tensor for node in inputs for tensor in values[node]))
             for at, node in enumerate(outputs):
                 values[node] = [results[at * len(ranks) + rank] for rank in ranks]
@@ -131,24 +128,24 @@ class VirtualGraph:
         return run
 
     def _steps(
-        self, part: GraphSection, noting: SelectiveRecompute | None
-    ) -> Callable[[Environment, Enter | None], None]:
-        """Some nodes one after another, those that are made again noted in their region."""
+        self, section: GraphSection, recompute: SelectiveRecompute | None = None
+    ) -> Callable[[Environment, ReadPlaceholder | None], None]:
+        """Return a function that runs a section's nodes; `recompute` gets the recomputed ones."""
         steps = [
-            (node, self._compile(node, noting), info(node).away.get(part.region))  # type: ignore[arg-type]
-            for node in part.nodes
+            (node, self._compile(node, recompute), info(node).away.get(section.region))  # type: ignore[arg-type]
+            for node in section.nodes
         ]
 
         finished, watch = self._finished, self._watch
 
-        def run(values: Environment, enter: Enter | None) -> None:
+        def run(values: Environment, read: ReadPlaceholder | None) -> None:
             for node, call, axes in steps:
-                if node.op == "placeholder" and enter is not None:
-                    values[node] = enter(node)
+                if node.op == "placeholder" and read is not None:
+                    values[node] = read(node)
                 elif call is not None:
                     values[node] = call(values)
-                if axes is not None and noting is not None:
-                    noting.put(values[node], axes)
+                if axes is not None and recompute is not None:
+                    recompute.put(values[node], axes)
                 if watch is not None and node in values:
                     watch(node, values[node])
                 for value in finished.get(node, ()) if node.op != "output" else ():
@@ -156,11 +153,11 @@ class VirtualGraph:
 
         return run
 
-    def _enter(
-        self, node: fx.Node, kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    def _read(
+        self, node: fx.Node, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Value:
         kind, name = info(node).origin
-        whole = kept[name] if kind in ("parameter", "buffer", "before") else inputs[name]
+        whole = tensors[name] if kind in ("parameter", "buffer", "before") else inputs[name]
         device = HOST if info(node).on_host else self.device
         pieces = to_ranks(whole.to(device), info(node).type.layout, self.mesh)
         if info(node).sync:
@@ -169,7 +166,7 @@ class VirtualGraph:
         return pieces
 
     def _compile(
-        self, node: fx.Node, noting: SelectiveRecompute | None = None
+        self, node: fx.Node, recompute: SelectiveRecompute | None = None
     ) -> Callable[[Environment], Value] | None:
         if node.op != "call_function":
             return None
@@ -179,45 +176,45 @@ class VirtualGraph:
             mesh = self.mesh
             return lambda values: move(movement, values[value], mesh, sums=sums)
         if info(node).joint is not None:
-            return self._together(node)
+            return self._joint_call(node)
         calls, weights = [], info(node).weight_inputs
         for rank in range(self.mesh.size):
             function, args, kwargs = local_call(node, self.mesh, rank, self.device)
             plain = function
             if self._halves is not None and weights is not None:
                 function = self._halves.deferring(function, weights)
-            if noting is not None and info(node).remade:
-                function = noting.recompute(function, plain)
-            calls.append(_Call(function, args, kwargs))
+            if recompute is not None and info(node).remade:
+                function = recompute.recompute(function, plain)
+            calls.append(RankCall(function, args, kwargs))
         return lambda values: [call(values, rank) for rank, call in enumerate(calls)]
 
-    def _together(self, node: fx.Node) -> Callable[[Environment], Value]:
-        """A call that the ranks of a group carry out together."""
+    def _joint_call(self, node: fx.Node) -> Callable[[Environment], Value]:
+        """Return a call that the ranks of a group compute together."""
         call, ranks = info(node).joint, range(self.mesh.size)
         assert call is not None
         kernel, groups = call.joint, [call.group(self.mesh, rank) for rank in ranks]
-        given = [arguments_of(node, self.mesh, rank) for rank in ranks]
+        args = [arguments_of(node, self.mesh, rank) for rank in ranks]
         drive = drive_groups(self.mesh.groups(call.axes))
         is_one = not has_results(node)
 
         def run(values: Environment) -> Value:
-            calls = [fx.map_arg(own, lambda v: values[v][rank]) for rank, own in enumerate(given)]  # noqa: B023
-            found = run_joint_kernel(kernel, groups, drive, calls)
-            return [outputs[0] if is_one else outputs for outputs in found]  # type: ignore[misc]
+            calls = [fx.map_arg(a, lambda v: values[v][rank]) for rank, a in enumerate(args)]  # noqa: B023
+            results = run_joint_kernel(kernel, groups, drive, calls)
+            return [outputs[0] if is_one else outputs for outputs in results]  # type: ignore[misc]
 
         return run
 
 
-class OneRank:
-    """The graph of a mesh of one rank, compiled."""
+class OneRankGraph:
+    """Runs the graph of a mesh of one rank, compiled."""
 
     def __init__(self, backend: VirtualBackend, graph: fx.Graph, compiler: RegionCompiler) -> None:
         self._device, self._offload = backend.device, ActivationOffload(_nowhere)
         local = localize(graph, backend.mesh, 0, backend.device, _nowhere)
         self._function = compile_graph(local, offload=self._offload, compile_regions=compiler)
         self._reads = [(n, *info(n).origin) for n in graph.nodes if n.op == "placeholder"]
-        # What runs again is given plain tensors, for which it would be compiled once more.
-        self._is_again = any(info(node).region is not None for node in graph.nodes)
+        # A recomputed region reads plain tensors: had it read parameters, it would compile twice.
+        self._has_regions = any(info(node).region is not None for node in graph.nodes)
         constants = backend.program.captured.constants
         self._constants = {
             name: constants[name].to(backend.device)
@@ -226,16 +223,15 @@ class OneRank:
         }
 
     def __call__(
-        self, kept: Mapping[str, Tensor], inputs: Batch, given: Mapping[str, Value]
+        self, tensors: Mapping[str, Tensor], inputs: Batch, received: Mapping[str, Value]
     ) -> list[Value]:
         self._offload.begin()
         sources = {"input": inputs, "constant": self._constants}
-        whole = [sources.get(kind, kept)[name] for _, kind, name in self._reads]
         placed = [
-            value.to(HOST if info(node).on_host else self._device)
-            for value, (node, _, _) in zip(whole, self._reads)
+            sources.get(kind, tensors)[name].to(HOST if info(node).on_host else self._device)
+            for node, kind, name in self._reads
         ]
-        if self._is_again:
+        if self._has_regions:
             placed = [value.view_as(value) for value in placed]
         return [[result] for result in self._function(*placed)]
 
@@ -245,20 +241,21 @@ def _nowhere(*_: Any) -> Any:
 
 
 class VirtualBackend(Backend):
-    """Runs a program on lists of tensors. One of the two places where a program runs.
+    """Runs a program on lists of tensors; the other backend is `TorchBackend`.
 
-    With a pipeline each rank does its list as soon as its inputs are there, and the ranks inside a
-    stage go in lock step. Parameters are whole, one for all replicas of a stage.
+    In a pipeline each rank runs an action as soon as its inputs exist, and the ranks inside a stage
+    go in lock step. All replicas of a stage share one full copy of its parameters.
     """
 
     def __init__(
         self,
         program: Program,
         device: torch.device,
+        *,
         check: bool = False,
         compiler: RegionCompiler | None = None,
     ) -> None:
-        """`check`: see on every run that replicas are equal (replicas.py). `compiler`: for the
+        """`check`: every run compares replicas (replica_checks.py). `compiler`: compiles the
         program of a mesh of one rank."""
         super().__init__(program, device, range(program.schedule.ranks), compiler)
         self.check = check
@@ -269,13 +266,20 @@ class VirtualBackend(Backend):
         return self.program.graph if stage is None else self.program.stages[stage].graph
 
     def prepare_graph(
-        self, graph: fx.Graph, halves: WeightHalves | None = None, is_whole: bool = False
+        self, graph: fx.Graph, halves: WeightHalves | None = None, *, is_whole: bool = False
     ) -> GraphRun:
         if self.compiler is not None:
-            return OneRank(self, graph, self.compiler)
+            return OneRankGraph(self, graph, self.compiler)
         watch = ReplicaCheck(graph, self.mesh) if self.check else None
-        constants = self.program.captured.constants
-        return VirtualGraph(graph, self.mesh, self.device, constants, watch, halves, self._sums)
+        return VirtualGraph(
+            graph,
+            self.mesh,
+            self.device,
+            self.program.captured.constants,
+            watch=watch,
+            halves=halves,
+            sums=self._sums,
+        )
 
     @property
     def _sums(self) -> torch.dtype | None:
@@ -283,7 +287,6 @@ class VirtualBackend(Backend):
         return None if precision is None else precision.reduce
 
     def place_tensor(self, name: str, value: Tensor, type_: TensorType) -> Tensor:
-        """The whole value: each rank reads its piece of it."""
         device = HOST if name in self.program.on_host else value.device
         return value.detach().to(device, type_.dtype, copy=True)
 
@@ -292,53 +295,48 @@ class VirtualBackend(Backend):
         return read(tuple((0, size) for size in like.shape)).to(device, type_.dtype)
 
     def cut(self, name: str, whole: Tensor, layout: Layout) -> Tensor:
-        """The same: nothing is cut here before it is read."""
         return whole
 
-    def bind(self, kept: Mapping[str, Tensor]) -> None:
-        """Parameters are leaves themselves."""
-        keep_gradients_unshared(kept.values())
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        keep_gradients_unshared(tensors.values())
 
-    def joined(self, values: Sequence[Value], types: Sequence[TensorType]) -> list[Tensor]:
-        """The whole."""
+    def stored_form(self, values: Sequence[Value], types: Sequence[TensorType]) -> list[Tensor]:
         pairs = zip(values, types)
         return [from_ranks(value, type_.layout, self.mesh, type_.shape) for value, type_ in pairs]
 
     def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors: they are."""
         return {name: value.detach().clone() for name, value in values.items()}
 
     def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor:
-        """The norm of whole gradients."""
         return nn.utils.get_total_norm(gradients.values(), norm_type)
 
-    def of(self, program: Program) -> VirtualBackend:
-        return VirtualBackend(program, self.device, self.check, self.compiler)
+    def with_same_copies(self, program: Program) -> VirtualBackend:
+        return self.with_new_copies(program)
 
-    def beside(self, program: Program, plainly: bool = False) -> VirtualBackend:
-        return VirtualBackend(program, self.device, self.check, None if plainly else self.compiler)
+    def with_new_copies(self, program: Program, *, is_plain: bool = False) -> VirtualBackend:
+        compiler = None if is_plain else self.compiler
+        return VirtualBackend(program, self.device, check=self.check, compiler=compiler)
 
-    def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
-        """Whole outputs."""
+    def call(self, tensors: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
         if self.program.stages:
-            return self._through(kept, inputs)
-        return self.whole.forward(kept, inputs)
+            return self._forward_stages(tensors, inputs)
+        return self.unstaged.forward(tensors, inputs)
 
     def _begin(
         self,
-        kept: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
         batches: Sequence[Batch],
         wanted: range = range(0),
         seed: float = 1.0,
     ) -> None:
-        """Gradients of micro-batches add up in the dtype that is asked for."""
-        super()._begin(kept, batches, wanted, seed)
+        """Begin a step, whose micro-batches' gradients add up in the dtype of sums."""
+        super()._begin(tensors, batches, wanted, seed)
         for hook in self._rounding:
             hook.remove()
         self._rounding = [
-            kept[name].register_post_accumulate_grad_hook(self._round)
+            tensors[name].register_post_accumulate_grad_hook(self._round)
             for name in self.program.captured.parameters.values()
-            if self._sums is not None and name in kept and kept[name].requires_grad
+            if self._sums is not None and name in tensors and tensors[name].requires_grad
         ]
 
     def _round(self, parameter: Tensor) -> None:
@@ -348,24 +346,24 @@ class VirtualBackend(Backend):
     def _carry_out(self) -> None:
         run_together(self.runners)
 
-    def _run(self, is_first: bool) -> Tensor:
+    def _run(self, *, is_first: bool) -> Tensor:
         self._carry_out()
         self._update_buffers()
         return sum_in_order(self._losses())
 
 
-class _Call:
-    """One operator on one rank: its constant arguments, and where the tensors go."""
+class RankCall:
+    """Calls one operator on one rank, with its constant arguments and the rank's tensors."""
 
     def __init__(self, function: Any, args: tuple, kwargs: dict) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
         self.tensors = [(i, a) for i, a in enumerate(args) if isinstance(a, fx.Node)]
-        every: list[fx.Node] = []
-        fx.map_arg((args, kwargs), every.append)
-        self.flat = every == [node for _, node in self.tensors]
+        nodes: list[fx.Node] = []
+        fx.map_arg((args, kwargs), nodes.append)
+        self.is_flat = nodes == [node for _, node in self.tensors]
 
     def __call__(self, values: Environment, rank: int) -> Tensor:
-        if self.flat:
+        if self.is_flat:
             args = list(self.args)
             for index, node in self.tensors:
                 args[index] = values[node][rank]

@@ -1,10 +1,9 @@
-"""World: what its ranks have made together, kept and shared for as long as it lives.
+"""World: the process groups and meshes that the ranks of one world share while it lives.
 
-A process group costs a rank sockets and a thread (over gloo), or memory on its GPU (over NCCL). So
-there is one for each set of ranks and purpose, and one for each two ranks and direction of
-messages. A backend may connect a group only when it is first used, and its members then wait for
-one another: so each is used once when it is made, on all ranks in the same order, and never first
-in the middle of a step, where some of its members wait for something else.
+A process group costs a rank sockets and a thread (gloo), or memory on its GPU (NCCL). So there is
+one for each set of ranks and purpose, and one for each pair of ranks and direction of messages. A
+backend may connect a group at its first use, when members wait for one another. So each group is
+used once when it is made, in one order on all ranks: a first use during a step could deadlock.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from autopar.runtime.launching.rank_liveness import RankLiveness, run_within
 from autopar.runtime.launching.same_sources import require_same_sources
 
 Group = dist.ProcessGroup
-GRACE = 5.0  # seconds: torch's own deadlines come first
+GRACE = 5.0  # seconds after torch's deadlines, which are to come first
 
 
 @dataclass
@@ -43,21 +42,21 @@ class World:
     group: Group
     rank: int
     size: int
-    carrier: torch.device  # where what it moves lies
+    carrier: torch.device  # the device of the tensors that it moves
     liveness: RankLiveness
-    store_holder: int | None = None  # the rank that ends the store when it ends
+    store_holder: int | None = None  # the rank whose end ends the store
     has_met: bool = False
-    ended_by: str | None = None  # the first failure, once this rank has left because of it
-    left: Any = None  # what torch then has for a world, until it is destroyed
-    is_beside: bool = False  # another one goes on when it ends
-    loops: int = 0  # over what comes from rank 0, begun on this rank
+    ended_by: str | None = None  # the failure because of which this rank has left
+    left: Any = None  # torch's world after that, until it is destroyed
+    is_second: bool = False  # an earlier world continues when this one ends
+    loops: int = 0  # the count of loops over values of rank 0
     groups: dict[tuple[Any, ...], Group | None] = field(default_factory=dict)
     meshes: dict[tuple[Mesh, str], DeviceMesh] = field(default_factory=dict)
 
     def meet(self) -> None:
-        """The first use of the world itself, by all its ranks together."""
+        """Use the world for the first time, on all ranks together."""
         if not self.has_met:
-            if self.size > 1 and not self.is_beside:
+            if self.size > 1 and not self.is_second:
                 require_same_sources()
             holds = self.rank if serves_store(world_store()) else -1
             holder = torch.tensor(holds, device=self.carrier)
@@ -66,18 +65,17 @@ class World:
             self.has_met = True
 
     def group_of(
-        self, ranks: Sequence[int], together: bool = True, purpose: str = ""
+        self, ranks: Sequence[int], *, by_all: bool = True, purpose: str = ""
     ) -> Group | None:
-        """The group over `ranks`; None if this rank is not in it.
+        """Return the group over `ranks`; None: this rank is not in it.
 
-        `together`: all ranks of the world ask for it in the same order, not its members alone.
-        `purpose`: members use a group in one order; what may come in another one on each of them
-        has a group of its own.
+        `by_all`: all ranks of the world request it in the same order, not only its members.
+        `purpose`: members use a group in one order, so work in another order needs another group.
         """
         members = tuple(sorted(ranks))
-        key = (members, together, purpose)
+        key = (members, by_all, purpose)
         if key not in self.groups:
-            group = new_group(members, use_local_synchronization=not together)
+            group = new_group(members, use_local_synchronization=not by_all)
             if self.rank not in members:
                 group = None
             self.groups[key] = group
@@ -87,28 +85,29 @@ class World:
 
     @cached_property
     def host_group(self) -> Group:
-        """All ranks, for words that lie on the host; first asked for by all of them together."""
+        """Return the group of all ranks for data on the host; first requested by all together."""
         group: Group = new_group(range(self.size), backend="gloo")
         dist.all_reduce(torch.zeros(1), group=group)
         return group
 
-    def numbers(self, own: int) -> tuple[int, ...]:
-        """What each rank says in one number, on all ranks; nobody waits for a GPU."""
+    def gather_numbers(self, number: int) -> tuple[int, ...]:
+        """Return one number of each rank, over the host: no rank waits for a GPU."""
         group = self.group if self.carrier.type == "cpu" else self.host_group
-        mine = torch.tensor([own])
-        found = mine.new_empty(self.size)
-        all_gather_single(found, mine, group=group)
-        return tuple(found.tolist())
+        local = torch.tensor([number])
+        gathered = local.new_empty(self.size)
+        all_gather_single(gathered, local, group=group)
+        return tuple(gathered.tolist())
 
-    def told(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What rank 0 has of these, on all ranks."""
-        there = {name: value.to(self.carrier) for name, value in values.items()}
-        for value in there.values() if self.size > 1 else ():
+    def broadcast(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return rank 0's values on all ranks."""
+        sent = {name: value.to(self.carrier) for name, value in values.items()}
+        for value in sent.values() if self.size > 1 else ():
             dist.broadcast(value, 0, group=self.group)
-        return there
+        return sent
 
     def channel(self, sender: int, receiver: int) -> Group | None:
-        """The group for messages from one rank to another, asked for by all ranks together."""
+        """Return the group of messages from one rank to another, requested by all ranks together;
+        None: this rank is neither."""
         key = ("from", sender, "to", receiver)
         if key not in self.groups:
             group = new_group((sender, receiver))
@@ -121,32 +120,30 @@ class World:
         return self.groups[key]
 
     def mesh_of(self, mesh: Mesh, device_type: str) -> DeviceMesh:
-        """The DeviceMesh of a mesh that all ranks stand on, over the groups of this world."""
+        """Return the DeviceMesh of a mesh of all ranks, over the groups of this world."""
         key = (mesh, device_type)
         if key not in self.meshes:
-            own: list[Group] = []
-            for axis in mesh:
-                made = [self.group_of(ranks) for ranks in mesh.groups((axis,))]
-                own += [group for group in made if group is not None]
+            requests = [self.group_of(ranks) for axis in mesh for ranks in mesh.groups((axis,))]
+            groups = [group for group in requests if group is not None]
             self.meshes[key] = (
                 DeviceMesh.from_group(
-                    own,
+                    groups,
                     device_type,
                     mesh=torch.arange(mesh.size).view(mesh.shape),
                     mesh_dim_names=mesh.names,
                 )
-                if own
+                if groups
                 else mesh.to_device_mesh(device_type)
             )
         return self.meshes[key]
 
 
 _joined: World | None = None
-_count = 0  # of the worlds that this process was a rank of
+_count = 0  # the number of worlds that this process has joined
 
 
 def world() -> World:
-    """The world that this process is a rank of."""
+    """Return the world that this process is a rank of."""
     global _joined, _count
     require_living()
     group = dist.group.WORLD
@@ -164,43 +161,45 @@ def world() -> World:
 
 
 @contextmanager
-def world_beside() -> Iterator[World]:
-    """Another world of the same ranks, for what may fail: it ends with the block, and the one that
-    was joined goes on. All ranks begin one together; what was made in it has gone by its end."""
+def second_world() -> Iterator[World]:
+    """Join a second world of the same ranks for work that may fail, and return to the first one.
+
+    All ranks enter together. Groups and modules of the second world end with the block.
+    """
     global _joined
-    whole = world()
-    with as_world(new_group(range(whole.size))):
+    first = world()
+    with as_world(new_group(range(first.size))):
         _joined = None
-        here = world()
-        here.is_beside = True
+        second = world()
+        second.is_second = True
         try:
-            here.meet()
-            yield here
+            second.meet()
+            yield second
         finally:
-            here.liveness.close()
-            here.groups.clear()
-            here.meshes.clear()
-            _joined = whole
+            second.liveness.close()
+            second.groups.clear()
+            second.meshes.clear()
+            _joined = first
 
 
 def joined() -> World | None:
-    """The world of this process, if it has joined one that still lives."""
+    """Return the world of this process; None: it has joined none, or the world has ended."""
     if _joined is None or _joined.group is not dist.group.WORLD:
         return None
     return _joined if _joined.ended_by is None else None
 
 
 def has_failed() -> bool:
-    """Whether the world of this process has ended by a failure, and it joined no other since."""
+    """Return whether a failure ended the world of this process, which has joined none since."""
     if _joined is None or _joined.ended_by is None:
         return False
     return dist.group.WORLD in (None, _joined.group, _joined.left)
 
 
-def require_living(here: World | None = None) -> None:
-    """Refuse what needs a world that has ended: `here`, or the one that was joined last."""
-    if has_failed() if here is None else joined() is not here:
-        ended = here or _joined
+def require_living(current: World | None = None) -> None:
+    """Refuse to use a world that has ended; None: the world that was joined last."""
+    if has_failed() if current is None else joined() is not current:
+        ended = current or _joined
         assert ended is not None
         raise ExecutionError(
             "parallel modules live as long as the world that they were made in",
@@ -210,18 +209,18 @@ def require_living(here: World | None = None) -> None:
         )
 
 
-def new_group(ranks: Sequence[int], **how: Any) -> Any:
-    """A group that waits as long as the world does: torch would give it half an hour.
+def new_group(ranks: Sequence[int], **options: Any) -> Any:
+    """Return a new process group with the timeout of the world; torch's default is half an hour.
 
-    Its members find one another through the store, and a store that was stopped answers nobody.
+    Members meet through the store. If the store has stopped, this raises instead of waiting.
     """
     wait = world_timeout()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def make() -> Any:
-        if device is not None:  # each thread has its own
+        if device is not None:  # a new thread begins with the first GPU
             torch.cuda.set_device(device)
-        return dist.new_group(list(ranks), timeout=wait, **how)
+        return dist.new_group(list(ranks), timeout=wait, **options)
 
     done = run_within(wait.total_seconds() + GRACE, make)
     if done is None:

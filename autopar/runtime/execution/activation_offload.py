@@ -21,7 +21,7 @@ from autopar.collectives import Movement, operator_call
 from autopar.collectives.eager_movements import EAGER
 from autopar.layout import Layout
 from autopar.mesh import Mesh
-from autopar.runtime.backends.host_copies import Copied, HostLink
+from autopar.runtime.backends.host_copies import HostLink, PendingCopy
 
 Axes = tuple[str, ...]
 # Moves one row on each rank of this process, of which the joined one has so many elements.
@@ -110,14 +110,14 @@ class HostPiece:
 
     def __init__(self, value: Tensor, link: HostLink) -> None:
         self._link, self._fetched = link, None
-        self._host_copy, _ = link.down(value)
+        self._host_copy, _ = link.download(value)
 
     _host_copy: Tensor | None
-    _fetched: tuple[Tensor, Copied] | None
+    _fetched: tuple[Tensor, PendingCopy] | None
 
     def prefetch(self) -> None:
         """Begin the copy, where it runs beside the program."""
-        if self._link.is_beside:
+        if self._link.has_stream:
             self._start()
 
     def fetch(self) -> Tensor:
@@ -129,7 +129,7 @@ class HostPiece:
 
     def _start(self) -> None:
         if self._host_copy is not None:
-            self._fetched, self._host_copy = self._link.back(self._host_copy), None
+            self._fetched, self._host_copy = self._link.restore(self._host_copy), None
 
 
 def _all_bytes(value: Tensor) -> Tensor:

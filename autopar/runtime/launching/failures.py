@@ -190,7 +190,7 @@ def _without_rank(text: str) -> str:
 def _leave_groups(world: World, first: str) -> None:
     """Leave all process groups, so that no rank waits for this one any more."""
     world.ended_by = first
-    if world.is_beside:  # its groups end with it, and the whole world goes on
+    if world.is_second:  # its groups end with it, and the whole world goes on
         return
     with suppress(Exception):
         world.left = abort_groups()

@@ -58,7 +58,7 @@ class BatchCheck:
             self._first += 1
         digest, self._digest = _digest(batch, self._digest), 0
         since = f", now or in the {COMPARED_EVERY - 1} calls before" if self._later else ""
-        require_same_batch(self._world.numbers(digest), self._remedy, since)
+        require_same_batch(self._world.gather_numbers(digest), self._remedy, since)
 
 
 def _digest(batch: Any, digest: int = 0, *, on_host: bool = False) -> int:
@@ -90,7 +90,7 @@ class SliceCheck(BatchCheck):
         mesh = self._plan.whole_mesh
         leaves = {self._planned.get(path): leaf for path, leaf in flatten_call(*batch)[0]}
         for axes, names in self._cuts.items():
-            digests = self._world.numbers(_digest([leaves.get(name) for name in names]))
+            digests = self._world.gather_numbers(_digest([leaves.get(name) for name in names]))
             first: dict[int, int] = {}
             for rank, digest in enumerate(digests):
                 other = first.setdefault(mesh.position(rank, axes), rank)

@@ -24,7 +24,7 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.localize import Axes
 from autopar.runtime.backends.distributed_backend import TorchBackend
-from autopar.runtime.backends.rank0_values import FromFirst
+from autopar.runtime.backends.rank0_values import Rank0Values
 from autopar.runtime.backends.world import World
 from autopar.runtime.launching.failures import stop_all_on_failure
 from autopar.runtime.module.batch_checks import BatchCheck
@@ -146,9 +146,9 @@ class ShardedLoader:
             return None
         options = {name: getattr(plain, name) for name in _HANDED_ON.split()}
         if plain.batch_sampler is None:
-            order = FromFirst(plain.sampler, self._world, lambda index: index)
+            order = Rank0Values(plain.sampler, self._world, lambda index: index)
             return DataLoader(sampler=order, batch_size=None, **options)
-        local_batches = FromFirst(plain.batch_sampler, self._world, self._local_indices)
+        local_batches = Rank0Values(plain.batch_sampler, self._world, self._local_indices)
         return DataLoader(batch_sampler=local_batches, **options)
 
     def _local_indices(self, batch: Any) -> Any:

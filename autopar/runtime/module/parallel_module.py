@@ -25,7 +25,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.runtime_program import Program
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
-from autopar.runtime.backends.program_checks import Checks
+from autopar.runtime.backends.program_checks import ProgramChecks
 from autopar.runtime.module.batch_checks import BatchCheck, SliceCheck
 from autopar.runtime.module.call_outputs import wants_outputs
 from autopar.runtime.module.loss_scale import (
@@ -81,7 +81,7 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
     plan: Plan
     backend: Backend
     loss_scale: LossScale | None  # scales the loss of a step; None: no scaling
-    _check: Checks | None
+    _check: ProgramChecks | None
     _batch_check: BatchCheck | None = None
     _layouts: dict[str, Layout]
     _names: tuple[str, ...]
@@ -99,7 +99,7 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
         plan: Plan,
         backend: Backend,
         *,
-        check: Checks | None = None,
+        check: ProgramChecks | None = None,
         values: InitialValues | None = None,
     ) -> None:
         """Place the tensors and bind the planned program; `values` None: those of the model."""
@@ -228,7 +228,7 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
         """Find the program of a call among the known ones, or refuse the call."""
         self._programs.look_up(call)
         if self._check is not None:
-            self._check.alone(call, self._programs[0])
+            self._check.check_locally(call, self._programs[0])
 
     def _build(self, call: ModuleCall) -> RunningProgram:
         """Return the program of a call, made if it is new."""
@@ -239,7 +239,7 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
     def _check_together(self, call: ModuleCall) -> None:
         if self._check is not None:
             with self.backend.guard(agreed=True):
-                self._check.together(call.args, call.kwargs, dict(self.named_parameters()))
+                self._check.compare_ranks(call.args, call.kwargs, dict(self.named_parameters()))
         elif self._batch_check is not None and self._batch_check.is_due(call.args, call.kwargs):
             with self.backend.guard(agreed=True):
                 self._batch_check.compare(str(call.signature), call.args, call.kwargs)
@@ -323,9 +323,9 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
         """Run a step with scaled gradients; if it breaks off, restore the earlier ones."""
         scaled, is_good = self.loss_scale, True
         before, scale = take_gradients(tensors.values()), 1.0 if scaled is None else scaled.value
-        is_first = all(earlier is None for _, earlier in before)
+        options = {"with_outputs": with_outputs, "is_first": all(g is None for _, g in before)}
         try:
-            results = backend.step(tensors, batches, with_outputs, factor * scale, is_first)
+            results = backend.step(tensors, batches, seed=factor * scale, **options)
             if scaled is not None:
                 is_good = bool(self.backend.norm(self._gradients(), 1.0).isfinite())
         except BaseException:

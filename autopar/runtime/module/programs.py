@@ -136,7 +136,7 @@ class Programs(Sequence[RunningProgram]):
         if _is_among_others(backend) and (sees_part or len(self._every) > 1):
             number = self._numbers.setdefault(call.signature, len(self._numbers))
             with backend.guard(agreed=True):
-                call.numbers = backend.world.numbers(number)
+                call.numbers = backend.world.gather_numbers(number)
 
     def look_up(self, call: ModuleCall) -> None:
         """Find the program of a call among the known ones; capture a new one otherwise."""
@@ -157,7 +157,7 @@ class Programs(Sequence[RunningProgram]):
         learns on a rank that holds it."""
         first, backend = self._all[0], self._all[0].backend
         is_staged = first.plan.pipelining is not None
-        messages = backend.everyones(call.signature.message, str(call.signature))
+        messages = backend.exchange_call(call.signature.message, str(call.signature))
         shapes, call.unfrozen = _require_alike(
             messages, of_pieces=backend.local_inputs, of_stages=is_staged
         )
@@ -259,7 +259,7 @@ class Programs(Sequence[RunningProgram]):
             if sizes is not None:
                 both = sizes.first.for_steps and sizes.first.for_calls
             running = RunningProgram(
-                new_plan, backend.beside(new_plan.program), call.signature, both=both
+                new_plan, backend.with_new_copies(new_plan.program), call.signature, both=both
             )
         self._every.append(running)
         if sizes is not None:
@@ -293,7 +293,10 @@ class Programs(Sequence[RunningProgram]):
                 )
                 inner_plan = stage_companion(first.plan, inner_plan, is_step=False)
             with first.backend.guard():
-                running.inside = inner_plan, first.backend.beside(inner_plan.program, plainly=True)
+                running.inside = (
+                    inner_plan,
+                    first.backend.with_new_copies(inner_plan.program, is_plain=True),
+                )
         return running.inside
 
     def _start_sizes(self, running: RunningProgram, across: Hashable) -> None:

@@ -49,14 +49,14 @@ class RunningProgram:
         """Return the program and backend of a call, which takes the whole batch at once."""
         if not self.for_steps or (self.plan.batches is None and self.plan.pipelining is None):
             return self.plan.program, self.backend
-        return self.plan.whole_program, self.backend.of(self.plan.whole_program)
+        return self.plan.whole_program, self.backend.with_same_copies(self.plan.whole_program)
 
     @cached_property
     def outputs_form(self) -> tuple[Program, Backend]:
         """Return the program and backend of a step that returns outputs too."""
         if self.plan.batches is None and self.plan.pipelining is None:
             return self.plan.program, self.backend
-        return self.plan.telling_program, self.backend.of(self.plan.telling_program)
+        return self.plan.telling_program, self.backend.with_same_copies(self.plan.telling_program)
 
     def step_form(self, *, with_outputs: bool) -> tuple[Program, Backend]:
         """Return the program and backend of a step."""

@@ -27,7 +27,7 @@ from autopar._torch.process_groups import created_group_count, set_created_group
 from autopar.errors import AutoparError, ExecutionError, error_text
 from autopar.plan.plan import Plan
 from autopar.planner.trial import Trial
-from autopar.runtime.backends.world import World, world_beside
+from autopar.runtime.backends.world import World, second_world
 from autopar.runtime.launching.failures import RankStopped, stop_all_on_failure
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.plan_broadcast import gather_from_ranks
@@ -173,7 +173,7 @@ class _TrialWorld:
             return work()
         if not self._is_open:
             self._is_open = True
-            self._second_world.enter_context(world_beside())
+            self._second_world.enter_context(second_world())
         with stop_all_on_failure():
             return work()
 

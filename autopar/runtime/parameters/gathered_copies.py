@@ -80,7 +80,7 @@ class GatheredGroup:
         if self.exchange is not None:
             self._work = self.exchange.gather(self._data, self.sources, self.link)
         elif self.link is not None:
-            self._work = PendingExchange(copied=self.link.up(self._data, self.sources))
+            self._work = PendingExchange(copied=self.link.upload(self._data, self.sources))
 
     def finish(self) -> None:
         """Wait for the pieces, and fill the copies."""

@@ -28,7 +28,7 @@ from autopar._torch.communication import PendingWork, wait_for
 from autopar._torch.tensors import add_each, copy_each, dtensors_like, joined_flat, split_like
 from autopar.collectives.eager_movements import DeferredSum
 from autopar.cost.bucket_prices import SINGLE_BUCKET_BYTES, fill_buckets
-from autopar.runtime.backends.host_copies import Copied, HostLink
+from autopar.runtime.backends.host_copies import HostLink, PendingCopy
 from autopar.runtime.parameters.flat_buffers import TensorPieces
 from autopar.runtime.parameters.piece_exchange import PieceExchange
 from autopar.runtime.parameters.placing import ensure_own_memory
@@ -105,7 +105,7 @@ class GradientBucket:
     collectives: Collectives | None = None  # that are under way
     is_cutting: bool = False  # a reduce-scatter is under way
     work: PendingWork | None = None  # the collective to wait for
-    copied: Copied | None = None  # to the host
+    copied: PendingCopy | None = None  # to the host
     _backward_exchange: PieceExchange | None = None
     _step_exchange: PieceExchange | None = None
 
@@ -159,7 +159,7 @@ class GradientBucket:
             yield dist.all_reduce(self.buffer, group=spec.all_reduce_group, async_op=True)
         if spec.link is not None:
             assert self.buffer is not None
-            self.buffer, self.copied = spec.link.down(self.buffer)
+            self.buffer, self.copied = spec.link.download(self.buffer)
 
     def _cut(self, work: PendingWork) -> Collectives:
         self.is_cutting = True

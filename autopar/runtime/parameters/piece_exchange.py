@@ -31,7 +31,7 @@ from autopar._torch.tensors import copy_each
 from autopar.collectives.point_to_point import ScatteredSum, send_and_receive, uses_messages
 from autopar.collectives.torch_operators import movable
 from autopar.cost.bucket_prices import is_sent_directly
-from autopar.runtime.backends.host_copies import Copied, HostLink
+from autopar.runtime.backends.host_copies import HostLink, PendingCopy
 from autopar.runtime.parameters.flat_buffers import Packing, TensorPieces, pack_tensors
 
 
@@ -41,7 +41,7 @@ class PendingExchange:
 
     works: list[Any] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)  # that the works read and write
-    copied: Copied | None = None  # from the host
+    copied: PendingCopy | None = None  # from the host
     on_arrival: Callable[[], object] | None = None
 
     def wait(self) -> None:
@@ -135,7 +135,7 @@ class PieceExchange:
             large = [targets[at] for at in self._large]
             self._large_views = self._large_views or self._member_rows(large)
             local = self._large_views[self._member]
-            copy = copy_each if link is None else link.up
+            copy = copy_each if link is None else link.upload
             copy(local, [sources[at].reshape(-1) for at in self._large])
             self._send_and_receive(pending, [local] * self._members, self._large_views)
         if self._packing is not None:
@@ -165,9 +165,9 @@ class PieceExchange:
         part = packing.local_part(flat)  # where it belongs: one buffer, not two
         if link is None:
             copy_each(packing.split_part(part), sources)
-        with nullcontext() if link is None else link.beside():
+        with nullcontext() if link is None else link.on_stream():
             if link is not None:
-                pending.copied = link.up(packing.split_part(part), sources)
+                pending.copied = link.upload(packing.split_part(part), sources)
                 pending.copied.precede()
             if self._uses_messages:
                 received = [[row] for row in flat.view(self._members, -1)]
