@@ -450,7 +450,7 @@ def test_a_folder_that_somebody_deletes_is_told(tmp_path: Path) -> None:
     write = Job.write
 
     def deleted_first(job: Job) -> None:
-        shutil.rmtree(job.place.new)
+        shutil.rmtree(job.folders.new)
         write(job)
 
     with patch.object(Job, "write", deleted_first):

@@ -25,7 +25,7 @@ from autopar.plan.plan import SavedPlan
 from autopar.runtime.backends.virtual_backend import VirtualBackend
 from autopar.runtime.checkpoints.checkpoint_files import Key, metadata_of
 from autopar.runtime.checkpoints.checkpoint_folders import INDEX, file_name
-from autopar.runtime.checkpoints.checkpoint_writing import Part, divided
+from autopar.runtime.checkpoints.checkpoint_writing import Part, divide_parts
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.parameters import weight_files
 from autopar.runtime.parameters.placing import narrow_to
@@ -171,7 +171,7 @@ def halved(module: ParallelModule, folder: Path) -> Any:
         listed.append(parts)
     index = json.loads((folder / INDEX).read_bytes())
     save, beside = index["id"], index["beside"]
-    shares, contents = divided([tuple(parts) for parts in listed], save, beside)
+    shares, contents = divide_parts([tuple(parts) for parts in listed], save, beside)
     for rank, share in enumerate(shares):
         kinds = {key: part.held for key, part in share}
         values = (listed[rank][part] for _, part in share)

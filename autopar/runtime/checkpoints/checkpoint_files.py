@@ -1,14 +1,12 @@
-"""Checkpoint files: what lies in the folder of a checkpoint, and tensors that are read in parts.
+"""Checkpoint files: the format of a checkpoint, and tensors that are read in parts.
 
-    run/100/checkpoint.json        what the others hold; written last
-            rank-0.safetensors     pieces of parameters, buffers and optimizer states, by writer
-            beside.pt              random and optimizer's state, loss scale, what the user adds
-            plan.json              the plan that it was saved under
+    run/100/checkpoint.json        the index of the other files, written last
+            rank-0.safetensors     pieces of parameters, buffers and optimizer states of a writer
+            beside.pt              random state, optimizer options, loss scale, the user's `extra`
+            plan.json              the plan under which it was saved
 
-The first three bear the id of the save and the version of the format. The index bears its digest
-and that of `beside.pt`, a file of pieces that of its header and of each piece: a bit that has
-changed is refused. No file runs code when it is read: pieces and their index are data, and the rest
-goes through torch's `weights_only`.
+The first three bear the id of the save, the version of the format and digests of all bytes, so
+that a changed bit is refused. No file runs code when it is read.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from autopar.runtime.checkpoints.checkpoint_folders import (
     INDEX,
     PLAN,
     VERSION,
-    Newer,
+    NewerVersion,
     file_name,
     folder_of,
     index_of,
@@ -52,7 +50,7 @@ from autopar.runtime.parameters.weight_files import (
 
 
 class Key(NamedTuple):
-    """Of a tensor: a parameter or buffer, or what an optimizer keeps of one under some name."""
+    """The name of a tensor: a parameter or buffer, or an optimizer's state of a parameter."""
 
     name: str
     state: str | None = None
@@ -61,7 +59,7 @@ class Key(NamedTuple):
         return self.name if self.state is None else f"{self.state} of {self.name}"
 
     def piece(self, bounds: Bounds) -> str:
-        """Under which a part of it lies in a file: no other part of anything has this name."""
+        """Return the name of a part of the tensor in a file, which is unique in a checkpoint."""
         ends = ", ".join(f"{start}:{start + length}" for start, length in bounds)
         if self.state is None:
             return f"value {self.name}[{ends}]"
@@ -69,16 +67,16 @@ class Key(NamedTuple):
 
 
 def dtype_named(text: str) -> torch.dtype:
-    """The inverse of `str`."""
-    found = getattr(torch, text.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    """Return the dtype whose `str` is `text`."""
+    dtype = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
         raise InvalidInput("a tensor has a dtype of torch", got=text, remedy="torch.float32")
-    return found
+    return dtype
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor, and where it lies."""
+    """The bounds of a part of a tensor, and the number of the file that holds it."""
 
     file: Index
     bounds: Bounds
@@ -86,14 +84,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a checkpoint."""
+    """The form of a tensor in a checkpoint, and its pieces."""
 
     shape: tuple[Index, ...]
     dtype: Annotated[torch.dtype, dtype_named]
     pieces: tuple[Piece, ...]
 
-    def require_whole(self, key: Key) -> None:
-        """Its pieces make a grid that fills it."""
+    def require_complete(self, key: Key) -> None:
+        """Raise ValueError unless the pieces form a grid that fills the tensor."""
         count, places = 1, {piece.bounds for piece in self.pieces}
         is_whole = all(len(bounds) == len(self.shape) for bounds in places)
         for dim, size in enumerate(self.shape if is_whole else ()):
@@ -109,23 +107,23 @@ class Stored:
 
 @dataclass(frozen=True)
 class Contents:
-    """What the index of a checkpoint says."""
+    """The index of a checkpoint."""
 
     format: Literal["autopar checkpoint"]
     version: Literal[1]
     id: str  # of the save
-    beside: str  # what the bytes of the file beside tensors come to
+    beside: str  # the digest of beside.pt
     files: Count
     values: Mapping[str, Stored]  # parameters and buffers
-    states: Mapping[str, Mapping[str, Stored]]  # of an optimizer, by parameter
-    plan: str = ""  # the digest of the plan's file; "" in a checkpoint of an earlier autopar
+    states: Mapping[str, Mapping[str, Stored]]  # of an optimizer, by parameter and state
+    plan: str = ""  # the digest of plan.json; "" in a checkpoint of an earlier autopar
 
     @property
-    def every(self) -> dict[Key, Stored]:
-        found = {Key(name): stored for name, stored in self.values.items()}
+    def tensors(self) -> dict[Key, Stored]:
+        tensors = {Key(name): stored for name, stored in self.values.items()}
         for name, states in self.states.items():
-            found |= {Key(name, state): stored for state, stored in states.items()}
-        return found
+            tensors |= {Key(name, state): stored for state, stored in states.items()}
+        return tensors
 
     def to_bytes(self) -> bytes:
         data = write(self)
@@ -133,8 +131,8 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters with options of their own."""
+class ParameterGroup:
+    """The parameters of an optimizer's group, and its options."""
 
     names: tuple[str, ...]
     options: Mapping[str, Any]
@@ -142,20 +140,20 @@ class Group:
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """What of an optimizer is no tensor of a parameter."""
+    """The part of an optimizer that is not tensors of parameters."""
 
     kind: str
-    groups: tuple[Group, ...]
-    others: Mapping[str, Mapping[str, Any]]  # states that are no tensors, by parameter
+    groups: tuple[ParameterGroup, ...]
+    others: Mapping[str, Mapping[str, Any]]  # states that are not tensors, by parameter
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What a checkpoint holds beside tensors of the model."""
+    """The data of a checkpoint that is not tensors of the model: the file beside.pt."""
 
     version: Literal[1]
     id: str
-    random: Any  # the state of the generator that draws follow
+    random: Any  # the state of torch's generator on the host
     loss_scale: LossScale | None
     optimizer: SavedOptimizer | None
     extra: Any
@@ -165,7 +163,7 @@ class Beside:
 
 
 class Checkpoint:
-    """One that is whole, opened to be read."""
+    """A complete checkpoint, opened for reading; files in any other form are refused."""
 
     def __init__(self, path: Path) -> None:
         self.folder = folder_of(path)
@@ -175,10 +173,10 @@ class Checkpoint:
 
     @contextmanager
     def _refused(self) -> Iterator[None]:
-        """Refuse the checkpoint for whatever error reading it raises."""
+        """Raise InvalidInput in place of any error that reading raises."""
         try:
             yield
-        except Newer:
+        except NewerVersion:
             raise
         except Exception as error:
             if (index := index_of(self.folder)) is None or self._id not in (None, index.get("id")):
@@ -194,7 +192,7 @@ class Checkpoint:
             ) from None
 
     def require_unchanged(self, reader: int, readers: int) -> None:
-        """Refuse pieces of which a bit has changed: each of several readers looks at a share."""
+        """Refuse pieces with a changed bit; each of several readers compares its share."""
         pieces = [
             (held.size, n, key)
             for n, f in enumerate(self._files)
@@ -214,34 +212,34 @@ class Checkpoint:
         self._id = self.contents.id
         self._digests: list[dict[str, str]] = []
         self._files = [self._file(number) for number in range(self.contents.files)]
-        every = self.contents.every
-        for key, stored in every.items():
-            stored.require_whole(key)
+        tensors = self.contents.tensors
+        for key, stored in tensors.items():
+            stored.require_complete(key)
             for piece in stored.pieces:
                 self._require_piece(key, stored, piece)
-        pieces = sum(len(stored.pieces) for stored in every.values())
+        pieces = sum(len(stored.pieces) for stored in tensors.values())
         if pieces != sum(len(file.tensors) for file in self._files):
             raise ValueError("its files hold other tensors than its index tells")
-        if self.contents.plan not in ("", digest(read_regular(self.folder / PLAN))):
+        if self.contents.plan not in ("", sha256_of(read_regular(self.folder / PLAN))):
             raise ValueError(f"{PLAN} has changed")
-        self.beside = self._beside(read_regular(self.folder / BESIDE))
+        self.beside = self._read_beside(read_regular(self.folder / BESIDE))
         torch.Generator("cpu").set_state(self.beside.random)
 
-    def _beside(self, given: bytes) -> Beside:
-        has_changed = digest(given) != self.contents.beside
+    def _read_beside(self, content: bytes) -> Beside:
+        has_changed = sha256_of(content) != self.contents.beside
         try:
-            data = from_file(io.BytesIO(given))
+            data = from_file(io.BytesIO(content))
         except Exception as error:
             if has_changed:
-                size = f"{len(given)} bytes"
+                size = f"{len(content)} bytes"
                 raise ValueError(f"{BESIDE}, of {size}, has changed or is cut short") from error
             raise
         require_readable(data.get("version"), self.folder / BESIDE)
-        beside = read(Beside, data)
-        self._require_same_save(BESIDE, beside.id)
+        contents = read(Beside, data)
+        self._require_same_save(BESIDE, contents.id)
         if has_changed:
             raise ValueError(f"{BESIDE} has changed")
-        return beside
+        return contents
 
     def _file(self, number: int) -> SafetensorsFiles:
         path = self.folder / file_name(number)
@@ -261,49 +259,48 @@ class Checkpoint:
 
     def _require_piece(self, key: Key, stored: Stored, piece: Piece) -> None:
         held = self._files[piece.file].tensors if piece.file < len(self._files) else {}
-        found, shape = held.get(key.piece(piece.bounds)), [length for _, length in piece.bounds]
-        asked = in_file(tuple(shape), stored.dtype)
-        if found is None or (found.shape, found.dtype) != (asked.shape, asked.dtype):
+        actual, shape = held.get(key.piece(piece.bounds)), [length for _, length in piece.bounds]
+        expected = in_file(tuple(shape), stored.dtype)
+        if actual is None or (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
             raise ValueError(f"{key.piece(piece.bounds)} is missing")
 
     def stored(self, key: Key) -> Stored:
-        contents = self.contents
-        is_value = key.state is None
-        return contents.values[key.name] if is_value else contents.states[key.name][key.state]
+        values, states = self.contents.values, self.contents.states
+        return values[key.name] if key.state is None else states[key.name][key.state]
 
     def read(self, key: Key, bounds: Bounds) -> Tensor:
-        """What lies inside `bounds` of a tensor, and no other byte, on the host."""
+        """Return the part of a tensor inside `bounds` on the host, and read no other byte."""
         stored = self.stored(key)
         form = in_file(tuple(length for _, length in bounds), stored.dtype)
-        behind = tuple((0, size) for size in form.shape[len(bounds) :])
-        found = torch.empty(form.shape, dtype=form.dtype, device="cpu")
+        last_dim = tuple((0, size) for size in form.shape[len(bounds) :])  # bytes of an element
+        result = torch.empty(form.shape, dtype=form.dtype, device="cpu")
         for piece in stored.pieces:
-            there, here = [], []
+            in_piece, in_result = [], []
             for (start, length), (begin, size) in zip(bounds, piece.bounds):
                 first, last = max(start, begin), min(start + length, begin + size)
-                there.append((first - begin, max(0, last - first)))
-                here.append((first - start, max(0, last - first)))
-            if all(length for _, length in there):
+                in_piece.append((first - begin, max(0, last - first)))
+                in_result.append((first - start, max(0, last - first)))
+            if all(length for _, length in in_piece):
                 name = key.piece(piece.bounds)
                 with self._refused():
-                    part = self._files[piece.file].read(name, (*there, *behind))
-                narrow_to(found, (*here, *behind)).copy_(part)
-        return found.view(stored.dtype).squeeze(-1) if behind else found
+                    part = self._files[piece.file].read(name, (*in_piece, *last_dim))
+                narrow_to(result, (*in_result, *last_dim)).copy_(part)
+        return result.view(stored.dtype).squeeze(-1) if last_dim else result
 
 
-def digest(data: bytes) -> str:
+def sha256_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
 def in_file(shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
-    """As what a piece lies in a file: bytes, if that has no name for its dtype."""
+    """Return the form of a piece in a file: bytes if safetensors has no name for the dtype."""
     if dtype in NAMES:
         return StoredTensor(shape, dtype)
     return StoredTensor((*shape, dtype.itemsize), torch.uint8)
 
 
 def require_storable(key: Key, dtype: torch.dtype) -> None:
-    """Refuse what is more than the bytes of its elements."""
+    """Refuse a tensor that is more than the bytes of its elements, such as a quantized one."""
     if not (dtype in NAMES or dtype.is_floating_point or dtype.is_complex):
         raise InvalidInput(
             "a checkpoint holds tensors of numbers",
@@ -313,5 +310,5 @@ def require_storable(key: Key, dtype: torch.dtype) -> None:
 
 
 def metadata_of(save: str) -> dict[str, str]:
-    """What a file of pieces says of itself."""
+    """Return the metadata of a file of pieces."""
     return {"id": save, "version": str(VERSION)}

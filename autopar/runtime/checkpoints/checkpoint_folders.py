@@ -1,13 +1,11 @@
-"""Checkpoint folders: where a checkpoint is written, and how it takes the place of another.
+"""Checkpoint folders: replace one checkpoint by another, so that a complete one always exists.
 
     run/100                        a checkpoint
-    run/.100.5e1f0c2b7a94.new      one that is being written, by the id of its save
-    run/.100.5e1f0c2b7a94.old      the one whose place it takes, for a moment
+    run/.100.5e1f0c2b7a94.new      a checkpoint that is being written, by the id of its save
+    run/.100.5e1f0c2b7a94.old      the replaced checkpoint, between two renames
 
-It is written beside its place and renamed: at any moment the last one is whole at its place, or,
-between the two renames that replace it, beside it. What else lies in a checkpoint's folder is
-nobody's to delete: then the checkpoint is not replaced. Programs that save to one path at once
-replace each other's checkpoints, each of which is whole; the last one stays.
+A folder that contains any other file is never replaced. If programs save to one path at the same
+time, each replaces the others' checkpoints, and the last one stays.
 """
 
 from __future__ import annotations
@@ -34,36 +32,37 @@ VERSION: Final = 1
 INDEX, BESIDE, PLAN = CHECKPOINT, "beside.pt", "plan.json"
 _FILE = re.compile(r"rank-(\d+)\.safetensors")
 _UNFINISHED = re.compile(r"\.rank-\d+\.safetensors\.[0-9a-f]{12}\.new|failed-\d+")
+_RANK_FILE = re.compile(f"{_FILE.pattern}|{_UNFINISHED.pattern}")
 _renaming = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Place:
-    """Of one save of a checkpoint."""
+class SaveFolders:
+    """The folders of one save, in which a checkpoint is written and replaced."""
 
     path: Path
     id: str = field(default_factory=lambda: secrets.token_hex(6))
 
     @property
     def new(self) -> Path:
-        return _beside(self.path, self.id, "new")
+        return self.path.parent / f".{self.path.name}.{self.id}.new"
 
     @property
     def old(self) -> Path:
-        return _beside(self.path, self.id, "old")
+        return self.new.with_suffix(".old")
 
     def begin(self) -> None:
-        """Make the folder in which it is written."""
+        """Make and lock the new folder, after restoring and cleaning up interrupted saves."""
         with writing(self.path, "a checkpoint"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with _renames(self.path.parent):
-                if not self.path.exists() and (left := _left_whole(self.path)):
-                    os.rename(left, self.path)  # it was broken off between two renames
+                if not self.path.exists() and (complete := _interrupted_checkpoint(self.path)):
+                    os.rename(complete, self.path)
                 _require_replaceable(self.path)
-                for left in _left_beside(self.path):
-                    with if_abandoned(left) as is_abandoned:
+                for folder in _unfinished_saves(self.path):
+                    with if_abandoned(folder) as is_abandoned:
                         if is_abandoned:
-                            _discard(left)
+                            _discard(folder)
                 self.new.mkdir()
                 descriptor = os.open(self.new, os.O_RDONLY)
                 weakref.finalize(self, os.close, descriptor)
@@ -71,7 +70,7 @@ class Place:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Refuse the path where the disk, or another program, does not let this be written."""
+        """Refuse the path if the disk or another program prevents writing."""
         try:
             with writing(self.path, "a checkpoint"):
                 yield
@@ -85,7 +84,7 @@ class Place:
             ) from None
 
     def require_seen(self) -> None:
-        """Rank 0 has made the folder: others see it too."""
+        """Refuse a path at which this rank does not see the folder that rank 0 made."""
         if not self.new.is_dir():
             raise InvalidInput(
                 "all ranks write a checkpoint into one folder",
@@ -94,32 +93,32 @@ class Place:
             )
 
     def commit(self, files: int, index: bytes) -> None:
-        """All other files are there: from now on it is whole, then it takes its place."""
-        names = {BESIDE, PLAN, *map(file_name, range(files))}
-        found = {one.name for one in self.new.iterdir()}
-        if found != names:
+        """Write the index after all other files, and replace the earlier checkpoint."""
+        expected = {BESIDE, PLAN, *map(file_name, range(files))}
+        actual = {file.name for file in self.new.iterdir()}
+        if actual != expected:
             raise ExecutionError(
                 "the folder of an unfinished checkpoint is left alone",
-                got=f"{self.new}, where {', '.join(sorted(found ^ names))} came or went",
+                got=f"{self.new}, where {', '.join(sorted(actual ^ expected))} came or went",
                 remedy="save again; the last checkpoint is still whole",
             )
-        put(self.new, INDEX, index)
+        write_file(self.new, INDEX, index)
         with _renames(self.path.parent):
             _require_replaceable(self.path)
-            is_there = self.path.exists()
-            if is_there:
+            is_replacing = self.path.exists()
+            if is_replacing:
                 os.rename(self.path, self.old)
             try:
                 os.rename(self.new, self.path)
             except OSError:
-                if is_there:
+                if is_replacing:
                     os.rename(self.old, self.path)
                 raise
         sync(self.path.parent)
         _discard(self.old)
 
     def discard(self) -> None:
-        """It will not become whole."""
+        """Delete the new folder of a save that failed."""
         _discard(self.new)
 
 
@@ -127,33 +126,26 @@ class Place:
 def _renames(folder: Path) -> Iterator[None]:
     """Let one thread of one program at a time rename checkpoints in a folder."""
     with _renaming, ExitStack() as stack:
-        with suppress(OSError):  # of a disk that knows no locks
+        with suppress(OSError):  # some disks have no locks
             stack.enter_context(locked(folder))
         yield
 
 
-def accepted(path: Any) -> Path:
-    """Where a path leads, through links; or refuse it."""
-    if not isinstance(path, str | os.PathLike):
-        raise InvalidInput(
-            "a checkpoint has a path",
-            got=f"a value of type {type(path).__name__}",
-            remedy='ap.save("run/100", module)',
-        )
-    try:
-        found = Path(path).resolve()
-        found.exists()  # some names are too long for any file
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InvalidInput(
-            "a checkpoint has a path",
-            got=f"{str(path)[:80]!r}: {getattr(error, 'strerror', None) or error}",
-            remedy='ap.save("run/100", module)',
-        ) from None
-    return found
+def resolve_path(path: Any) -> Path:
+    """Return the absolute path to which a path leads through links; or refuse it."""
+    got = f"a value of type {type(path).__name__}"
+    if isinstance(path, str | os.PathLike):
+        try:
+            resolved = Path(path).resolve()
+            resolved.exists()  # some names are too long for any file
+            return resolved
+        except (OSError, ValueError, RuntimeError) as error:
+            got = f"{str(path)[:80]!r}: {getattr(error, 'strerror', None) or error}"
+    raise InvalidInput("a checkpoint has a path", got=got, remedy='ap.save("run/100", module)')
 
 
-def require_apart(path: Path) -> None:
-    """Refuse a place that the working directory lies in: it would be gone."""
+def require_elsewhere(path: Path) -> None:
+    """Refuse a path that contains the working directory, which a save would delete."""
     if Path.cwd().is_relative_to(path):
         raise InvalidInput(
             "a checkpoint has a folder of its own, which is replaced as a whole",
@@ -162,14 +154,10 @@ def require_apart(path: Path) -> None:
         )
 
 
-def is_there(path: Path) -> bool:
-    return _found(path) is not None
-
-
 def folder_of(path: Path) -> Path:
-    """Where the last whole checkpoint of a path lies."""
-    if found := _found(path):
-        return found
+    """Return the folder of the last complete checkpoint of a path; or refuse the path."""
+    if folder := find_folder(path):
+        return folder
     raise InvalidInput(
         "a checkpoint is a folder that ap.save() wrote",
         got=f"{path}, where {'something else' if path.exists() else 'nothing'} is",
@@ -178,43 +166,39 @@ def folder_of(path: Path) -> Path:
 
 
 def require_readable(version: object, file: Path) -> None:
-    """Refuse a file of a checkpoint that was written by a later autopar."""
+    """Refuse a file that a later version of autopar wrote."""
     if is_count(version, VERSION + 1):
-        raise Newer(
+        raise NewerVersion(
             "a checkpoint is read by the autopar that wrote it, or by a later one",
             got=f"{file} of version {version}; this autopar reads version {VERSION}",
             remedy="install the autopar that wrote it, or a later one",
         )
 
 
-class Newer(InvalidInput):
-    """A checkpoint of a later autopar."""
+class NewerVersion(InvalidInput):
+    """Raised for a checkpoint that a later version of autopar wrote."""
 
 
 def file_name(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
 
-def put(folder: Path, name: str, data: bytes) -> None:
-    """Write a file into a folder that is there."""
+def write_file(folder: Path, name: str, data: bytes) -> None:
+    """Write a file into an existing folder."""
     with replacing(folder / name) as file:
         file.write(data)
 
 
-def _beside(path: Path, save: str, what: str) -> Path:
-    return path.parent / f".{path.name}.{save}.{what}"
-
-
-def _left_beside(path: Path) -> list[Path]:
-    """Folders of saves of a path that were broken off."""
+def _unfinished_saves(path: Path) -> list[Path]:
+    """Return the folders of saves of a path that run or were interrupted."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.(new|old)")
     if not path.parent.is_dir():
         return []
-    return [one for one in path.parent.iterdir() if name.fullmatch(one.name)]
+    return [folder for folder in path.parent.iterdir() if name.fullmatch(folder.name)]
 
 
 def index_of(folder: Path) -> dict[str, Any] | None:
-    """What the index of a checkpoint says, if there is one."""
+    """Return the unchecked index of a checkpoint; None: the folder has none."""
     try:
         data = json.loads(read_regular(folder / INDEX))
     except (OSError, ValueError, RecursionError):
@@ -222,30 +206,30 @@ def index_of(folder: Path) -> dict[str, Any] | None:
     return data if isinstance(data, dict) and data.get("format") == FORMAT else None
 
 
-def _found(path: Path) -> Path | None:
+def find_folder(path: Path) -> Path | None:
+    """Return the folder of the last complete checkpoint of a path; None: it has none."""
     if path.exists():
         return path if index_of(path) is not None else None
-    return _left_whole(path)
+    return _interrupted_checkpoint(path)
 
 
-def _left_whole(path: Path) -> Path | None:
-    """The last checkpoint of a path, which was broken off between two renames: the new one."""
-    whole = [one for one in _left_beside(path) if index_of(one) is not None]
-    is_replacing = {one.with_suffix(".new") for one in whole if one.suffix == ".old"}
-
-    def order(folder: Path) -> tuple[bool, bool, float]:
-        made = (folder / INDEX).stat().st_mtime
-        return folder in is_replacing, folder.suffix == ".new", made
-
-    return max(whole, key=order, default=None)
+def _interrupted_checkpoint(path: Path) -> Path | None:
+    """Return the newest complete checkpoint of saves that stopped between two renames."""
+    complete = [folder for folder in _unfinished_saves(path) if index_of(folder) is not None]
+    replacing_old = {folder.with_suffix(".new") for folder in complete if folder.suffix == ".old"}
+    return max(
+        complete,
+        key=lambda f: (f in replacing_old, f.suffix == ".new", (f / INDEX).stat().st_mtime),
+        default=None,
+    )
 
 
 def _require_replaceable(path: Path) -> None:
-    """Refuse a place where anything lies that no checkpoint has."""
+    """Refuse a path with anything that no checkpoint has."""
     if not path.exists():
         return
     rule = "a checkpoint takes the place of another one, or of nothing"
-    names = sorted(one.name for one in path.iterdir()) if path.is_dir() else None
+    names = sorted(file.name for file in path.iterdir()) if path.is_dir() else None
     if names == []:
         return
     index = index_of(path)
@@ -265,17 +249,16 @@ def _require_replaceable(path: Path) -> None:
 
 
 def _is_of(name: str, index: dict[str, Any]) -> bool:
-    """Whether a file is one of those that an index tells of."""
+    """Return whether a file belongs to the checkpoint with this index."""
     if match := _FILE.fullmatch(name):
         return is_count(index.get("files")) and int(match[1]) < index["files"]
     return name in (INDEX, BESIDE, PLAN)
 
 
 def _discard(folder: Path) -> None:
-    """Delete the files of a checkpoint, and its folder if that is all of it."""
-    own = (INDEX, BESIDE, PLAN)
+    """Delete the files of a checkpoint, and its folder if that is then empty."""
     with suppress(OSError):
-        for one in folder.iterdir():
-            if one.name in own or _FILE.fullmatch(one.name) or _UNFINISHED.fullmatch(one.name):
-                one.unlink()
+        for file in folder.iterdir():
+            if file.name in (INDEX, BESIDE, PLAN) or _RANK_FILE.fullmatch(file.name):
+                file.unlink()
         folder.rmdir()

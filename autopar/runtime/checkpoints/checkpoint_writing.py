@@ -1,4 +1,4 @@
-"""Writing: who writes which parts of a checkpoint, now or in a thread."""
+"""Divide the parts of a checkpoint among ranks, and write them at once or in a thread."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from autopar.runtime.checkpoints.checkpoint_folders import (
     FORMAT,
     PLAN,
     VERSION,
-    Place,
+    SaveFolders,
     file_name,
-    put,
+    write_file,
 )
 from autopar.runtime.module.call_agreement import run_on_all_ranks
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -44,10 +44,10 @@ PATIENCE = 60.0  # seconds for the files of other ranks, once the program has en
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank holds of a tensor."""
+    """A part of a tensor that a rank holds."""
 
     key: Key
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the full tensor
     dtype: torch.dtype
     bounds: Bounds
 
@@ -56,51 +56,55 @@ class Part:
         return in_file(tuple(length for _, length in self.bounds), self.dtype)
 
 
-def divided(
-    everyones: Sequence[Sequence[Part]], save: str, beside: str
+def divide_parts(
+    parts_by_rank: Sequence[Sequence[Part]], save: str, beside: str
 ) -> tuple[list[list[tuple[str, Part]]], Contents]:
-    """Which rank writes which parts under which keys, and the index of all: every part is written
-    by that of its holders who has the least to write so far. `save` is the id of this, `beside` the
-    digest of what is written beside tensors."""
+    """Return the parts that each rank writes, with their keys, and the index of the checkpoint.
+
+    Of the ranks that hold a part, the one with the fewest bytes so far writes it. `save`: the id of
+    the save; `beside`: the digest of beside.pt.
+    """
     holders: dict[Part, list[int]] = {}
-    for rank, parts in enumerate(everyones):
+    for rank, parts in enumerate(parts_by_rank):
         for part in parts:
             holders.setdefault(part, []).append(rank)
-    loads = [0] * len(everyones)
-    shares: list[list[tuple[str, Part]]] = [[] for _ in everyones]
+    loads = [0] * len(parts_by_rank)
+    shares: list[list[tuple[str, Part]]] = [[] for _ in parts_by_rank]
     stored: dict[Key, tuple[Part, list[Piece]]] = {}
-    # Files whose widest elements come first have all of them aligned.
-    for part in sorted(holders, key=lambda one: -one.dtype.itemsize):
+    # The widest elements come first, so that all are aligned in a file.
+    for part in sorted(holders, key=lambda part: -part.dtype.itemsize):
         first, pieces = stored.setdefault(part.key, (part, []))
         if (first.shape, first.dtype) != (part.shape, part.dtype):
-            raise _not_whole(f"{part.key} has other shapes or dtypes on other ranks")
+            raise _incomplete(f"{part.key} has other shapes or dtypes on other ranks")
         if not part.held.size and (0 not in part.shape or pieces):
             continue
-        rank = min(holders[part], key=lambda one: loads[one])
+        rank = min(holders[part], key=loads.__getitem__)
         loads[rank] += part.held.size
         shares[rank].append((part.key.piece(part.bounds), part))
         pieces.append(Piece(rank, part.bounds))
-    found = {key: Stored(p.shape, p.dtype, tuple(own)) for key, (p, own) in stored.items()}
-    values = {key.name: one for key, one in found.items() if key.state is None}
+    values: dict[str, Stored] = {}
     states: dict[str, dict[str, Stored]] = {}
-    for key, one in found.items():
-        if key.state is not None:
-            states.setdefault(key.name, {})[key.state] = one
-    return shares, Contents(FORMAT, VERSION, save, beside, len(everyones), values, states)
+    for key, (part, pieces) in stored.items():
+        tensor = Stored(part.shape, part.dtype, tuple(pieces))
+        if key.state is None:
+            values[key.name] = tensor
+        else:
+            states.setdefault(key.name, {})[key.state] = tensor
+    return shares, Contents(FORMAT, VERSION, save, beside, len(parts_by_rank), values, states)
 
 
-def require_makes_whole(contents: Contents, names: Sequence[str]) -> None:
-    """Refuse to save what could not be loaded: ranks do not have all of it, or not the same."""
-    for key, stored in contents.every.items():
+def require_complete(contents: Contents, names: Sequence[str]) -> None:
+    """Refuse to save incomplete tensors, or without one of the tensors in `names`."""
+    for key, stored in contents.tensors.items():
         try:
-            stored.require_whole(key)
+            stored.require_complete(key)
         except ValueError as error:
-            raise _not_whole(str(error)) from None
+            raise _incomplete(str(error)) from None
     if missing := [name for name in names if name not in contents.values]:
-        raise _not_whole(f"no rank has {', '.join(missing[:4])}")
+        raise _incomplete(f"no rank has {', '.join(missing[:4])}")
 
 
-def _not_whole(got: str) -> InvalidInput:
+def _incomplete(got: str) -> InvalidInput:
     return InvalidInput(
         "what the ranks hold makes whole tensors",
         got=got,
@@ -109,8 +113,8 @@ def _not_whole(got: str) -> InvalidInput:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """What rank 0 writes of a checkpoint for all ranks."""
+class SharedFiles:
+    """The files of a checkpoint that rank 0 writes for all ranks."""
 
     contents: Contents
     beside: bytes
@@ -118,60 +122,61 @@ class Whole:
 
 
 class Job:
-    """What one rank writes of a checkpoint."""
+    """The part of a save that one rank writes."""
 
     def __init__(
         self,
-        place: Place,
+        folders: SaveFolders,
         rank: int,
-        mine: Mapping[str, tuple[Part, Tensor]],
-        whole: Whole | None,
+        parts: Mapping[str, tuple[Part, Tensor]],
+        shared: SharedFiles | None,
     ) -> None:
-        """`mine`: by its key in this rank's file; `whole`: of rank 0."""
-        self.place, self.rank, self._mine, self._whole = place, rank, dict(mine), whole
+        """`parts`: those of this rank's file, by their keys; `shared`: None except on rank 0."""
+        self.folders, self.rank, self._parts, self._shared = folders, rank, dict(parts), shared
 
     def copy(self) -> None:
-        """From now on nothing that training changes is written."""
-        for key, (part, value) in self._mine.items():
-            self._mine[key] = part, value.detach().to("cpu", copy=True)
+        """Copy the values to the host, so that training may change the tensors."""
+        for key, (part, value) in self._parts.items():
+            self._parts[key] = part, value.detach().to("cpu", copy=True)
 
     def write(self) -> None:
-        """Write this rank's file, and the digest of each piece as it passes."""
-        path = self.place.new / file_name(self.rank)
-        kinds = {key: part.held for key, (part, _) in self._mine.items()}
-        values = (value for _, value in self._mine.values())
-        with self.place.writing(), replacing(path) as file:
-            write_safetensors(file, kinds, values, metadata_of(self.place.id), has_digests=True)
-        self._mine.clear()
+        """Write this rank's file with the digest of each piece."""
+        path = self.folders.new / file_name(self.rank)
+        kinds = {key: part.held for key, (part, _) in self._parts.items()}
+        values = (value for _, value in self._parts.values())
+        with self.folders.writing(), replacing(path) as file:
+            write_safetensors(file, kinds, values, metadata_of(self.folders.id), has_digests=True)
+        self._parts.clear()
 
     def commit(self) -> None:
-        """On rank 0, once all have written."""
-        if self._whole is None:
+        """Complete the checkpoint on rank 0 after all ranks have written."""
+        if self._shared is None:
             return
-        with self.place.writing():
-            put(self.place.new, BESIDE, self._whole.beside)
-            put(self.place.new, PLAN, self._whole.plan)
-            contents = self._whole.contents
-            self.place.commit(contents.files, contents.to_bytes())
+        with self.folders.writing():
+            write_file(self.folders.new, BESIDE, self._shared.beside)
+            write_file(self.folders.new, PLAN, self._shared.plan)
+            contents = self._shared.contents
+            self.folders.commit(contents.files, contents.to_bytes())
 
     def discard(self) -> None:
-        """Rank 0 takes away what was written, since it does not become whole."""
-        if self._whole is not None:
-            self.place.discard()
+        """Delete on rank 0 the files of a save that failed."""
+        if self._shared is not None:
+            self.folders.discard()
 
-    def tell(self, error: Exception) -> None:
-        """Rank 0 is not to wait for this one."""
+    def report_failure(self, error: Exception) -> None:
+        """Leave a file that ends rank 0's wait for this rank."""
         text = f"rank {self.rank}: {error_text(error)}"
-        put(self.place.new, f"failed-{self.rank}", text.encode(errors="backslashreplace"))
+        write_file(self.folders.new, f"failed-{self.rank}", text.encode(errors="backslashreplace"))
 
     def await_others(self) -> None:
-        """On rank 0, until all ranks have written: no collective, since training goes on."""
-        if self._whole is None:
+        """Wait on rank 0 until all files exist: collectives would disturb the training."""
+        if self._shared is None:
             return
-        folder, until = self.place.new, time.monotonic() + _patience()
-        names = [file_name(number) for number in range(self._whole.contents.files)]
+        patience = world_timeout().total_seconds() if dist.is_initialized() else PATIENCE
+        folder, until = self.folders.new, time.monotonic() + patience
+        names = [file_name(number) for number in range(self._shared.contents.files)]
         while missing := [name for name in names if not (folder / name).exists()]:
-            failed = [one.read_text() for one in folder.glob("failed-*")]
+            failed = [file.read_text() for file in folder.glob("failed-*")]
             has_ended = not threading.main_thread().is_alive()
             until = min(until, time.monotonic() + PATIENCE) if has_ended else until
             if failed or not folder.is_dir() or time.monotonic() > until:
@@ -184,24 +189,23 @@ class Job:
 
 
 class Saving:
-    """A checkpoint on its way to the disk."""
+    """A checkpoint that a thread writes."""
 
     def __init__(self, module: ParallelModule, job: Job) -> None:
         self._backend, self._job = module.backend, job
         self._error: Exception | None = None  # of this rank's thread
-        self._told: Exception | None = None  # what all ranks were told of
+        self._raised: Exception | None = None  # the error that `wait` raised on all ranks
         self.is_over = False  # all ranks have waited
         self._thread = threading.Thread(target=self._run, name="saving")
-        _threads[job.place.path] = self._thread
+        _threads[job.folders.path] = self._thread
         self._thread.start()
 
     def wait(self) -> None:
-        """Until it is whole, on all ranks; an error of any rank is raised on all, each time.
-
-        All ranks wait together."""
+        """Wait on all ranks together until the checkpoint is complete; an error of any rank is
+        raised on all of them, each time."""
         if self.is_over:
-            if self._told is not None:
-                raise self._told
+            if self._raised is not None:
+                raise self._raised
             return
         self._thread.join()
         try:
@@ -209,7 +213,7 @@ class Saving:
                 self._backend, self._raise, "wait() of what ap.save(asynchronous=True) gave"
             )
         except Exception as error:
-            self._told = error
+            self._raised = error
             self._job.discard()
             raise
         finally:
@@ -223,10 +227,10 @@ class Saving:
         except Exception as error:
             self._error = error
             with suppress(OSError):
-                self._job.tell(error)
+                self._job.report_failure(error)
 
-    def tell(self) -> None:
-        """Say what failed, if nobody has waited."""
+    def print_failure(self) -> None:
+        """Print the error of a save for which no rank has waited."""
         if not self.is_over and self._error is not None:
             print(f"a checkpoint was not saved: {self._error}", file=sys.stderr)
 
@@ -235,16 +239,12 @@ class Saving:
             raise self._error
 
 
-_threads: dict[Path, threading.Thread] = {}  # the last one that writes each path
+_threads: dict[Path, threading.Thread] = {}  # the last writer of each path
 
 
-def await_thread(path: Path) -> None:
-    """What a thread of this process still writes there is there, or has failed."""
+def join_writer(path: Path) -> None:
+    """Wait for the thread of this process that writes to a path, if there is one."""
     if (thread := _threads.get(path)) is not None:
         thread.join()
         if _threads.get(path) is thread:
             del _threads[path]
-
-
-def _patience() -> float:
-    return world_timeout().total_seconds() if dist.is_initialized() else PATIENCE

@@ -1,5 +1,4 @@
-"""Plain data: what a file may hold beside tensors of the model, and is read again without running
-code.
+"""Plain data: values that a file holds and that are read again without running code.
 
 >>> plain({"step": 3, "best": numpy.float64(0.5)}, "extra")
 {'step': 3, 'best': 0.5}
@@ -25,7 +24,7 @@ _DICTS = (dict, OrderedDict)
 
 
 def plain(value: Any, at: str) -> Any:
-    """The same with numpy's numbers as Python's; or refuse it, and say where. It is called `at`."""
+    """Return a value with Python's numbers for numpy's, or refuse it; errors call it `at`."""
     try:
         return _plain(value, at, frozenset())
     except RecursionError:
@@ -33,14 +32,14 @@ def plain(value: Any, at: str) -> Any:
 
 
 def to_bytes(data: Any) -> bytes:
-    """Plain data as a file."""
+    """Return plain data as the bytes of a file."""
     buffer = io.BytesIO()
     torch.save(data, buffer)
     return buffer.getvalue()
 
 
 def from_file(file: Any) -> Any:
-    """What a file of plain data holds; no code of it is run."""
+    """Return the data of a file, and run no code of it."""
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
@@ -51,12 +50,12 @@ def _plain(value: Any, at: str, within: frozenset[int]) -> Any:
     if kind in _DICTS:
         inside = within | {id(value)}
         return kind(
-            (_plain(key, f"a key of {at}", inside), _plain(one, f"{at}[{key!r}]", inside))
-            for key, one in value.items()
+            (_plain(key, f"a key of {at}", inside), _plain(item, f"{at}[{key!r}]", inside))
+            for key, item in value.items()
         )
     if kind in _LISTS:
         inside = within | {id(value)}
-        return kind(_plain(one, f"{at}[{number}]", inside) for number, one in enumerate(value))
+        return kind(_plain(item, f"{at}[{number}]", inside) for number, item in enumerate(value))
     if isinstance(value, DTensor):
         raise InvalidInput(
             "a checkpoint holds plain tensors beside the model's, which are rank 0's",
@@ -73,7 +72,7 @@ def _plain(value: Any, at: str, within: frozenset[int]) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value of numpy's is one of a number or a text, not an array."""
+    """Return whether a numpy scalar holds a number or a text."""
     return isinstance(value, str | bytes) or type(value.item()) in (bool, int, float, complex)
 
 

@@ -1,11 +1,11 @@
-"""Saving: a parallel module and its optimizer as a checkpoint that loads under any other plan.
+"""Save a parallel module and its optimizer as a checkpoint that loads under any other plan.
 
     save("run/100", pm, optimizer, extra={"step": 100})
     step = load("run/100", pm, optimizer)["step"]
 
-Tensors are those of the whole model, under its names: each rank writes some of the pieces that it
-holds, every piece once, and reads what its own cover of them. So it makes no difference on which
-mesh, in how many stages or processes, and on which backend a checkpoint was written.
+Tensors have the names and shapes of the whole model. Every piece is written once, by one of the
+ranks that hold it, and each rank reads the parts that it needs. So the mesh, the stages, the
+processes and the backend may differ between saving and loading.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,24 +31,24 @@ from autopar.runtime.checkpoints.checkpoint_files import (
     Checkpoint,
     Key,
     SavedOptimizer,
-    digest,
     require_storable,
+    sha256_of,
 )
 from autopar.runtime.checkpoints.checkpoint_folders import (
     VERSION,
-    Place,
-    accepted,
-    is_there,
-    require_apart,
+    SaveFolders,
+    find_folder,
+    require_elsewhere,
+    resolve_path,
 )
 from autopar.runtime.checkpoints.checkpoint_writing import (
     Job,
     Part,
     Saving,
-    Whole,
-    await_thread,
-    divided,
-    require_makes_whole,
+    SharedFiles,
+    divide_parts,
+    join_writer,
+    require_complete,
 )
 from autopar.runtime.checkpoints.plain_data import plain
 from autopar.runtime.module.call_agreement import (
@@ -60,8 +60,6 @@ from autopar.runtime.module.call_agreement import (
 )
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.parameters.optimizer_states import (
-    OptimizerStates,
-    Parameters,
     collect_states,
     load_states,
     merge_saved,
@@ -83,20 +81,28 @@ from autopar.runtime.parameters.weight_files import (
 
 
 @dataclass(frozen=True)
-class Listing:
-    """What a rank has to save."""
+class RankContents:
+    """The path of a save, and the tensors and optimizer data that a rank holds."""
 
-    parts: tuple[Part, ...]
+    path: Path
+    tensors: Mapping[Part, Tensor]
     optimizer: SavedOptimizer | None
 
 
-def _tell_of_failures() -> None:
-    """Those that nobody waited for."""
+class _Arrangement(NamedTuple):
+    """Rank 0's folders, its shared files, and the parts that each rank writes."""
+
+    folders: SaveFolders
+    shared: SharedFiles
+    shares: list[list[tuple[str, Part]]]
+
+
+@atexit.register
+def _print_failures() -> None:
     for saving in _under_way.values():
-        saving.tell()
+        saving.print_failure()
 
 
-atexit.register(_tell_of_failures)
 _under_way: weakref.WeakKeyDictionary[ParallelModule, Saving] = weakref.WeakKeyDictionary()
 
 
@@ -165,22 +171,21 @@ def load(
     _require_module(module)
     backend = module.backend
 
-    def ready() -> Path:
-        whole = accepted(path)
-        await_thread(whole)
-        return whole
+    def resolve() -> Path:
+        resolved = resolve_path(path)
+        join_writer(resolved)
+        return resolved
 
-    def prepare() -> tuple[Checkpoint, dict[str, Tensor], Parameters]:
-        saved, held = Checkpoint(where), _held(module)
+    def open_checkpoint() -> Checkpoint:
+        saved = Checkpoint(resolved)
         saved.require_unchanged(*work_share(backend))
-        parameters = dict(module.named_parameters())
-        _require_fitting(saved, module, held)
+        _require_fitting(saved, module, local_tensors)
         if optimizer is not None:
             require_loadable(saved, optimizer, parameters)
-        return saved, held, parameters
+        return saved
 
-    def take() -> None:
-        for name, value in held.items():
+    def load_tensors() -> None:
+        for name, value in local_tensors.items():
             boxes, dim = local_boxes(value)
             read = [saved.read(Key(name), bounds) for bounds in boxes]
             local_of(value).copy_(torch.cat(read, dim) if len(read) > 1 else read[0])
@@ -189,8 +194,9 @@ def load(
         torch.set_rng_state(saved.beside.random)
 
     with torch.inference_mode(False), torch.no_grad():
-        where = run_on_all_ranks(backend, ready, "ap.load()")
-        saved, held, parameters = run_on_all_ranks(backend, prepare)
+        resolved = run_on_all_ranks(backend, resolve, "ap.load()")
+        local_tensors, parameters = _local_tensors(module), dict(module.named_parameters())
+        saved = run_on_all_ranks(backend, open_checkpoint)
         opened = gather_values(backend, (saved.contents.id, optimizer is not None))
         run_on_all_ranks(backend, lambda: _require_same(opened))
         if optimizer is not None:
@@ -198,10 +204,9 @@ def load(
             try:
                 run_on_all_ranks(backend, lambda: load_states(saved, optimizer, parameters))
             except Exception:
-                vars(optimizer).clear()
-                vars(optimizer).update(before)
+                optimizer.__dict__ = before
                 raise
-        run_on_all_ranks(backend, take)
+        run_on_all_ranks(backend, load_tensors)
     return saved.beside.extra
 
 
@@ -222,15 +227,13 @@ def save_safetensors(
     _require_module(module)
     backend, is_first = module.backend, rank_of(module.backend) == 0
 
-    def look() -> tuple[Path, dict[str, Tensor]]:
-        return accepted(path), _held(module)
-
-    place, held = run_on_all_ranks(backend, look, "ap.save_safetensors()")
-    everyones = gather_values(
-        backend, {n: StoredTensor(tuple(v.shape), v.dtype) for n, v in held.items()}
-    )
-    every = {name: kind for one in everyones for name, kind in one.items()}
-    kinds = {name: every[name] for name in module.saved_names}
+    place = run_on_all_ranks(backend, lambda: resolve_path(path), "ap.save_safetensors()")
+    local_tensors = _local_tensors(module)
+    local_kinds = {n: StoredTensor(tuple(v.shape), v.dtype) for n, v in local_tensors.items()}
+    all_kinds = {
+        name: k for rank in gather_values(backend, local_kinds) for name, k in rank.items()
+    }
+    kinds = {name: all_kinds[name] for name in module.saved_names}
     folder = place.parent if max_shard_size is None else place
 
     def accept() -> dict[str, dict[str, StoredTensor]]:
@@ -243,56 +246,52 @@ def save_safetensors(
         if is_first:
             with writing(place, "a whole model"):
                 folder.mkdir(parents=True, exist_ok=True)
-        return (
-            {place.name: kinds} if max_shard_size is None else split_shards(kinds, max_shard_size)
-        )
+        size = max_shard_size
+        return {place.name: kinds} if size is None else split_shards(kinds, size)
 
-    def whole(names: Iterable[str]) -> Iterator[Tensor]:
+    def full_tensors(names: Iterable[str]) -> Iterator[Tensor]:
         for name in names:
-            yield backend.collect({name: held[name]} if name in held else {})[name]
+            local = {name: local_tensors[name]} if name in local_tensors else {}
+            yield backend.collect(local)[name]
 
     shards = run_on_all_ranks(backend, accept)
     files = _Files(folder)
 
-    def take_places() -> None:
-        if is_first:
-            files.take_places(shards, place)
-
     try:
         with backend.guard():
-            for name, those in shards.items():
-                values = whole(those)
+            for name, shard in shards.items():
+                values = full_tensors(shard)
                 if is_first:
-                    files.write(name, those, values)
-                deque(values, maxlen=0)  # ranks make all of them together, also on a full disk
-        run_on_all_ranks(backend, take_places)
+                    files.write(name, shard, values)
+                deque(values, maxlen=0)  # ranks collect all tensors together, also on a full disk
+        run_on_all_ranks(backend, lambda: files.take_places(shards, place) if is_first else None)
     finally:
         files.discard()
 
 
 class _Files:
-    """Files of weights in a folder, which take their places when all are written."""
+    """Weight files in a folder, which replace earlier ones when all are written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._new: list[NewFile] = []
-        self._failed: OSError | None = None
+        self._error: OSError | None = None
 
     def write(self, name: str, kinds: Mapping[str, StoredTensor], values: Iterator[Tensor]) -> None:
-        """Write one of them, until the disk refuses it."""
-        if self._failed is None:
+        """Write a file, unless the disk has refused an earlier one."""
+        if self._error is None:
             try:
                 self._new.append(new := NewFile(self._folder / name))
                 write_safetensors(new.file, kinds, values)
                 new.finish()
             except OSError as error:
-                self._failed = error
+                self._error = error
 
     def take_places(self, shards: Mapping[str, Mapping[str, StoredTensor]], place: Path) -> None:
-        """Replace an earlier model, whose index goes first and comes last."""
+        """Replace an earlier model: delete its index first, and write the new one last."""
         with writing(place, "a whole model"):
-            if self._failed is not None:
-                raise self._failed
+            if self._error is not None:
+                raise self._error
             if len(shards) > 1:
                 self._new.append(new := NewFile(self._folder / INDEX))
                 new.file.write(make_index(shards))
@@ -303,7 +302,7 @@ class _Files:
                 new.take_place()
 
     def discard(self) -> None:
-        """Delete what has not taken its place."""
+        """Delete the files that have not taken their places."""
         for new in self._new:
             new.discard()
 
@@ -316,11 +315,11 @@ def is_saved(path: str | PathLike[str]) -> bool:
     Args:
         path: The folder that was given to `save`.
     """
-    place = accepted(path)
+    place = resolve_path(path)
     try:
         Checkpoint(place)
     except InvalidInput as error:
-        if is_there(place) or (place / CHECKPOINT).exists():
+        if find_folder(place) or (place / CHECKPOINT).exists():
             warnings.warn(str(error), stacklevel=2)
         return False
     return True
@@ -333,55 +332,53 @@ def _prepared(
     extra: Any,
     call: str,
 ) -> Job:
-    """What this rank is to write, into a folder that is there."""
+    """Return the part of a save that this rank writes; rank 0 has made its folder."""
     backend, rank = module.backend, rank_of(module.backend)
 
-    def alone() -> tuple[Path, dict[Key, Tensor], OptimizerStates | None]:
-        where = accepted(path)
-        require_apart(where)
-        states = None
+    def collect() -> RankContents:
+        resolved = resolve_path(path)
+        require_elsewhere(resolved)
+        tensors = {Key(name): value for name, value in _local_tensors(module).items()}
+        saved_optimizer = None
         if optimizer is not None:
             states = collect_states(optimizer, dict(module.named_parameters()))
-        tensors = {Key(name): value for name, value in _held(module).items()}
-        tensors |= {} if states is None else states.tensors
+            saved_optimizer = states.saved
+            tensors |= states.tensors
         for key, value in tensors.items():
             require_storable(key, value.dtype)
-        return where, tensors, states
+        pieces = {
+            Part(key, tuple(value.shape), value.dtype, bounds): piece
+            for key, value in tensors.items()
+            for bounds, piece in _pieces(value)
+        }
+        return RankContents(resolved, pieces, saved_optimizer)
 
-    where, tensors, states = run_on_all_ranks(backend, alone, call)
-    parts = {
-        Part(key, tuple(value.shape), value.dtype, bounds): piece
-        for key, value in tensors.items()
-        for bounds, piece in _pieces(value)
-    }
-    own = Listing(tuple(parts), None if states is None else states.saved)
-    listings = gather_values(backend, own, everywhere=False)
+    local = run_on_all_ranks(backend, collect, call)
+    ranks = gather_values(backend, (tuple(local.tensors), local.optimizer), everywhere=False)
 
-    def arrange() -> tuple[Place, Whole, list[list[tuple[str, Part]]]] | None:
+    def arrange() -> _Arrangement | None:
         if rank != 0:
             return None
-        await_thread(where)
-        place = Place(where)
-        saved = merge_saved([one.optimizer for one in listings])
+        join_writer(local.path)
+        folders = SaveFolders(local.path)
+        merged_optimizer = merge_saved([optimizer for _, optimizer in ranks])
         scale = None if module.loss_scale is None else replace(module.loss_scale)
-        random, given = torch.get_rng_state(), plain(extra, "extra")
-        beside = Beside(VERSION, place.id, random, scale, saved, given).to_bytes()
-        shares, contents = divided([one.parts for one in listings], place.id, digest(beside))
-        require_makes_whole(contents, module.saved_names)
-        contents = replace(contents, plan=digest(module.plan.file))
-        whole = Whole(contents, beside, module.plan.file)
-        place.begin()
-        return place, whole, shares
+        random, data = torch.get_rng_state(), plain(extra, "extra")
+        file = Beside(VERSION, folders.id, random, scale, merged_optimizer, data).to_bytes()
+        shares, index = divide_parts([parts for parts, _ in ranks], folders.id, sha256_of(file))
+        require_complete(index, module.saved_names)
+        index = replace(index, plan=sha256_of(module.plan.file))
+        folders.begin()
+        return _Arrangement(folders, SharedFiles(index, file, module.plan.file), shares)
 
     arranged = run_on_all_ranks(backend, arrange)
-    whole = None if arranged is None else arranged[1]
-    given = [] if arranged is None else [(arranged[0].id, share) for share in arranged[2]]
-    save, share = scatter_values(backend, given)
-    place = Place(where, save) if arranged is None else arranged[0]
-    mine = {key: (part, local_of(parts[part]).detach()) for key, part in share}
-    job = Job(place, rank, mine, whole)
+    messages = [] if arranged is None else [(arranged.folders.id, s) for s in arranged.shares]
+    save, share = scatter_values(backend, messages)
+    folders = SaveFolders(local.path, save) if arranged is None else arranged.folders
+    values = {key: (part, local_of(local.tensors[part]).detach()) for key, part in share}
+    job = Job(folders, rank, values, None if arranged is None else arranged.shared)
     try:
-        run_on_all_ranks(backend, place.require_seen)
+        run_on_all_ranks(backend, folders.require_seen)
     except Exception:
         job.discard()
         raise
@@ -389,7 +386,7 @@ def _prepared(
 
 
 def _pieces(value: Tensor) -> list[tuple[Bounds, Tensor]]:
-    """What lies here of a tensor: a piece of the whole, or several."""
+    """Return the pieces of a tensor that this rank holds, with their bounds in the full one."""
     boxes, dim = local_boxes(value)
     if len(boxes) == 1:
         return [(boxes[0], value)]
@@ -397,11 +394,11 @@ def _pieces(value: Tensor) -> list[tuple[Bounds, Tensor]]:
     return list(zip(boxes, pieces))
 
 
-def _held(module: ParallelModule) -> dict[str, Tensor]:
-    """What of the state dict lies here, each tensor once."""
-    named = [module.named_parameters, module.named_buffers]
-    every = {name: value for each in named for name, value in each(remove_duplicate=False)}
-    return {name: every[name] for name in module.saved_names if name in every}
+def _local_tensors(module: ParallelModule) -> dict[str, Tensor]:
+    """Return the tensors of the state dict that this rank holds, each once."""
+    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors |= module.named_buffers(remove_duplicate=False)
+    return {name: tensors[name] for name in module.saved_names if name in tensors}
 
 
 def _require_module(module: Any) -> None:
@@ -414,31 +411,33 @@ def _require_module(module: Any) -> None:
 
 
 def _require_same(opened: list[tuple[str, bool]]) -> None:
-    """Refuse what ranks have opened if it is not one checkpoint, for the same things."""
+    """Refuse a load in which ranks opened different checkpoints, or only some an optimizer."""
     if len(set(opened)) == 1:
         return
-    told = [
+    descriptions = [
         f"rank {rank}: save {save}, {'with' if has_optimizer else 'without'} an optimizer"
         for rank, (save, has_optimizer) in enumerate(opened)
     ]
     raise InvalidInput(
         "all ranks load one checkpoint, all with an optimizer or all without",
-        got="\n".join(told),
+        got="\n".join(descriptions),
         remedy="give all ranks the same path on a disk that they share, and the same arguments",
     )
 
 
-def _require_fitting(saved: Checkpoint, module: ParallelModule, held: Mapping[str, Tensor]) -> None:
+def _require_fitting(
+    saved: Checkpoint, module: ParallelModule, tensors: Mapping[str, Tensor]
+) -> None:
     """Refuse the checkpoint of another model."""
-    there, here = saved.contents.values, module.saved_names
-    wrong = [f"missing: {name}" for name in here if name not in there]
-    wrong += [f"unexpected: {name}" for name in there if name not in set(here)]
-    for name, value in held.items():
-        if name in there:
-            shape, dtype = there[name].shape, there[name].dtype
+    stored, names = saved.contents.values, module.saved_names
+    wrong = [f"missing: {name}" for name in names if name not in stored]
+    wrong += [f"unexpected: {name}" for name in stored if name not in set(names)]
+    for name, value in tensors.items():
+        if name in stored:
+            shape, dtype = stored[name].shape, stored[name].dtype
             if shape != tuple(value.shape) or not is_convertible(dtype, value.dtype):
-                own = f"{list(value.shape)} {value.dtype}"
-                wrong.append(f"misshapen: {name} {list(shape)} {dtype}, not {own}")
+                expected = f"{list(value.shape)} {value.dtype}"
+                wrong.append(f"misshapen: {name} {list(shape)} {dtype}, not {expected}")
     if wrong:
         raise InvalidInput(
             "a checkpoint has the names and shapes of the model's parameters and buffers, and "

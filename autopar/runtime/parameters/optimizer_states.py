@@ -13,7 +13,12 @@ from torch.utils import _pytree as pytree
 
 from autopar._torch.tensors import local_of
 from autopar.errors import InvalidInput, error_text
-from autopar.runtime.checkpoints.checkpoint_files import Checkpoint, Group, Key, SavedOptimizer
+from autopar.runtime.checkpoints.checkpoint_files import (
+    Checkpoint,
+    Key,
+    ParameterGroup,
+    SavedOptimizer,
+)
 from autopar.runtime.checkpoints.plain_data import plain
 from autopar.runtime.parameters.placing import local_boxes
 from autopar.text.units import counted
@@ -53,7 +58,9 @@ def collect_states(optimizer: torch.optim.Optimizer, parameters: Parameters) -> 
     saved_groups = []
     for number, (names, group) in enumerate(zip(groups, state_dict["param_groups"])):
         options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        saved_groups.append(Group(tuple(names), plain(options, f"the options of group {number}")))
+        saved_groups.append(
+            ParameterGroup(tuple(names), plain(options, f"the options of group {number}"))
+        )
     saved = SavedOptimizer(_class_name(optimizer), tuple(saved_groups), others)
     return OptimizerStates(tensors, saved)
 
@@ -123,7 +130,9 @@ def merge_saved(by_rank: Sequence[SavedOptimizer | None]) -> SavedOptimizer | No
             remedy="make the optimizer in the same way on every rank; a group may be empty",
         )
     groups = tuple(
-        Group(tuple(dict.fromkeys(name for part in parts for name in part.names)), parts[0].options)
+        ParameterGroup(
+            tuple(dict.fromkeys(name for part in parts for name in part.names)), parts[0].options
+        )
         for parts in zip(*(optimizer.groups for optimizer in optimizers))
     )
     others = {name: states for rank in optimizers for name, states in rank.others.items()}
