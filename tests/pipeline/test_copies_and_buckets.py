@@ -13,7 +13,7 @@ import autopar as ap
 from autopar.cost.bucket_prices import BucketConfig, program_buckets
 from autopar.cost.copy_groups import copied_parameters, copy_groups
 from autopar.plan.runtime_program import Program
-from autopar.runtime.backends.stage_ranks import ParameterReaders, StageRanks
+from autopar.runtime.backends.stage_ranks import StageRanks, TensorReaders
 from autopar.runtime.parameters.gradient_buckets import BucketEntry, make_buckets
 from autopar.runtime.parameters.local_parameters import LocalParameters
 from autopar.runtime.parameters.parameter_movement import parameter_movements
@@ -58,7 +58,7 @@ def planned(case: Case, mesh: ap.Mesh, states: str, schedule: str) -> Program:
 
 def buckets_of(program: Program) -> list[tuple[tuple[int, ...], list[str]]]:
     """As the runtime fills them: the stages that read their parameters, and the names of these."""
-    mesh, routes, readers = program.mesh, parameter_movements(program), ParameterReaders(program)
+    mesh, routes, readers = program.mesh, parameter_movements(program), TensorReaders(program)
     ranks, slots = StageRanks(program, 0), []
     leaves = LocalParameters(copy_groups(routes.values(), mesh, program.buffer_bytes), mesh=mesh)
     for name, route in routes.items():

@@ -287,7 +287,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
         pytest.raises(ap.InvalidInput, match="No space"),
     ):
         ap.save_safetensors(tmp_path / "m.safetensors", plain)
-    for what in ("write_safetensors", "put"):
+    for what in ("write_safetensors", "write_in_folder"):
         with patch.object(checkpoint_writing, what, full):
             with pytest.raises(ap.InvalidInput, match="No space"):
                 ap.save(tmp_path / "a", module)

@@ -32,8 +32,8 @@ from autopar.runtime.backends.piece_collection import collect
 from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.backends.stage_messages import Messages, Shape
 from autopar.runtime.backends.stage_ranks import (
-    ParameterReaders,
     StageRanks,
+    TensorReaders,
     bucket_entry,
     gradient_sums,
 )
@@ -91,7 +91,7 @@ class TorchBackend(Backend):
         # All groups are made here, none during a step.
         self._line = ranks.group(range(self.schedule.ranks), purpose="line")
         self._statistics_groups = self._replica_groups()
-        self._readers = ParameterReaders(program)
+        self._readers = TensorReaders(program)
         self.routes = parameter_movements(program)
         self.leaves = leaves or self._make_leaves()
         movements, groups, link = self.routes, self.groups, self.leaves.link

@@ -73,7 +73,7 @@ class StageRanks:
         return local
 
 
-class ParameterReaders:
+class TensorReaders:
     """The stages that read each parameter and buffer."""
 
     def __init__(self, program: Program) -> None:
@@ -125,7 +125,7 @@ def bucket_entry(
 
 def gradient_sums(
     program: Program,
-    readers: ParameterReaders,
+    readers: TensorReaders,
     ranks: StageRanks,
     *,
     movements: Mapping[str, ParameterMovement],

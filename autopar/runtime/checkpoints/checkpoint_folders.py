@@ -102,7 +102,7 @@ class SaveFolders:
                 got=f"{self.new}, where {', '.join(sorted(actual ^ expected))} came or went",
                 remedy="save again; the last checkpoint is still whole",
             )
-        write_file(self.new, INDEX, index)
+        write_in_folder(self.new, INDEX, index)
         with _renames(self.path.parent):
             _require_replaceable(self.path)
             is_replacing = self.path.exists()
@@ -183,7 +183,7 @@ def file_name(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
 
-def write_file(folder: Path, name: str, data: bytes) -> None:
+def write_in_folder(folder: Path, name: str, data: bytes) -> None:
     """Write a file into an existing folder."""
     with replacing(folder / name) as file:
         file.write(data)

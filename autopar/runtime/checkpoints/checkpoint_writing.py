@@ -32,7 +32,7 @@ from autopar.runtime.checkpoints.checkpoint_folders import (
     VERSION,
     SaveFolders,
     file_name,
-    write_file,
+    write_in_folder,
 )
 from autopar.runtime.module.call_agreement import run_on_all_ranks
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -153,8 +153,8 @@ class Job:
         if self._shared is None:
             return
         with self.folders.writing():
-            write_file(self.folders.new, BESIDE, self._shared.beside)
-            write_file(self.folders.new, PLAN, self._shared.plan)
+            write_in_folder(self.folders.new, BESIDE, self._shared.beside)
+            write_in_folder(self.folders.new, PLAN, self._shared.plan)
             contents = self._shared.contents
             self.folders.commit(contents.files, contents.to_bytes())
 
@@ -166,7 +166,9 @@ class Job:
     def report_failure(self, error: Exception) -> None:
         """Leave a file that ends rank 0's wait for this rank."""
         text = f"rank {self.rank}: {error_text(error)}"
-        write_file(self.folders.new, f"failed-{self.rank}", text.encode(errors="backslashreplace"))
+        write_in_folder(
+            self.folders.new, f"failed-{self.rank}", text.encode(errors="backslashreplace")
+        )
 
     def await_others(self) -> None:
         """Wait on rank 0 until all files exist: collectives would disturb the training."""

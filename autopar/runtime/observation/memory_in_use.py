@@ -32,7 +32,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.runtime_program import Program
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
-from autopar.runtime.backends.stage_ranks import ParameterReaders, StageRanks
+from autopar.runtime.backends.stage_ranks import StageRanks, TensorReaders
 from autopar.text.tables import table
 from autopar.text.units import bytes_text
 
@@ -189,7 +189,7 @@ def virtual_bytes(
 
     `named` has for each kind the tensors by the name of their parameter or buffer.
     """
-    ranks, readers = StageRanks(program, rank), ParameterReaders(program)
+    ranks, readers = StageRanks(program, rank), TensorReaders(program)
     placeholders = {
         n: p for p, n in (program.captured.parameters | program.captured.buffers).items()
     }
