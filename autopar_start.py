@@ -1,7 +1,5 @@
-"""The command `autopar` as it is installed: heard before torch is loaded, which takes seconds.
-
-It stands outside of the package, whose import loads torch.
-"""
+"""The command `autopar` as it is installed: it says that it has begun, and hears Ctrl-C, before
+commands load torch, which takes seconds."""
 
 from __future__ import annotations
 

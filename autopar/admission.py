@@ -25,9 +25,9 @@ from autopar.mesh import Mesh
 from autopar.options import OptionKind, PlanOptions, read_request
 from autopar.passes.microbatches import batch_statistics
 from autopar.pipeline.schedule import Schedule
-from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Request
 from autopar.planner.verdict import named_statistics, refuse_random, require_rules, warn
+from autopar.plans.plan import Plan, SavedPlan
 from autopar.runtime.module.call_outputs import OUTPUT_FORMS, OutputsLike
 from autopar.strategies.node_info import info
 from autopar.text.units import counted

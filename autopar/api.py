@@ -28,14 +28,14 @@ from autopar.capture.failure import check_call
 from autopar.capture.python_state import state_put_back
 from autopar.capture.regions import repeated
 from autopar.cluster import Cluster
+from autopar.defaults import Mode
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.options import DynamicShapesLike, PlanOptions, RecomputeLike, ScheduleLike, StatesLike
-from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.patience import SECONDS
-from autopar.planner.request import Mode
 from autopar.planner.verdict import tell_of_statistics, warn
 from autopar.planning import make_plans
+from autopar.plans.plan import Plan, SavedPlan
 from autopar.precision import Precision
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend

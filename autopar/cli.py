@@ -12,8 +12,8 @@ import traceback
 from collections.abc import Callable, Sequence
 
 import autopar
-from autopar.capture.source import of_traceback
-from autopar.commands import command, make_parser
+from autopar.commands import command
+from autopar.commands.parsers import make_parser
 from autopar.commands.streams import ignore_closed_stderr, redirect_prints
 from autopar.errors import AutoparError, InvalidInput, error_text
 
@@ -53,6 +53,8 @@ def _run(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:
+        from autopar.capture.source import of_traceback  # loads torch, as the command has
+
         raise InvalidInput(
             "a model's code goes on to its end",
             got=f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else error_text(error),

@@ -11,12 +11,13 @@ import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ParamSpec, TypeVar
-
-from torch import fx
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from autopar.text.source_lines import caller
 from autopar.text.suggestions import nearest
+
+if TYPE_CHECKING:
+    from torch import fx
 
 _INDENT = "\n          "  # of what was given, and what goes on with it
 WIDTH = 88  # characters of a line behind that

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.base.schema import FURTHEST, is_count
 from autopar.cluster import Cluster
 from autopar.cluster.presets import NAMES as PRESETS
+from autopar.defaults import MODES, Mode
 from autopar.errors import InvalidInput, require_one_of
 from autopar.mesh import AXIS_NAMES, Mesh
 from autopar.pipeline.checker import check
@@ -30,7 +31,7 @@ from autopar.pipeline.schedules import FROM_FILE, known_names
 from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.planner.patience import SECONDS, require_seconds
 from autopar.planner.recomputation import AskedRecomputation
-from autopar.planner.request import AXIS, Mode, Request
+from autopar.planner.request import AXIS, Request
 from autopar.precision import Precision
 from autopar.recompute import Recompute, RecomputeSetting
 from autopar.states import NAMED, States
@@ -40,7 +41,6 @@ from autopar.text.suggestions import nearest
 from autopar.text.units import LEAST_MEMORY, bytes_text, counted, read_bytes
 
 DEFAULT = "1f1b"
-MODES: tuple[Mode, ...] = get_args(Mode)
 StatesLike = Literal["auto", "whole", "zero1", "zero2", "zero3"] | States
 ScheduleLike = str | Mapping[str, Any] | Schedule | None
 DynamicShapesLike = Mapping[str, Any] | tuple[Any, ...] | list[Any] | None

@@ -18,6 +18,7 @@ from autopar.capture import capture
 from autopar.capture.dynamic import DynamicShapes, read_dynamic
 from autopar.capture.failure import check_call
 from autopar.cluster import Cluster
+from autopar.defaults import Mode
 from autopar.mesh import Mesh
 from autopar.options import (
     DynamicShapesLike,
@@ -28,11 +29,10 @@ from autopar.options import (
     read_request,
 )
 from autopar.passes.batch_cutter import InseparableBatch
-from autopar.plan.plan import Plan
 from autopar.planner.offers import Choice, has_world
 from autopar.planner.patience import SECONDS, Patience
-from autopar.planner.request import Mode
 from autopar.planner.verdict import cut_short, tell, tell_of_uncut, tell_of_whole_states, warn
+from autopar.plans.plan import Plan
 from autopar.precision import Precision
 from autopar.text.progress import Report, reporter
 

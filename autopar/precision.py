@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 from autopar.errors import InvalidInput
-from autopar.layout import DTYPE_NAMES, DTYPES
+from autopar.tensor_type import DTYPE_NAMES, DTYPES
 
 Name = Literal["bf16", "f16", "f32", "f64"]
 COMPUTE = tuple(DTYPES[name] for name in get_args(Name))

@@ -30,7 +30,7 @@ from autopar.mesh import Mesh
 from autopar.passes import localize, rewrite
 from autopar.passes.localize import axes_used
 from autopar.placements import from_placements, to_placements
-from autopar.plan.runtime_program import Program
+from autopar.plans.runtime_program import Program
 from autopar.runtime.backends.process_groups import Groups, equalize_group_counts
 from autopar.runtime.execution.eager_program import compile_graph
 from autopar.runtime.parameters.placing import dtensor_wrapper

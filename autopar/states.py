@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, get_args
-
-import torch
+from typing import TYPE_CHECKING, Literal, get_args
 
 from autopar.base.schema import Count, Size, is_count
 from autopar.errors import InvalidInput, require_one_of
 from autopar.layout import ALL_PLACES, Layout, ParameterPlacement, Place
 from autopar.mesh import Mesh
+
+if TYPE_CHECKING:
+    import torch
 
 Factor = Count | Literal["all"]  # "all": as many as there are replicas
 Lifetime = Literal["use", "step"]

@@ -26,14 +26,14 @@ from autopar.capture.source import of_traceback
 from autopar.capture.writes import put_between
 from autopar.cluster import Cluster
 from autopar.collectives import from_ranks
+from autopar.defaults import VERIFIED_RANKS, Mode
 from autopar.errors import InvalidInput, error_text
 from autopar.mesh import Mesh
 from autopar.options import DynamicShapesLike, PlanOptions, RecomputeLike, ScheduleLike, StatesLike
 from autopar.passes.microbatches import batch_statistics
-from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.patience import SECONDS
-from autopar.planner.request import Mode
 from autopar.planner.verdict import named_statistics
+from autopar.plans.plan import Plan, SavedPlan
 from autopar.precision import Precision
 from autopar.runtime.backends.virtual_backend import VirtualGraph
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -61,7 +61,6 @@ from autopar.verification.rounding import measure_tolerances
 from autopar.verification.tolerance import Tolerances
 from autopar.verification.verification import Verification
 
-RANKS = 4  # where neither mesh nor machines are given
 FARTHEST = 2  # times the example's size, where a range goes on
 _AFTER_FORWARD = Difference(
     "captured and parallel",
@@ -142,7 +141,7 @@ def verify(
             remedy="leave the precision out: what a plan does with its layouts stays the same",
         )
     if mesh is None and cluster is None and plan is None:
-        options = replace(options, cluster=Cluster.local(RANKS, measure=False))
+        options = replace(options, cluster=Cluster.local(VERIFIED_RANKS, measure=False))
     check_call(model, args, kwargs)
     require_data(
         model,

@@ -30,8 +30,8 @@ import torch
 
 import autopar as ap
 from autopar.cost.copy_groups import copy_groups_of_nodes, live_copy_bytes
-from autopar.plan.step_reasons import QUESTIONS, explain_way
 from autopar.planner.candidate import Alternative
+from autopar.plans.step_reasons import VALUE_OF, explain_way
 from autopar.text.units import seconds_text
 from benchmarks.published_models import Decoder, Sizes, annotate
 
@@ -286,7 +286,7 @@ def reasons(plan: ap.Plan, given: ap.Plan, ways: dict[str, Alternative]) -> list
     if abs(updates[1] - updates[0]) > 1e-3 * plan.seconds:
         own, other = map(seconds_text, updates)
         words.append(f"the optimizer behind it takes {other} there, {own} here")
-    for name, decision in QUESTIONS.items():
+    for name, decision in VALUE_OF.items():
         own, other = (decision(one) for one in ways.values())
         if name == "mesh" and _degrees(ways["planner"]) == _degrees(ways["paper"]):
             continue

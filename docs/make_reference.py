@@ -9,14 +9,13 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from autopar.commands import COMMANDS, command, examples, summary
-from autopar.commands.arguments import CommandParser
+from autopar.commands.parsers import PARSERS, CommandParser, examples, summary
 
 PAGE = Path(__file__).parent / "reference" / "commands.md"
 
 
 def page() -> str:
-    """Returns the page of all commands."""
+    """Return the page of all commands."""
     return "\n".join(_commands())
 
 
@@ -25,13 +24,12 @@ def _commands() -> Iterator[str]:
     yield "`autopar COMMAND ...`, or `python -m autopar.cli COMMAND ...`."
     yield "Exit codes: 0 all is well, 1 the command found something wrong, 2 the input was wrong,"
     yield "3 autopar itself failed.\n"
-    for name in COMMANDS:
+    for name, add_arguments in PARSERS.items():
         yield f"## autopar {name}\n"
-        said = summary(name)
-        yield f"{said[0].upper()}{said[1:]}.\n"
+        yield f"{summary(name)}.\n"
         yield "\n".join(("```console", *examples(name), "```\n"))
         parser = CommandParser(prog=f"autopar {name}", add_help=False)
-        command(name).add_arguments(parser)
+        add_arguments(parser)
         for action in parser._actions:  # argparse tells of its actions nowhere else
             if action.help == argparse.SUPPRESS:
                 continue

@@ -31,7 +31,7 @@ from autopar.capture.captured import Captured
 from autopar.precision import Precision
 from autopar.runtime.module import programs
 
-USERS = "autopar.planning", "autopar.plan.plan"
+USERS = "autopar.planning", "autopar.plans.plan"
 Model = TypeVar("Model", bound=nn.Module)
 _made = WeakKeyDictionary[nn.Module, Any]()
 

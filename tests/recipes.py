@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import autopar as ap
 from autopar import Mesh, shard
 from autopar.pipeline.running.executor import RankRunner
-from autopar.plan.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.runtime.module.gradient_accumulation import is_partial
 from tests.models import Case
 from tests.outputs import gradients, made, random, state, whole

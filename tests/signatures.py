@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar as ap
-from autopar.plan.plan import SavedPlan
+from autopar.plans.plan import SavedPlan
 from tests.outputs import assert_close, gradients, made, random, state
 
 BATCH = 8

@@ -27,6 +27,7 @@ FLOORS = (
     {
         *("base", "text", "_torch", "cluster"),
         *("errors", "mesh", "layout", "placements", "states", "precision", "recompute"),
+        *("defaults", "tensor_type"),
     },
     {"solver"},
     {"collectives"},
@@ -39,7 +40,7 @@ FLOORS = (
     {"pipeline"},
     {"planner"},
     {"report"},
-    {"plan"},
+    {"plans"},
     {"verification"},
     {"runtime"},
     {

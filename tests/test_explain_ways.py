@@ -12,28 +12,28 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar.errors import InvalidInput
-from autopar.plan.step_reasons import QUESTIONS, WayExplanation, WeighedValue
+from autopar.plans.step_reasons import VALUE_OF, WayExplanation, WeighedValue
 from autopar.text.tables import WIDTH
 from autopar.text.units import seconds_text
 from tests import models
 from tests.report import plans
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", VALUE_OF)
 def test_each_answer_has_the_best_way_of_each_other_decision(name) -> None:
     plan = plans.chosen()
     why = plan.explain(name)
     assert isinstance(why, WayExplanation)
     way = plan.alternative(why.limit)
-    assert (why.way, why.chosen) == (way, QUESTIONS[name](way))
-    values = {QUESTIONS[name](one) for one in plan.alternatives} - {why.chosen}
+    assert (why.way, why.chosen) == (way, VALUE_OF[name](way))
+    values = {VALUE_OF[name](one) for one in plan.alternatives} - {why.chosen}
     told = {one.value for one in why.others}
     assert told >= values
     for one in why.others:
         if one.value not in values:  # the next mesh of the search for layouts
             assert name == "mesh"
             continue
-        ways = [w for w in plan.alternatives if QUESTIONS[name](w) == one.value]
+        ways = [w for w in plan.alternatives if VALUE_OF[name](w) == one.value]
         assert one.count == len(ways)
         fitting = [w for w in ways if w.fits] or ways
         assert one.best.seconds == min(w.seconds for w in fitting)
@@ -60,7 +60,7 @@ def test_the_next_mesh_is_priced_as_a_plan_for_it_is() -> None:
 
 def test_pages_are_no_wider_than_a_page() -> None:
     for plan in (plans.chosen(), plans.pipelined(), plans.megatron()):
-        names = [*QUESTIONS, "layers.0.up", "layers.0.up.weight"]
+        names = [*VALUE_OF, "layers.0.up", "layers.0.up.weight"]
         for text in (str(plan), *(str(plan.explain(name)) for name in names)):
             assert max(map(len, text.splitlines())) <= WIDTH
             rows = text.splitlines()

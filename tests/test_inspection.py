@@ -11,7 +11,7 @@ import re
 import pytest
 
 from autopar.commands.printing import show, show_table
-from autopar.plan.grouping import grouped
+from autopar.plans.grouping import grouped
 from autopar.text.progress import reporter
 from autopar.text.tables import WIDTH, stacked_table, table, wrap_line
 
@@ -19,7 +19,7 @@ from autopar.text.tables import WIDTH, stacked_table, table, wrap_line
 @pytest.mark.parametrize(
     "module",
     [
-        "autopar.plan.grouping",
+        "autopar.plans.grouping",
         "autopar.text.units",
         "autopar.text.tables",
         "autopar.solver.forced_choice",

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar.layout import TensorType
+from autopar.tensor_type import TensorType
 from tests.models import Case
 from tests.parity import assert_parity
 

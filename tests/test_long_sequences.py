@@ -16,8 +16,8 @@ import autopar as ap
 from autopar import Mesh
 from autopar.collectives import joint_kernels
 from autopar.cost.joint_kernels import joint_call
-from autopar.layout import TensorType
 from autopar.strategies.node_info import info
+from autopar.tensor_type import TensorType
 from tests import models
 from tests.annotations import attention, megatron, sequence
 from tests.held import kept_for_backward

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar.collectives import joint_kernels
-from autopar.plan.plan_value import MovementRecord
+from autopar.plans.plan_value import MovementRecord
 from autopar.strategies.node_info import info
 from tests import models
 from tests.annotations import megatron, sequence, stored, vocabulary

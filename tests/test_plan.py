@@ -23,10 +23,10 @@ from autopar.options import KINDS, PlanOptions
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.pipeline.stages.stage_cost import StageCost
-from autopar.plan.plan import SavedPlan
-from autopar.plan.plan_diff import compare
-from autopar.plan.saved_value import deciding
 from autopar.planner.layouts import Layouts
+from autopar.plans.plan import SavedPlan
+from autopar.plans.plan_diff import compare
+from autopar.plans.saved_value import deciding
 from autopar.runtime.module.plan_broadcast import require_equal_plan
 from autopar.search.decisions import TypedDecisions
 from autopar.search.layout_search import SearchCache

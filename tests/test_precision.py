@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 import autopar as ap
-from autopar.plan.plan import SavedPlan
+from autopar.plans.plan import SavedPlan
 from autopar.strategies.node_info import info
 from tests import models
 from tests.captures import alike

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import autopar as ap
-from autopar.commands import make_parser
+from autopar.commands.parsers import make_parser
 from tests import documents, programs
 from tests.documents import LINKED, PAGES, ROOT, Block, Program
 

@@ -12,9 +12,9 @@ from torch import nn
 import autopar as ap
 from autopar.capture import capture
 from autopar.cluster import Host
-from autopar.plan.plan import SavedPlan
 from autopar.planner.candidate import Candidate
 from autopar.planner.state_places import data_axes
+from autopar.plans.plan import SavedPlan
 from autopar.states import NAMED, StateBytes
 from autopar.strategies.node_info import info
 from tests import large_models, models

@@ -17,10 +17,10 @@ from autopar.capture import capture
 from autopar.capture.sizes import Sizes, sizes_of
 from autopar.cluster.machines import Link, Node
 from autopar.errors import InvalidInput
-from autopar.plan.plan import Plan, SavedPlan
-from autopar.plan.situation import Situation, WhatIf
 from autopar.planner.candidate import Candidate
 from autopar.planner.moved import idle_axes
+from autopar.plans.plan import Plan, SavedPlan
+from autopar.plans.situation import Situation, WhatIf
 from autopar.text.units import read_rate
 from tests import models
 from tests.pipeline.models import share_captures  # noqa: F401

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout
 from autopar.strategies import OperatorCall
 from autopar.strategies.kernels.keyed_draws import DrawPlace
 from autopar.strategies.node_info import flat_values, info
 from autopar.strategies.registry import origin_of
 from autopar.strategies.results import maker, tensors_of
+from autopar.tensor_type import TensorType
 
 
 def listing(graph: fx.Graph, origins: bool = True) -> str:

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.errors import InvalidInput
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout
+from autopar.tensor_type import TensorType
 
 NAME = "loss"
 Path = tuple[int | str, ...]  # to a leaf: places in tuples and lists, keys and fields of the rest

@@ -16,10 +16,10 @@ import torch
 from torch import fx
 
 from autopar.errors import InvalidInput, VerifierError
-from autopar.layout import TensorType
 from autopar.mesh import Mesh
 from autopar.strategies.node_info import flat_values, info
 from autopar.strategies.results import has_results, is_result, tensor_arguments
+from autopar.tensor_type import TensorType
 from autopar.text.units import counted
 
 Invariant = Callable[[fx.Graph, Mesh | None], None]

@@ -37,7 +37,7 @@ from autopar.cluster.presets import (
     preset,
     rates,
 )
-from autopar.layout import DTYPES
+from autopar.tensor_type import DTYPES
 
 # The machines that GPUs of a kind stand in: their links are those of the preset.
 MACHINES = {"V100": "dgx-v100", "A100": "dgx-a100", "H100": "dgx-h100", "H200": "h200"}

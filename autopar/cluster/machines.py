@@ -14,7 +14,7 @@ import torch
 from autopar.base.schema import Count, NotNegative, Part, Positive
 from autopar.cluster.collective_counts import PASSES
 from autopar.errors import InvalidInput
-from autopar.layout import DTYPE_NAMES
+from autopar.tensor_type import DTYPE_NAMES
 
 COST = {"worst": max}  # of what is worse the more there is of it
 # Of a device whose rates were measured: they are what it reaches.

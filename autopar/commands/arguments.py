@@ -14,7 +14,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -24,63 +24,16 @@ from torch import nn
 
 from autopar.capture.source import of_traceback
 from autopar.cluster import Cluster
+from autopar.commands.parsers import SPEC
 from autopar.errors import AutoparError, InvalidInput, error_text
 from autopar.mesh import Mesh
-from autopar.options import MODES
 from autopar.pipeline import NAMES as SCHEDULES
 from autopar.pipeline import load as load_schedule
 from autopar.pipeline.schedule import Schedule
-from autopar.plan.plan import Plan, SavedPlan
-from autopar.states import NAMED
+from autopar.plans.plan import Plan, SavedPlan
 from autopar.text.source_lines import describe
 
-SPEC = "file.py:function or package.module:function"
 Call = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]  # with an example of a global batch
-
-
-class CommandParser(argparse.ArgumentParser):
-    """The parser of one command, which refuses wrong arguments with the command's own usage."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse arguments, and refuse those that are unknown."""
-        parsed, rest = super().parse_known_args(args, namespace)
-        if rest and getattr(parsed, "model", "") is None and not rest[0].startswith("-"):
-            # Seen in Python 3.11: an optional positional is left over where an option stands first.
-            parsed.model = rest.pop(0)
-        if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
-        if getattr(parsed, "needs_model", False) and parsed.model is None:
-            self.error("a model is needed: SPEC, or --model SPEC")
-        return parsed, rest
-
-
-def add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add the model: SPEC, the last of the positionals, or `--model SPEC`."""
-    group = parser.add_mutually_exclusive_group()
-    text = f"The function that returns (model, args, kwargs), as {SPEC}."
-    group.add_argument("model", metavar="SPEC", nargs="?", default=argparse.SUPPRESS, help=text)
-    group.add_argument("--model", metavar="SPEC", help="The same as SPEC, as an option.")
-    parser.set_defaults(needs_model=required)
-
-
-def add_decisions(parser: argparse.ArgumentParser, no_mesh: str) -> None:
-    """Add the decisions of `plan`; `no_mesh` says what happens without a mesh."""
-    add = parser.add_argument
-    add("--mesh", metavar="AXES", help=f"The axes over ranks, as dp=2,tp=4. Default: {no_mesh}.")
-    mode = "Decide layouts by search, by annotations, or by cutting the batch. Default: auto."
-    add("--mode", choices=MODES, default="auto", help=mode)
-    parts = "The number of micro-batches in a step. Default: auto."
-    add("--microbatches", metavar="N", default="auto", help=parts)
-    pipeline = "The number of stages, the name of the pipeline's axis, or none. Default: auto."
-    add("--pipeline", metavar="N", default="auto", help=pipeline)
-    named = "The name of a schedule, or a .csv or .txt file. Default: auto."
-    schedule = add("--schedule", metavar="NAME", default="auto", help=named)
-    complete_with(schedule, SCHEDULES)
-    states = "How ZeRO cuts parameters, gradients and optimizer states. Default: auto."
-    add("--states", choices=("auto", *NAMED), default="auto", help=states)
-    again = ("auto", "selective", "full", "none")
-    text = "What runs its forward again in backward. Default: auto."
-    add("--recompute", choices=again, default="auto", help=text)
 
 
 def read_decisions(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -101,11 +54,6 @@ def read_decisions(arguments: argparse.Namespace) -> dict[str, Any]:
 def _or_none(value: int | str) -> int | str | None:
     """Return a value; None for the word none."""
     return None if value == "none" else value
-
-
-def complete_with(option: argparse.Action, words: Sequence[str]) -> None:
-    """Set the words that a shell offers after an option which takes others too."""
-    vars(option)["words"] = tuple(words)
 
 
 def read_schedule(text: str) -> str | Schedule:

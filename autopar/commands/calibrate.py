@@ -1,9 +1,5 @@
 """The command `autopar calibrate`: measure this machine, and how far predictions of plans are off.
 
-autopar calibrate
-autopar calibrate --ranks 4 --out machine.toml
-torchrun --nproc-per-node 8 -m autopar.cli calibrate --out machine.toml
-
 It measures operators, collectives by size and both at once. Then ten plans of two small models run,
 and two factors, of computing and of communication, are fitted to their steps. `Cluster.local` uses
 the result; a file hands it to `--cluster`. Ranks of torchrun measure GPUs, one for each.
@@ -128,20 +124,6 @@ class TimedPlan:
 
     name: str
     step: MeasuredStep
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `autopar calibrate`."""
-    parser.add_argument(
-        "--ranks",
-        metavar="N",
-        type=int,
-        help="The number of processes of this machine. Default: 2.",
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", help="Write a cluster file, for --cluster. Default: none."
-    )
-    parser.add_argument("--json", action="store_true", help="Print the figures as JSON.")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,25 +1,15 @@
-"""The command `autopar completion`: print what makes a shell complete autopar's commands.
-
-autopar completion bash >> ~/.bashrc
-autopar completion zsh >> ~/.zshrc
-autopar completion fish > ~/.config/fish/completions/autopar.fish
-"""
+"""The command `autopar completion`: print what makes a shell complete autopar's commands."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
 
-from autopar.commands import make_parser
+from autopar.commands.parsers import make_parser
 from autopar.commands.streams import to_results
 
 # name of a command -> its options, each with the words that may follow it
 Options = Mapping[str, Mapping[str, Sequence[str]]]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `autopar completion`."""
-    parser.add_argument("shell", choices=SHELLS, help="The shell whose completion is printed.")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,7 +27,7 @@ def options() -> Options:
     )
     return {
         name: {
-            word: tuple(map(str, action.choices or vars(action).get("words", ())))
+            word: tuple(map(str, action.choices or vars(action).get("words", tuple)()))
             for action in parser._actions
             for word in action.option_strings or (("",) if action.choices else ())
             if word != "-h"

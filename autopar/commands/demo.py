@@ -1,8 +1,5 @@
 """The command `autopar demo`: train a small GPT on 4 local processes and compare with one.
 
-autopar demo
-autopar demo --steps 50
-
 The plan is automatic: a Chimera pipeline over `pp`, and inside its stages whatever the search finds
 for `dp`. Exit code 1 if the losses of the parallel and the single program differ. A page with the
 plan, the schedule and the program is written to look at.
@@ -28,7 +25,7 @@ from autopar.commands.arguments import at_least_one
 from autopar.commands.printing import show_json, show_table
 from autopar.commands.streams import results, to_results
 from autopar.mesh import Mesh
-from autopar.plan.plan import SavedPlan
+from autopar.plans.plan import SavedPlan
 from autopar.report.run_charts import TrainingRun
 from autopar.report.trace import Event
 from autopar.runtime.launching.launch import Say, launch
@@ -147,18 +144,6 @@ def train_in_parallel(say: Say, steps: int) -> tuple[list[float], RankReport]:
     assert recording is not None
     seconds = [after - before for before, after in pairwise(ends)]
     return losses, RankReport(seconds, recording.events(), model.plan.file)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `autopar demo`."""
-    parser.add_argument(
-        "--steps",
-        metavar="N",
-        type=int,
-        default=20,
-        help="The number of training steps. Default: 20.",
-    )
-    parser.add_argument("--json", action="store_true", help="Print the losses as JSON.")
 
 
 def run(arguments: argparse.Namespace) -> int:

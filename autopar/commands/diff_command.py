@@ -1,25 +1,13 @@
-"""The command `autopar diff`: two saved plans side by side.
-
-autopar diff one.json two.json --model autopar.examples:gpt
-"""
+"""The command `autopar diff`: two saved plans side by side."""
 
 from __future__ import annotations
 
 import argparse
 
-from autopar.commands.arguments import SPEC, add_model, load_plan
+from autopar.commands.arguments import load_plan
+from autopar.commands.parsers import SPEC
 from autopar.commands.printing import show, show_json
 from autopar.commands.streams import to_results
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `autopar diff`."""
-    for name in ("first", "second"):
-        parser.add_argument(
-            name, metavar=name.upper(), help="A file that `autopar plan --out` wrote."
-        )
-    add_model(parser, required=False)
-    parser.add_argument("--json", action="store_true", help="Print the differences as JSON.")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,8 +1,5 @@
 """The command `autopar doctor`: see whether this machine can run parallel programs.
 
-autopar doctor
-autopar doctor --ranks 8 --json
-
 Each check prints its finding and, if it fails, a remedy. Exit code 1 if one fails.
 """
 
@@ -38,18 +35,6 @@ class Check:
     ok: bool
     found: str  # "2.13.0+cpu"
     remedy: str = ""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `autopar doctor`."""
-    parser.add_argument(
-        "--ranks",
-        metavar="N",
-        type=int,
-        default=2,
-        help="The number of processes to start. Default: 2.",
-    )
-    parser.add_argument("--json", action="store_true", help="Print the checks as JSON.")
 
 
 def run(arguments: argparse.Namespace) -> int:

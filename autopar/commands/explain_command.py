@@ -1,9 +1,4 @@
-"""The command `autopar explain`: why a plan is as it is, and what it would take elsewhere.
-
-autopar explain plan.json layers.0.up --model autopar.examples:gpt
-autopar explain autopar.examples:gpt stages --cluster dgx-h100 --nodes 2
-autopar explain plan.json --model train.py:gpt --what-if nodes=4,batch=2x
-"""
+"""The command `autopar explain`: why a plan is as it is, and what it would take elsewhere."""
 
 from __future__ import annotations
 
@@ -11,41 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from autopar.commands.arguments import SPEC, add_model, load_plan
-from autopar.commands.plan_command import add_plan, changed_options, make_plan
+from autopar.commands.arguments import load_plan
+from autopar.commands.parsers import SPEC
+from autopar.commands.plan_command import changed_options, make_plan
 from autopar.commands.printing import show, show_json
 from autopar.errors import InvalidInput
-from autopar.plan.plan import Plan
-from autopar.plan.saved_value import read_file
-from autopar.plan.step_reasons import QUESTIONS
-from autopar.plan.what_if import CHANGES
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `autopar explain`."""
-    add = parser.add_argument
-    add(
-        "plan",
-        metavar="PLAN|MODEL",
-        help=f"A file that `autopar plan --out` wrote, or a model to plan, as {SPEC}.",
-    )
-    questions = ", ".join(QUESTIONS)
-    add(
-        "name",
-        metavar="NAME",
-        nargs="?",
-        help=f"The name of a parameter, module or node; or for the whole step {questions}.",
-    )
-    add_model(parser, required=False)
-    add(
-        "--what-if",
-        metavar="CHANGES",
-        help="Tell what the same decisions would take elsewhere, as nodes=4,bandwidth=2x. Each of "
-        f"{', '.join(CHANGES)} takes a new value or a factor. Default: none.",
-    )
-    add("--search", action="store_true", help="With --what-if, also plan anew there.")
-    add_plan(parser)
-    add("--json", action="store_true", help="Print the whole answer as JSON.")
+from autopar.plans.changes import CHANGES
+from autopar.plans.plan import Plan
+from autopar.plans.saved_value import read_file
 
 
 def run(arguments: argparse.Namespace) -> int:

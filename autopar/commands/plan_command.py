@@ -1,63 +1,16 @@
-"""The command `autopar plan`: find where every tensor of a model lives, without running it.
-
-autopar plan autopar.examples:gpt --cluster dgx-h100 --nodes 2 --out plan.json
-"""
+"""The command `autopar plan`: find where every tensor of a model lives, without running it."""
 
 from __future__ import annotations
 
 import argparse
 import warnings
 
-from autopar.cluster.presets import NAMES as PRESETS
-from autopar.commands.arguments import (
-    add_decisions,
-    add_model,
-    check_out,
-    complete_with,
-    load_call,
-    read_cluster,
-    read_decisions,
-)
+from autopar.commands.arguments import check_out, load_call, read_cluster, read_decisions
+from autopar.commands.parsers import add_plan
 from autopar.commands.printing import show, show_json
 from autopar.commands.streams import to_results
-from autopar.plan.plan import Plan
-from autopar.planner.patience import SECONDS
 from autopar.planning import plan
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `autopar plan`."""
-    add_model(parser)
-    add_plan(parser)
-    parser.add_argument("--out", metavar="FILE", help="Save the plan to this file. Default: none.")
-    parser.add_argument("--json", action="store_true", help="Print the plan's figures as JSON.")
-
-
-def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how a model is planned."""
-    cluster = parser.add_argument(
-        "--cluster",
-        metavar="NAME",
-        default="dgx-h100",
-        help="The machines: a preset or a TOML file. Default: dgx-h100.",
-    )
-    complete_with(cluster, PRESETS)
-    parser.add_argument(
-        "--nodes", metavar="N", type=int, help="The number of nodes of a preset. Default: 1."
-    )
-    add_decisions(parser, "every mesh is weighed")
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="The memory of each device that may be used, as 40GB. Default: all of it.",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=SECONDS,
-        metavar="S",
-        help=f"The CPU seconds that a choice may take; inf for no limit. Default: {SECONDS:g}.",
-    )
+from autopar.plans.plan import Plan
 
 
 def changed_options(arguments: argparse.Namespace) -> list[str]:

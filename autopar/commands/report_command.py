@@ -1,8 +1,4 @@
-"""The command `autopar report`: write a plan as a page for a browser, one file.
-
-autopar report autopar.examples:gpt --cluster dgx-h100 --out plan.html
-autopar report plan.json --model autopar.examples:gpt
-"""
+"""The command `autopar report`: write a plan as a page for a browser, one file."""
 
 from __future__ import annotations
 
@@ -10,27 +6,13 @@ import argparse
 import warnings
 from pathlib import Path
 
-from autopar.commands.arguments import SPEC, check_out, load_plan
-from autopar.commands.plan_command import add_plan, changed_options, make_plan
+from autopar.commands.arguments import check_out, load_plan
+from autopar.commands.parsers import SPEC
+from autopar.commands.plan_command import changed_options, make_plan
 from autopar.commands.printing import show_json
 from autopar.commands.streams import to_results
 from autopar.errors import InvalidInput
-from autopar.plan.plan import Plan
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `autopar report`."""
-    parser.add_argument(
-        "what",
-        metavar="PLAN|MODEL",
-        help=f"A file that `autopar plan --out` wrote, or a model to plan, as {SPEC}.",
-    )
-    parser.add_argument("--model", metavar="SPEC", help="The model of a plan from a file.")
-    add_plan(parser)
-    parser.add_argument(
-        "--out", metavar="FILE", default="plan.html", help="Write this file. Default: plan.html."
-    )
-    parser.add_argument("--json", action="store_true", help="Print the plan's figures as JSON.")
+from autopar.plans.plan import Plan
 
 
 def run(arguments: argparse.Namespace) -> int:

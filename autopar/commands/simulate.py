@@ -1,72 +1,23 @@
-"""The command `autopar simulate`: price and draw a schedule without any device.
-
-autopar simulate chimera --stages 8 --microbatches 8 --backward 2
-autopar simulate my-schedule.csv --latency 0.25 --json
-"""
+"""The command `autopar simulate`: price and draw a schedule without any device."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from autopar.commands.parsers import COSTS, NARROWEST, schedule_options
 from autopar.commands.printing import columns, show_json
 from autopar.commands.streams import to_results
 from autopar.errors import InvalidInput
-from autopar.pipeline.notation import load, read_option
+from autopar.pipeline.notation import load
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import NAMES, option_names, schedule
 from autopar.pipeline.simulation.simulator import simulate
-from autopar.pipeline.simulation.synchronization import MODES
 from autopar.pipeline.simulation.timeline import Timeline, draw
 from autopar.text.units import counted
 
-# Options of schedules that are also costs of the simulation: a plan is made for the same times.
-COSTS = ("forward", "backward", "backward_weight", "latency")
 SIZES = ("stages", "microbatches")
-NARROWEST = 60
 PATH = ("forwards", "backwards", "weights", "messages")  # the figures of the critical path
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `autopar simulate`."""
-    parser.add_argument(
-        "schedule", help=f"One of {', '.join(NAMES)}, or a schedule file (.txt or .csv)."
-    )
-    add = parser.add_argument
-    add("--stages", metavar="N", type=int, help="The number of ranks of the pipeline.")
-    add(
-        "--microbatches",
-        metavar="N",
-        type=int,
-        help="The number of micro-batches in a step, over all pipes.",
-    )
-    for option in schedule_options():
-        takers = ", ".join(name for name in NAMES if option in option_names(name))
-        add(f"--{option}", type=read_option, help=f"The option {option} of {takers}.")
-    forward = "The time of a forward, or of each stage's, as 1,1,2. Default: 1."
-    add("--forward", metavar="T", type=_cost, default=1.0, help=forward)
-    backward = "The time of a whole backward. Default: 2."
-    add("--backward", metavar="T", type=_cost, default=2.0, help=backward)
-    add(
-        "--backward-weight",
-        type=_cost,
-        metavar="T",
-        help="The time of the part of backward that can be put off. Default: half of it.",
-    )
-    latency = "The time of a message between two ranks. Default: 0."
-    add("--latency", metavar="T", type=float, default=0.0, help=latency)
-    sync = "When the replicas of a stage all-reduce its gradient. Default: they do not."
-    add("--sync", choices=MODES, help=sync)
-    sync_cost = "The time of a stage's all-reduce. Default: 0."
-    add("--sync-cost", metavar="T", type=_cost, default=0.0, help=sync_cost)
-    width = f"The columns of the drawing. Default: the terminal's, and at least {NARROWEST}."
-    add("--width", metavar="N", type=int, help=width)
-    add("--json", action="store_true", help="Print the figures as JSON.")
-
-
-def schedule_options() -> list[str]:
-    """Return the options of schedules that are no costs."""
-    return sorted({option for name in NAMES for option in option_names(name)} - {*COSTS})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -166,8 +117,3 @@ def _summary(timeline: Timeline) -> str:
             f"step time {timeline.step_time:g}"
         )
     return "\n".join(lines)
-
-
-def _cost(text: str) -> float | tuple[float, ...]:
-    values = tuple(float(part) for part in text.split(","))
-    return values[0] if len(values) == 1 else values

@@ -29,12 +29,13 @@ from autopar.cost.operator_costs import ShardSizes, operator_seconds, operator_w
 from autopar.cost.repeats import NO_EQUAL_BLOCKS, EqualBlocks
 from autopar.cost.saved_tensors import piece_bytes, storage
 from autopar.cost.state_price import SUMS, NodeCost, OverlappedWork, ParameterFacts, StatePrice
-from autopar.layout import ParameterPlacement, TensorType
+from autopar.layout import ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.recompute import Keep
 from autopar.strategies import Strategy, tensor_inputs
 from autopar.strategies.node_info import RecomputeRegion, info
 from autopar.strategies.rule import Facts
+from autopar.tensor_type import TensorType
 
 ROUNDED = 1e-12  # relative: what is left by rounding is nothing
 

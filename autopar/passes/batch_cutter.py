@@ -20,7 +20,7 @@ from autopar.capture.gradients import mark_learning
 from autopar.capture.listing import operator_of, rule_for
 from autopar.capture.node_classes import number_calls
 from autopar.errors import InvalidInput
-from autopar.layout import Layout, TensorType, parts_of
+from autopar.layout import Layout, parts_of
 from autopar.mesh import Mesh
 from autopar.passes.flow import ancestors, copy_subgraph
 from autopar.search.propagation import propagate
@@ -29,6 +29,7 @@ from autopar.strategies.kernels.keyed_draws import DrawPlace
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results, is_result, maker, result_index
 from autopar.strategies.rules.indexing import is_part
+from autopar.tensor_type import TensorType
 from autopar.text.units import counted
 
 aten = torch.ops.aten

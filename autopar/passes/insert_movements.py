@@ -19,11 +19,12 @@ from autopar.capture.origins import is_made_of_parameters, made_without_inputs, 
 from autopar.collectives import Movement, redistribute, redistribution_cost
 from autopar.collectives.redistribution import FREE
 from autopar.cost.joint_kernels import joint_call
-from autopar.layout import Layout, Placement, TensorType
+from autopar.layout import Layout, Placement
 from autopar.passes.pass_setting import Setting
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result
+from autopar.tensor_type import TensorType
 
 T = TypeVar("T")
 

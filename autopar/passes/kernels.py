@@ -20,7 +20,7 @@ from autopar.collectives.joint_kernels import (
     drive_without_messages,
     run_joint_kernel,
 )
-from autopar.layout import Layout, Placement, TensorType
+from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
 from autopar.passes.insert_movements import insert_movement
 from autopar.passes.pass_setting import Setting
@@ -33,6 +33,7 @@ from autopar.strategies import (
     tensor_inputs,
 )
 from autopar.strategies.node_info import info
+from autopar.tensor_type import TensorType
 
 
 class _Start:

@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.cost.operator_costs import facts_of
-from autopar.layout import ALL_PLACES, Layout, Placement, TensorType
+from autopar.layout import ALL_PLACES, Layout, Placement
 from autopar.passes.flow import copy_subgraph
 from autopar.passes.pass_setting import Setting
 from autopar.search.decisions import Decisions
@@ -23,6 +23,7 @@ from autopar.strategies import Strategy, tensor_inputs
 from autopar.strategies.node_info import flat_values, info
 from autopar.strategies.results import has_results, is_result, maker, result_index
 from autopar.strategies.rule import Facts
+from autopar.tensor_type import TensorType
 
 
 def assign_types(source: fx.Graph, setting: Setting) -> fx.Graph:

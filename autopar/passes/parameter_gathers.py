@@ -14,10 +14,11 @@ from torch import fx
 
 from autopar.collectives import redistribute
 from autopar.collectives.redistribution import Price
-from autopar.layout import Placement, TensorType
+from autopar.layout import Placement
 from autopar.passes.insert_movements import insert_movement
 from autopar.passes.pass_setting import Setting
 from autopar.strategies.node_info import info
+from autopar.tensor_type import TensorType
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from autopar.capture.captured import Captured
 from autopar.capture.gradients import reached
 from autopar.capture.regions import checkpoints, found
 from autopar.cost.copy_groups import copied_parameters
+from autopar.defaults import Mode
 from autopar.layout import Layout, ParameterPlacement
 from autopar.passes.microbatches import Microbatches, batch_size
 from autopar.planner.candidate import Candidate
 from autopar.planner.carried import carried, fitting
 from autopar.planner.recomputation import FULL
-from autopar.planner.request import Mode
 from autopar.recompute import Recompute
 from autopar.search.constraints import (
     Constraints,

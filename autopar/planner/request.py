@@ -6,18 +6,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 from autopar.cluster import Cluster
 from autopar.cluster.cluster_part import PipelineLine
+from autopar.defaults import Mode
 from autopar.mesh import Mesh, meshes
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import weighed_schedules
 from autopar.planner.patience import FOREVER, Patience
 from autopar.planner.recomputation import AskedRecomputation
 from autopar.states import HOSTED, NAMED, WHOLE, States
-
-Mode = Literal["auto", "propagate", "data"]
 
 AXIS = "pp"  # of a pipeline, if nobody calls it otherwise
 MOST_AXES = 3  # of a mesh without a pipeline

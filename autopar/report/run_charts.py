@@ -13,11 +13,11 @@ import torch
 
 from autopar.cost.unsharded_work import model_flops
 from autopar.errors import InvalidInput
-from autopar.layout import DTYPE_NAMES
 from autopar.pipeline.simulation.gantt import Gantt
 from autopar.planner.candidate import Candidate
 from autopar.report.trace import ACTIONS, Event
 from autopar.strategies.node_info import info
+from autopar.tensor_type import DTYPE_NAMES
 from autopar.text.drawing import Axis, Drawing
 from autopar.text.units import counted, scaled, seconds_text, share_text
 

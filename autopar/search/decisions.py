@@ -9,11 +9,12 @@ from torch import fx
 
 from autopar.base.schema import Index
 from autopar.capture.listing import operator_of
-from autopar.layout import Layout, ParameterPlacement, Placement, TensorType
+from autopar.layout import Layout, ParameterPlacement, Placement
 from autopar.mesh import Mesh
 from autopar.recompute import Recompute
 from autopar.strategies import Strategy
 from autopar.strategies.node_info import info
+from autopar.tensor_type import TensorType
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.layout import Layout, TensorType, axes_of
+from autopar.layout import Layout, axes_of
 from autopar.mesh import Mesh
 from autopar.strategies.kernels import zero_result, zero_results
 from autopar.strategies.kernels.keyed_draws import DrawPlace
@@ -23,6 +23,7 @@ from autopar.strategies.registry import OperatorCall, traits_of
 from autopar.strategies.results import has_results
 from autopar.strategies.rule import Rule
 from autopar.strategies.strategy import Strategy
+from autopar.tensor_type import TensorType
 
 Types = TensorType | tuple[TensorType, ...]
 LocalCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]

@@ -18,12 +18,13 @@ import torch
 from torch import fx
 
 from autopar.collectives.movement import Movement
-from autopar.layout import ParameterPlacement, Parts, Placement, TensorType
+from autopar.layout import ParameterPlacement, Parts, Placement
 from autopar.recompute import Recompute
 from autopar.states import StateBytes
 from autopar.strategies.kernel_calls import KernelCall
 from autopar.strategies.rule import Facts, Rule
 from autopar.strategies.strategy import Strategy
+from autopar.tensor_type import TensorType
 
 SharedRoutes = Mapping[tuple[str, Placement], tuple[Placement, ...]]  # (value, what is wanted) ->
 

@@ -10,8 +10,9 @@ from torch import fx, nn
 
 from autopar.capture import capture, verify
 from autopar.errors import InvalidInput, VerifierError
-from autopar.layout import Layout, Placement, TensorType
+from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
+from autopar.tensor_type import TensorType
 
 aten = torch.ops.aten
 MESH = Mesh(dp=2, tp=2)

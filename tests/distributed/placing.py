@@ -17,10 +17,11 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar import Mesh
 from autopar._torch.tensors import local_of
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.backends.world import world
 from autopar.runtime.parameters.initial_values import InitialValues
+from autopar.tensor_type import TensorType
 from tests import models
 from tests.annotations import stored
 from tests.held import pieces_of, storages

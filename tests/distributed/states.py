@@ -22,7 +22,7 @@ from autopar._torch.tensors import local_of, memory_of
 from autopar.cost.gather_groups import LIVE_GROUPS
 from autopar.cost.state_price import GATHERS, SUMS
 from autopar.pipeline.memory.copy_lifetimes import CopyLifetimes
-from autopar.plan.runtime_program import Program
+from autopar.plans.runtime_program import Program
 from autopar.report.traffic import link_traffic
 from autopar.runtime.parameters.gathered_copies import GatherWindow
 from autopar.runtime.parameters.piece_exchange import PieceExchange

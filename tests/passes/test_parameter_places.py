@@ -7,7 +7,7 @@ import pytest
 import autopar as ap
 from autopar.cluster import Link
 from autopar.layout import Layout, ParameterPlacement
-from autopar.plan.plan import SavedPlan
+from autopar.plans.plan import SavedPlan
 from autopar.strategies.node_info import info
 from tests import models
 from tests.annotations import megatron

@@ -16,8 +16,8 @@ from autopar.capture.listing import Listing
 from autopar.passes.flow import Flow, copy_subgraph
 from autopar.passes.restaging import cut_like
 from autopar.pipeline.schedule import forward_only
-from autopar.plan.plan import Plan
-from autopar.plan.restaged import restage
+from autopar.plans.plan import Plan
+from autopar.plans.restaged import restage
 from tests import models
 from tests.models import Case, shared
 from tests.pipeline.models import share_captures  # noqa: F401

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar.cost.bucket_prices import BucketConfig, program_buckets
 from autopar.cost.copy_groups import copied_parameters, copy_groups
-from autopar.plan.runtime_program import Program
+from autopar.plans.runtime_program import Program
 from autopar.runtime.backends.stage_ranks import StageRanks, TensorReaders
 from autopar.runtime.parameters.gradient_buckets import BucketEntry, make_buckets
 from autopar.runtime.parameters.local_parameters import LocalParameters

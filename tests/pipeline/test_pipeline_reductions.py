@@ -11,7 +11,7 @@ from autopar.cluster.machines import Link, Node
 from autopar.cost.rooflines import collective_seconds
 from autopar.pipeline import schedule, simulate
 from autopar.pipeline.simulation.step_price import pipeline_reductions
-from autopar.plan.plan import Plan
+from autopar.plans.plan import Plan
 from tests import models
 from tests.models import Case
 

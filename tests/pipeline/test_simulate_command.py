@@ -11,7 +11,8 @@ import pkgutil
 import pytest
 
 from autopar import pipeline
-from autopar.commands.simulate import add_arguments, run
+from autopar.commands.parsers import simulate as add_arguments
+from autopar.commands.simulate import run
 from autopar.errors import InvalidInput
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import autopar as ap
 from autopar.cluster.machines import Link, Node
-from autopar.plan.plan import Plan
+from autopar.plans.plan import Plan
 from tests import models
 
 

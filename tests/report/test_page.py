@@ -15,7 +15,7 @@ from torch import nn
 
 import autopar as ap
 from autopar.errors import InvalidInput
-from autopar.plan.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.report.run_charts import TrainingRun, draw_lines
 from autopar.report.trace import events_of
 from autopar.text.units import bytes_text, seconds_text

@@ -19,7 +19,7 @@ import autopar as ap
 from autopar.cli import main
 from autopar.errors import InvalidInput
 from autopar.pipeline.running.worker import Worker
-from autopar.plan.saved_value import digest
+from autopar.plans.saved_value import digest
 from autopar.report.trace import ACTIONS, Event, Trace, events_of, read, write
 from autopar.report.trace_comparison import compare
 from tests import models

@@ -10,8 +10,8 @@ import pytest
 
 import autopar as ap
 from autopar.cost.time_report import Cost
-from autopar.plan.plan import Plan
 from autopar.planner.candidate import Alternative
+from autopar.plans.plan import Plan
 from autopar.text.units import bytes_text, seconds_text
 from tests import models
 from tests.report import plans

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from autopar import Mesh
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout
 from autopar.runtime.parameters.gradient_buckets import (
     BucketEntry,
     GradientBucket,
     ReductionSpec,
     make_buckets,
 )
+from autopar.tensor_type import TensorType
 
 MESH = Mesh(a=2, b=2)
 # Rows of 1 MB: three of them are cut in two and one, and two are a gradient of its own.

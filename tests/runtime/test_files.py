@@ -21,7 +21,7 @@ from autopar.base.schema import read, write
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.layout import Layout
 from autopar.pipeline import load, schedule, simulate, to_csv, to_text
-from autopar.plan.plan import SavedPlan
+from autopar.plans.plan import SavedPlan
 from autopar.runtime.backends.virtual_backend import VirtualBackend
 from autopar.runtime.checkpoints.checkpoint_files import Key, metadata_of
 from autopar.runtime.checkpoints.checkpoint_folders import INDEX, file_name

@@ -15,7 +15,7 @@ import autopar as ap
 from autopar.base.schema import read, write
 from autopar.capture import capture
 from autopar.capture.fingerprint import fingerprint_of
-from autopar.plan.plan import SavedPlan
+from autopar.plans.plan import SavedPlan
 from tests import models
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 

@@ -22,7 +22,7 @@ from torch import nn
 
 import autopar as ap
 from autopar import Mesh
-from autopar.plan.plan import SavedPlan
+from autopar.plans.plan import SavedPlan
 from autopar.runtime.checkpoints import checkpoint_folders
 from autopar.runtime.checkpoints.checkpoint_writing import Job
 from tests import models

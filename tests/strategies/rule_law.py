@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.collectives.joint_kernels import drive_groups, run_joint_kernel
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.strategies import (
     KernelCall,
@@ -29,6 +29,7 @@ from autopar.strategies import (
 )
 from autopar.strategies.node_info import flat_values
 from autopar.strategies.results import has_results
+from autopar.tensor_type import TensorType
 
 Slopes = list[dict[int, Tensor]]  # of each rank: gradients of its results, by their places
 

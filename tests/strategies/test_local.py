@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.strategies import localize_arguments, piece_call, rule_of, traits_of
 from autopar.strategies.node_info import flat_values
+from autopar.tensor_type import TensorType
 from tests.strategies.rule_cases import CASES, t
 from tests.strategies.rule_law import Case
 

@@ -17,15 +17,16 @@ import torch
 from torch import Tensor, fx
 
 from autopar._torch.tensors import local_of
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout
 from autopar.passes.stages import Stage
 from autopar.pipeline.running.executor import RankRecord, RankRunner, Transport
 from autopar.pipeline.running.weight_halves import WeightHalf, WeightHalves
 from autopar.pipeline.running.worker import Value, Worker
-from autopar.plan.runtime_program import Program
+from autopar.plans.runtime_program import Program
 from autopar.runtime.execution.compiled_regions import RegionCompiler
 from autopar.runtime.parameters.placing import ReadPart
 from autopar.strategies.node_info import info
+from autopar.tensor_type import TensorType
 
 Batch = Mapping[str, Tensor]
 # (parameters and buffers by name, inputs, received values by placeholder) -> results

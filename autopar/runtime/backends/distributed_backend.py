@@ -19,14 +19,14 @@ from autopar._torch.communication import wait_for
 from autopar._torch.tensors import local_of
 from autopar.collectives.eager_movements import DeferredSum
 from autopar.cost.copy_groups import copy_groups
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout
 from autopar.passes import localize
 from autopar.passes.localize import axes_used
 from autopar.passes.stages import Stage
 from autopar.pipeline.running.executor import MessageKey
 from autopar.pipeline.running.weight_halves import WeightHalves
 from autopar.pipeline.running.worker import Value, sum_in_order
-from autopar.plan.runtime_program import Program
+from autopar.plans.runtime_program import Program
 from autopar.runtime.backends.backend import Backend, Batch
 from autopar.runtime.backends.piece_collection import collect
 from autopar.runtime.backends.process_groups import Groups
@@ -54,6 +54,7 @@ from autopar.runtime.parameters.parameter_movement import parameter_movements
 from autopar.runtime.parameters.parameter_storage import ParameterStorage
 from autopar.runtime.parameters.placing import ReadPart, TensorPlacer
 from autopar.strategies.node_info import info
+from autopar.tensor_type import TensorType
 
 
 class TorchBackend(Backend):
@@ -99,8 +100,7 @@ class TorchBackend(Backend):
             program, self._readers, ranks, movements=movements, groups=groups, link=link
         )
         self._loss: tuple[Tensor, dist.Work] | None = None  # the shares of all ranks, being summed
-        # All forwards of a rank are done before its last action.
-        self._last_forward = len(self.schedule.orders[ranks.place]) - 2
+        self._last_forward = len(self.schedule.orders[ranks.place]) - 2  # at the latest
         self._syncs: dict[frozenset[str], GradientSync] = {}  # by the names of parameters
         self._sync: GradientSync | None = None  # of the step that runs
         self._version = 0  # the version of the leaves in `_syncs`

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._torch.tensors import local_of
-from autopar.layout import TensorType
 from autopar.mesh import Mesh
 from autopar.placements import from_placements
 from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.backends.stage_ranks import StageRanks
 from autopar.runtime.module.call_outputs import join_pieces
+from autopar.tensor_type import TensorType
 
 
 def collect(

@@ -13,7 +13,7 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.localize import Axes
 from autopar.pipeline.schedule import Schedule
-from autopar.plan.runtime_program import Program
+from autopar.plans.runtime_program import Program
 from autopar.runtime.backends.host_copies import HostLink
 from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.backends.world import world

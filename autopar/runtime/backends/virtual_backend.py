@@ -17,14 +17,14 @@ from autopar._torch.leaf_gradients import keep_gradients_unshared
 from autopar.capture.origins import gathered_parameter
 from autopar.collectives import Movement, from_ranks, move, to_ranks
 from autopar.collectives.joint_kernels import drive_groups, run_joint_kernel
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes import localize
 from autopar.passes.kernels import arguments_of, local_call
 from autopar.pipeline.running.executor import InProcessTransport, run_together
 from autopar.pipeline.running.weight_halves import WeightHalves
 from autopar.pipeline.running.worker import Value, sum_in_order
-from autopar.plan.runtime_program import Program
+from autopar.plans.runtime_program import Program
 from autopar.runtime.backends.backend import Backend, Batch, GraphRun
 from autopar.runtime.backends.host_copies import HOST
 from autopar.runtime.backends.replica_checks import ReplicaCheck
@@ -36,6 +36,7 @@ from autopar.runtime.execution.region_calls import GraphSection, split_sections
 from autopar.runtime.parameters.placing import ReadPart
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results
+from autopar.tensor_type import TensorType
 
 Environment = dict[fx.Node, Value]
 ReadPlaceholder = Callable[[fx.Node], Value]

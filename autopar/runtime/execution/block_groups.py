@@ -19,10 +19,10 @@ from torch import fx
 from autopar.capture.origins import is_made_of_parameters
 from autopar.capture.regions import runs
 from autopar.collectives.redistribution import local_elements
-from autopar.layout import TensorType
 from autopar.mesh import Mesh
 from autopar.passes.gathers import have_copies, leave_copies, watch_readers
 from autopar.strategies.node_info import info
+from autopar.tensor_type import TensorType
 
 MARKS = (have_copies, leave_copies, watch_readers)
 MOST = 8  # blocks in one group

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.errors import InvalidInput
-from autopar.plan.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.runtime.backends.world import World
 from autopar.runtime.module.local_inputs import flatten_call, planned_inputs
 from autopar.runtime.module.plan_broadcast import require_same_call

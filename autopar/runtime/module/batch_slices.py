@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from autopar.errors import InvalidInput
 from autopar.passes.localize import Axes
-from autopar.plan.runtime_program import Program
+from autopar.plans.runtime_program import Program
 from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.module.call_outputs import join_pieces
 from autopar.strategies.kernels.keyed_draws import DrawPlace

@@ -21,10 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.collectives.movement import join_parts, split_parts
 from autopar.errors import InvalidInput
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.parameters.placing import dtensor_wrapper
+from autopar.tensor_type import TensorType
 
 OutputsLike = Literal["whole", "dtensor", "local"]
 OUTPUT_FORMS: tuple[OutputsLike, ...] = get_args(OutputsLike)

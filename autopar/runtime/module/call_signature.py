@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.layout import DTYPE_NAMES
+from autopar.tensor_type import DTYPE_NAMES
 from autopar.text.source_lines import shorten
 from autopar.text.units import counted
 

@@ -16,7 +16,7 @@ from autopar.capture.writes import Write
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
-from autopar.plan.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.strategies.node_info import info
 from autopar.text.units import counted
 

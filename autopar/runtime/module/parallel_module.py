@@ -20,9 +20,9 @@ from autopar.capture.effects import carry_out_all
 from autopar.capture.failure import Parallel
 from autopar.capture.listing import Listing
 from autopar.errors import InvalidInput
-from autopar.layout import Layout, TensorType
-from autopar.plan.plan import Plan
-from autopar.plan.runtime_program import Program
+from autopar.layout import Layout
+from autopar.plans.plan import Plan
+from autopar.plans.runtime_program import Program
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.backends.program_checks import ProgramChecks
@@ -59,6 +59,7 @@ from autopar.runtime.parameters.initial_values import InitialValues
 from autopar.runtime.parameters.old_parameters import note_old_parameters
 from autopar.runtime.parameters.refused_optimizers import register_module
 from autopar.runtime.parameters.tensor_tree import ModuleTensors
+from autopar.tensor_type import TensorType
 from autopar.text.units import counted
 
 
@@ -124,8 +125,7 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
         add_submodule_views(self, model)
         placed_tensors = values.place(backend, types)
         for name, value in values.tensors.items():
-            placed = placed_tensors.pop(name)
-            if placed is None:
+            if (placed := placed_tensors.pop(name)) is None:
                 continue
             if isinstance(value, nn.Parameter):
                 placed = nn.Parameter(placed, requires_grad=value.requires_grad)

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, InvalidInput, error_text
-from autopar.plan.plan import Plan, SavedPlan
-from autopar.plan.plan_diff import compare, setting_name
-from autopar.plan.saved_value import deciding
+from autopar.plans.plan import Plan, SavedPlan
+from autopar.plans.plan_diff import compare, setting_name
+from autopar.plans.saved_value import deciding
 from autopar.runtime.backends.world import joined
 
 T = TypeVar("T")

@@ -27,14 +27,14 @@ from autopar.capture.failure import check_call, require_one_dtype
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.capture.plain_tensors import is_plain
 from autopar.errors import InvalidInput
-from autopar.plan.companion_plan import (
+from autopar.planner.verdict import require_rules, tell
+from autopar.plans.companion_plan import (
     follow_companion,
     plan_companion,
     resize_companion,
     stage_companion,
 )
-from autopar.plan.plan import Plan
-from autopar.planner.verdict import require_rules, tell
+from autopar.plans.plan import Plan
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.module.call_signature import CallSignature, changing_values

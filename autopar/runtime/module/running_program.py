@@ -14,8 +14,8 @@ from autopar._torch.tensors import version_of
 from autopar.capture.captured import Captured
 from autopar.capture.containers import fill, filled
 from autopar.capture.writes import carry_out, put_between
-from autopar.plan.plan import Plan
-from autopar.plan.runtime_program import Program
+from autopar.plans.plan import Plan
+from autopar.plans.runtime_program import Program
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.module.call_signature import CallSignature
 from autopar.strategies.node_info import info

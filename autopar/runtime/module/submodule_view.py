@@ -28,8 +28,8 @@ from autopar.capture.effects import Effect
 from autopar.capture.failure import Parallel
 from autopar.capture.holders import HOOKS, MODEL_STATE, attribute_at
 from autopar.errors import InvalidInput
-from autopar.layout import TensorType
 from autopar.runtime.parameters.tensor_tree import HOLDERS, PARALLELIZE_AGAIN, validate_replacement
+from autopar.tensor_type import TensorType
 from autopar.text.source_lines import frames_to_caller
 
 _OF_TORCH = vars(nn.Module()).keys() | {"forward"}

@@ -25,7 +25,7 @@ from autopar.capture.gradients import mark_learning
 from autopar.errors import InvalidInput
 from autopar.layout import chunk
 from autopar.passes.flow import copy_subgraph
-from autopar.plan.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.strategies import tensor_inputs
 from autopar.strategies.kernels.experts.expert_kernels import EXPERTS
 from autopar.strategies.node_info import info

@@ -28,8 +28,8 @@ from autopar._torch.allocator_profile import AllocatorProfile
 from autopar._torch.tensors import local_of, memory_of
 from autopar.cost.footprint import HOST_PREFIX, Memory
 from autopar.errors import InvalidInput, require_one_of
-from autopar.plan.plan import Plan
-from autopar.plan.runtime_program import Program
+from autopar.plans.plan import Plan
+from autopar.plans.runtime_program import Program
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.backends.stage_ranks import StageRanks, TensorReaders

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from autopar.errors import InvalidInput
 from autopar.pipeline.running.executor import Recorder, StepTimes
-from autopar.plan.plan import Plan
-from autopar.plan.saved_value import digest
+from autopar.plans.plan import Plan
+from autopar.plans.saved_value import digest
 from autopar.report.trace import SUMS, UNHIDDEN, Event, Trace, action_event, write
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend

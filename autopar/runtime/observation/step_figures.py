@@ -24,7 +24,7 @@ from torch import Tensor
 from autopar.base.files import append_line
 from autopar.base.schema import json_text
 from autopar.errors import InvalidInput
-from autopar.plan.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.strategies.node_info import info
 from autopar.text.units import bytes_text, scaled, seconds_text
 

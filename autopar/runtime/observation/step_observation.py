@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from autopar.plan.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.observation.memory_in_use import (

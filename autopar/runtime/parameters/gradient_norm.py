@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.plan.runtime_program import Program
+from autopar.plans.runtime_program import Program
 
 
 def norm_over_world(

@@ -20,12 +20,12 @@ from autopar._torch.modules import state_names
 from autopar.capture.captured import Captured
 from autopar.capture.fake import has_no_data
 from autopar.errors import InvalidInput
-from autopar.layout import TensorType
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.parameters.initialisers import Initialisers
 from autopar.runtime.parameters.placing import is_convertible, narrow_to
 from autopar.runtime.parameters.weight_files import StoredTensor, WeightSource, open_weights
 from autopar.strategies.node_info import info
+from autopar.tensor_type import TensorType
 
 # The names of tensors without data on rank 0, and its random state; None if nothing is drawn.
 RankZeroFacts = tuple[list[str], Tensor | None]

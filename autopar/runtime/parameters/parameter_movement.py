@@ -14,7 +14,7 @@ import torch
 
 from autopar.cost.copy_groups import CopiedParameter, copied_parameters
 from autopar.errors import InvalidInput
-from autopar.plan.runtime_program import Program
+from autopar.plans.runtime_program import Program
 from autopar.strategies.node_info import info
 
 

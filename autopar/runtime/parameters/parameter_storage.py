@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._torch.tensors import local_of
-from autopar.plan.runtime_program import Program
+from autopar.plans.runtime_program import Program
 from autopar.runtime.backends.host_copies import HOST
 from autopar.runtime.backends.process_groups import require_host_moves
 from autopar.runtime.backends.world import world

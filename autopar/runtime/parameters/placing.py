@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._torch.communication import wait_for
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.placements import from_placements, to_placements
+from autopar.tensor_type import TensorType
 
 Bounds = tuple[tuple[int, int], ...]  # start and length in each dim
 ReadPart = Callable[[Bounds], Tensor]  # a part of a tensor that need not lie here in whole

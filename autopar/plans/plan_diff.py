@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, asdict, dataclass, fields, replace
 from typing import Any
 
-from autopar.plan.grouping import grouped
-from autopar.plan.plan_value import PlanValue
-from autopar.plan.saved_value import SavedValue, deciding, values_to_save
+from autopar.plans.grouping import grouped
+from autopar.plans.plan_value import PlanValue
+from autopar.plans.saved_value import SavedValue, deciding, values_to_save
 from autopar.search.decisions import Decisions
 from autopar.strategies.node_info import info
 from autopar.text.tables import first_lines

@@ -23,10 +23,10 @@ from autopar.passes.microbatches import Microbatches, batch_size, cut_batch
 from autopar.passes.restaging import cut_like
 from autopar.passes.stages import StageCut
 from autopar.pipeline.pipelining import Pipelining
-from autopar.plan.plan import Plan, SavedPlan
-from autopar.plan.restaged import forward_batches, resize_schedule, without_gradients
 from autopar.planner.beside import carry_beside, constraints_beside, search_beside, spread_beside
 from autopar.planner.candidate import Candidate
+from autopar.plans.plan import Plan, SavedPlan
+from autopar.plans.restaged import forward_batches, resize_schedule, without_gradients
 from autopar.text.progress import reporter
 
 

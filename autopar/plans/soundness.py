@@ -16,11 +16,12 @@ from autopar.capture.marker import ANNOTATE
 from autopar.capture.regions import checkpoints
 from autopar.capture.regions import found as regions_in
 from autopar.errors import InvalidInput
-from autopar.layout import ParameterPlacement, TensorType
+from autopar.layout import ParameterPlacement
 from autopar.pipeline.pipelining import Pipelining
-from autopar.plan.saved_value import SavedValue
+from autopar.plans.saved_value import SavedValue
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
+from autopar.tensor_type import TensorType
 from autopar.text.units import counted
 
 _REMEDY = "make the plan again, and save it"

@@ -21,8 +21,8 @@ from autopar.passes.stages import split_stages
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule, forward_only, forward_then_backward
 from autopar.pipeline.schedules import schedule as make_schedule
-from autopar.plan.runtime_program import Program
 from autopar.planner.candidate import Candidate
+from autopar.plans.runtime_program import Program
 from autopar.strategies.node_info import info
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.cost.rooflines import SYMBOLS
-from autopar.plan.formulas import PricedChange
+from autopar.plans.formulas import PricedChange
 from autopar.text.tables import table, wrap_line
 from autopar.text.units import counted, seconds_text
 

@@ -1,7 +1,7 @@
 """The reasons why an operator runs, or a parameter is kept, the way it does.
 
     print(plan.explain("layers.0.mlp.up"))
-    print(plan.explain("stages"))              # of the whole step: autopar/plan/step_reasons.py
+    print(plan.explain("stages"))              # of the whole step: autopar/plans/step_reasons.py
 
 Every candidate with its own time, that of the movements to its neighbours as they were decided, and
 the time of the whole step if this candidate were forced and everything else chosen anew.
@@ -24,13 +24,14 @@ from autopar.capture.origins import is_of_parameters
 from autopar.capture.regions import runs
 from autopar.cost.deferred_reductions import reads_as_linear
 from autopar.cost.footprint import parameter_bytes
+from autopar.defaults import QUESTIONS
 from autopar.errors import InvalidInput, known_arguments
-from autopar.layout import Layout, ParameterPlacement, Placement, TensorType
-from autopar.plan.explanation import Explanation, OperatorGroup, PricedCandidate
-from autopar.plan.formulas import LayoutChange, PricedChange, operator_formulas, price_change
-from autopar.plan.grouping import grouped
-from autopar.plan.plan_value import PlanValue
-from autopar.plan.step_reasons import QUESTIONS, WayExplanation, explain_way
+from autopar.layout import Layout, ParameterPlacement, Placement
+from autopar.plans.explanation import Explanation, OperatorGroup, PricedCandidate
+from autopar.plans.formulas import LayoutChange, PricedChange, operator_formulas, price_change
+from autopar.plans.grouping import grouped
+from autopar.plans.plan_value import PlanValue
+from autopar.plans.step_reasons import WayExplanation, explain_way
 from autopar.search.candidates import Candidates, NodeClasses
 from autopar.search.constraints import Constraints
 from autopar.search.reshard_table import Placements
@@ -38,6 +39,7 @@ from autopar.solver.forced_choice import forced
 from autopar.strategies import rule_of
 from autopar.strategies.node_info import info
 from autopar.strategies.results import maker, result_index, tensors_of, values_of
+from autopar.tensor_type import TensorType
 
 _NEAR = 4  # names that are suggested for an unknown one
 WHOLE = "plan:"  # before a question about the whole step; no module has such a name
@@ -56,7 +58,7 @@ def explain(plan: PlanValue, name: str) -> Explanation | WayExplanation:
         raise InvalidInput(
             "explain() is asked by the name of a parameter, a module or a node, or of a choice",
             got=repr(name),
-            remedy=f'plan.explain("{next(iter(QUESTIONS))}")',
+            remedy=f'plan.explain("{QUESTIONS[0]}")',
         )
     question = name.removeprefix(WHOLE)
     is_of_step = question in QUESTIONS

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
 from autopar.capture.gradients import reached
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
 from autopar.passes.stages import Stage
@@ -22,6 +22,7 @@ from autopar.pipeline.schedule import Schedule, one_stage
 from autopar.search.decisions import Decisions
 from autopar.states import BUFFER_BYTES
 from autopar.strategies.node_info import info
+from autopar.tensor_type import TensorType
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from contextlib import suppress
 
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.mesh import Mesh
-from autopar.plan.plan_value import PlanValue
 from autopar.planner.candidate import Alternative
 from autopar.planner.deep import DeepPlanner
 from autopar.planner.recomputation import AskedRecomputation
 from autopar.planner.request import Request
+from autopar.plans.plan_value import PlanValue
 from autopar.recompute import Recompute
 from autopar.search.smallest_footprint import NothingFits
 from autopar.text.progress import reporter

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from autopar.base.files import write_file
 from autopar.errors import require_ending
-from autopar.plan.plan_value import PlanValue
-from autopar.plan.saved_value import digest
+from autopar.plans.plan_value import PlanValue
+from autopar.plans.saved_value import digest
 from autopar.report.module_tree import module_tree
 from autopar.report.page import PageContext, page
 from autopar.report.program_lanes import draw_program, program_blocks

@@ -16,13 +16,13 @@ from typing import Any
 
 from autopar.base.schema import write
 from autopar.layout import ParameterPlacement
-from autopar.plan.grouping import grouped
-from autopar.plan.plan_value import PlanValue
-from autopar.plan.saved_value import SavedValue
 from autopar.planner.candidate import Alternative
 from autopar.planner.moved import idle_axes
 from autopar.planner.recomputation import summary
 from autopar.planner.trial import rows_of_trials
+from autopar.plans.grouping import grouped
+from autopar.plans.plan_value import PlanValue
+from autopar.plans.saved_value import SavedValue
 from autopar.recompute import Recompute
 from autopar.report.weighed_plans import left_out_words, rows_of, rows_of_meshes
 from autopar.search.search_report import SearchReport

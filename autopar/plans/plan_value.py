@@ -14,21 +14,22 @@ from autopar.capture.dynamic import DynamicShapes
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
 from autopar.capture.listing import Listing
 from autopar.capture.origins import moved_dtype
+from autopar.defaults import Mode
 from autopar.errors import InvalidInput
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout
 from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.passes.stages import split_stages
-from autopar.plan.fallbacks import FallbackCost, fallback_costs
-from autopar.plan.restaged import forward_batches, restage, without_gradients
-from autopar.plan.runtime_program import Program
 from autopar.planner.beside import spread_beside
 from autopar.planner.candidate import Alternative, Candidate
-from autopar.planner.request import Mode
 from autopar.planner.trial import Trial
+from autopar.plans.fallbacks import FallbackCost, fallback_costs
+from autopar.plans.restaged import forward_batches, restage, without_gradients
+from autopar.plans.runtime_program import Program
 from autopar.search.constraints import Constraints
 from autopar.search.cost_graph_builder import CostGraphBuilder, MeshCostGraph
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results
+from autopar.tensor_type import TensorType
 from autopar.text.progress import Report
 
 AnyPlan = TypeVar("AnyPlan", bound="PlanValue")

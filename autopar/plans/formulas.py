@@ -14,11 +14,12 @@ from autopar.collectives.redistribution import FREE
 from autopar.cost.cluster_price import ClusterPrice
 from autopar.cost.operator_costs import rooflines
 from autopar.cost.rooflines import COLLECTIVES, HIDDEN, collective_values
-from autopar.layout import Placement, TensorType
+from autopar.layout import Placement
 from autopar.search.candidates import Candidates
 from autopar.search.reshard_table import ReshardTerms, reshard_table
 from autopar.strategies import KernelCall
 from autopar.strategies.node_info import info
+from autopar.tensor_type import TensorType
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 

@@ -32,22 +32,22 @@ from autopar.capture.fingerprint import Fingerprint, fingerprint_of
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.errors import AutoparError, InvalidInput
 from autopar.passes.microbatches import cut_batch
-from autopar.plan.operator_reasons import explain
-from autopar.plan.plan_diff import compare
-from autopar.plan.plan_pages import draw, report, trace
-from autopar.plan.plan_text import plan_data, plan_text, saved_text
-from autopar.plan.plan_value import PlanValue
-from autopar.plan.saved_value import SavedValue, malformed, read_file, values_to_save
-from autopar.plan.soundness import (
+from autopar.planner.candidate import Candidate
+from autopar.planner.hosting import require_room
+from autopar.plans.operator_reasons import explain
+from autopar.plans.plan_diff import compare
+from autopar.plans.plan_pages import draw, report, trace
+from autopar.plans.plan_text import plan_data, plan_text, saved_text
+from autopar.plans.plan_value import PlanValue
+from autopar.plans.saved_value import SavedValue, malformed, read_file, values_to_save
+from autopar.plans.soundness import (
     require_apart,
     require_fitting,
     require_sound,
     require_step,
     require_types,
 )
-from autopar.plan.what_if import what_if
-from autopar.planner.candidate import Candidate
-from autopar.planner.hosting import require_room
+from autopar.plans.what_if import what_if
 from autopar.search.constraints import LayoutConstraint, read_constraints
 
 FORMAT, VERSION = "autopar plan", 14

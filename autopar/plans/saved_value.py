@@ -18,18 +18,19 @@ from autopar.base.schema import Count, Positive, write
 from autopar.capture.dynamic import DynamicShapes
 from autopar.capture.fingerprint import Fingerprint
 from autopar.cluster import Cluster
+from autopar.defaults import Mode
 from autopar.errors import InvalidInput
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.pipeline.pipelining import Pipelining
-from autopar.plan.plan_value import PlanValue
 from autopar.planner.candidate import Alternative
-from autopar.planner.request import Mode
 from autopar.planner.trial import Trial
+from autopar.plans.plan_value import PlanValue
 from autopar.precision import Precision
 from autopar.search.decisions import Decisions, TypedDecisions
 from autopar.search.search_report import SearchReport
 from autopar.states import States
+from autopar.tensor_type import TensorType
 
 # Fields on how a plan was found: plans that differ in these alone decide the same.
 _ACCOUNT = {"decides": False}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.capture.again import captured_again
@@ -20,47 +20,28 @@ from autopar.capture.captured import Captured
 from autopar.capture.sizes import Sizes, resized, sizes_of
 from autopar.cluster import Cluster
 from autopar.errors import InvalidInput, known_arguments
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout
 from autopar.passes.microbatches import batch_statistics
-from autopar.plan.plan_value import PlanValue
-from autopar.plan.situation import Situation, WhatIf
 from autopar.planner.candidate import Candidate
 from autopar.planner.moved import data_axis, idle_axes, moved
 from autopar.planner.offers import Choice, has_world
 from autopar.planner.patience import SECONDS, Patience, require_seconds
 from autopar.planner.request import AXIS, Request
 from autopar.planner.verdict import refuse_random, require_rules
+from autopar.plans.changes import UNITS, Change, Changes
+from autopar.plans.plan_value import PlanValue
+from autopar.plans.situation import Situation, WhatIf
 from autopar.search.smallest_footprint import NothingFits
 from autopar.strategies.node_info import info
+from autopar.tensor_type import TensorType
 from autopar.text.progress import reporter
-from autopar.text.units import LEAST_MEMORY, counted, read_bytes, read_rate, scaled
+from autopar.text.units import LEAST_MEMORY, counted, read_bytes, read_rate
 
-Change = float | str  # what something becomes, or how many times as much, as "2x"
-_BYTES = {"bandwidth": "B/s", "inside": "B/s", "memory": "B"}  # the changes that have a unit
 _SEQUENCE = (
     "a sequence: the second dim of tokens that look up rows, or of (batch, sequence, features), "
     "where no weight is as long as it"
 )
 _TIMES = re.compile(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*x\s*", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class _Changes:
-    """The changes that a user asks for, as they were given."""
-
-    nodes: Change | None
-    bandwidth: Change | None
-    inside: Change | None
-    batch: Change | None
-    sequence: Change | None
-    memory: Change | None
-
-    def __str__(self) -> str:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ", ".join(f"{n} {_text(n, v)}" for n, v in values.items() if v is not None)
-
-
-CHANGES = tuple(field.name for field in fields(_Changes))
 
 
 @known_arguments
@@ -93,7 +74,7 @@ def what_if(
         seconds: The CPU seconds that this search may take. None: no limit.
     """
     require_seconds("seconds", seconds)
-    changes = _Changes(nodes, bandwidth, inside, batch, sequence, memory)
+    changes = Changes(nodes, bandwidth, inside, batch, sequence, memory)
     if not str(changes):
         raise InvalidInput(
             "what_if() is told what is different",
@@ -223,7 +204,7 @@ def _limit(plan: PlanValue) -> float:
     return plan.cluster.device.memory if plan.limit is None else plan.limit
 
 
-def _cluster(now: Cluster, changes: _Changes, *, search: bool) -> Cluster:
+def _cluster(now: Cluster, changes: Changes, *, search: bool) -> Cluster:
     """Return the changed machines, of which a search may use others than now."""
     count = len(now.nodes)
     if changes.nodes is not None:
@@ -307,10 +288,10 @@ def _count(name: str, change: Change, now: int) -> int:
 def _changed(name: str, change: Any, now: float) -> float:
     """Return the number that a change gives, or its factor times `now`."""
     value = _read(name, change, now)
-    least = LEAST_MEMORY if name in _BYTES else 0  # who says less has meant another unit
+    least = LEAST_MEMORY if name in UNITS else 0  # who says less has meant another unit
     if not least < value < math.inf:
-        other = f'"100G{_BYTES[name]}"' if name in _BYTES else f"{2 * now:g}"
-        other += ' (or "400Gb/s", of bits)' if _BYTES.get(name) == "B/s" else ""
+        other = f'"100G{UNITS[name]}"' if name in UNITS else f"{2 * now:g}"
+        other += ' (or "400Gb/s", of bits)' if UNITS.get(name) == "B/s" else ""
         raise InvalidInput(
             f"{name} is a number above {least}, or how many times as much as now",
             got=repr(change),
@@ -324,15 +305,8 @@ def _read(name: str, change: Any, now: float) -> float:
         return read_bytes(change)
     if match := _TIMES.fullmatch(change):
         return float(match[1]) * now
-    if name in _BYTES:
-        return read_rate(change) if _BYTES[name] == "B/s" else read_bytes(change)
+    if name in UNITS:
+        return read_rate(change) if UNITS[name] == "B/s" else read_bytes(change)
     with suppress(ValueError):
         return float(change)
     return math.nan
-
-
-def _text(name: str, change: Any) -> str:
-    """Return a change as people write it."""
-    if isinstance(change, str) or not math.isfinite(read_bytes(change)):
-        return str(change)
-    return scaled(change, _BYTES[name]) if name in _BYTES else f"{change:.15g}"

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.base.schema import write
+from autopar.defaults import QUESTIONS
 from autopar.pipeline.schedule_labels import schedule_words
-from autopar.plan.next_mesh import next_mesh
-from autopar.plan.plan_value import PlanValue
 from autopar.planner.candidate import Alternative
 from autopar.planner.trial import measured
+from autopar.plans.next_mesh import next_mesh
+from autopar.plans.plan_value import PlanValue
 from autopar.report.weighed_plans import left_out_words, rows_of, rows_of_meshes
 from autopar.search.search_report import ConsideredMesh
 from autopar.text.tables import stacked_table, table, wrap_line
@@ -43,8 +44,8 @@ def _inside(way: Alternative) -> str:
     return f"{way.mesh.without(way.axis)} in each of {stages}"
 
 
-# The decisions about the whole step, and the value that an alternative has for each.
-QUESTIONS: Mapping[str, Callable[[Alternative], str]] = {
+# The value that an alternative has for each decision about the whole step.
+VALUE_OF: Mapping[str, Callable[[Alternative], str]] = {
     "stages": _depth,
     "schedule": _schedule,
     "microbatches": lambda way: counted(way.microbatches, "micro-batch"),
@@ -52,6 +53,7 @@ QUESTIONS: Mapping[str, Callable[[Alternative], str]] = {
     "states": lambda way: str(way.states),
     "recompute": lambda way: way.recompute or "nothing",
 }
+assert (*VALUE_OF,) == QUESTIONS
 
 
 # Values that are left only where memory is short.
@@ -216,7 +218,7 @@ class WayExplanation:
 def explain_way(plan: PlanValue, name: str) -> WayExplanation:
     """The explanation of one of the `QUESTIONS`."""
     limit = plan.cluster.device.memory if plan.limit is None else plan.limit
-    value_of, way = QUESTIONS[name], plan.alternative(limit)
+    value_of, way = VALUE_OF[name], plan.alternative(limit)
     weighed = plan.alternatives
     if name == "mesh" and (other_mesh := next_mesh(plan, limit)) is not None:
         weighed = (*weighed, other_mesh)
