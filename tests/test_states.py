@@ -120,6 +120,16 @@ def test_a_parameter_is_cut_whatever_forward_reads_of_it(read, states):
     assert (memory.parameters, memory.gradients, memory.optimizer) == quarters
 
 
+@pytest.mark.parametrize("states", ["whole", "zero1", "zero3"])
+@pytest.mark.parametrize("read", READS)
+def test_what_a_search_adds_up_is_the_cost_whatever_forward_reads(read, states):
+    case = models.Case(read, ReadsThroughOperators(read), (torch.randn(64, 8),))
+    options = {"mode": "auto", "cluster": machines(4, 1e8, 1e-6), "states": states}
+    plan = planned(case, ap.Mesh(dp=4), microbatches=1, **options)
+    assert plan.search.added_up == pytest.approx(plan.cost.seconds, rel=1e-2)
+    assert plan.search.bound <= plan.cost.seconds * (1 + 1e-9)
+
+
 class ReadsAfterSum(nn.Linear):
     """Reads a parameter where every rank has the whole batch's sum."""
 

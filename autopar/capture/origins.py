@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -37,17 +38,33 @@ def is_made_of_parameters(value: fx.Node) -> bool:
     return _comes_from(value, lambda placeholder: info(placeholder).origin[0] == "parameter")
 
 
-def summed_parameter(value: fx.Node) -> fx.Node | None:
-    """Return the parameter whose gradient is summed where readers of a value ask for the sum of
-    its gradient: the value itself, or the only one that it is made of, which nobody else reads."""
-    if value.op == "placeholder":
-        return value if info(value).state_bytes is None else None
-    while value.op != "placeholder":
-        learned = [argument for argument in value.all_input_nodes if info(argument).differentiable]
-        if len(learned) != 1 or len(learned[0].users) > 1:
-            return None
-        (value,) = learned
-    return value
+Shares = tuple[tuple[fx.Node, float], ...]  # parameters, with a part of each
+
+
+def summed_shares(graph: fx.Graph, captured: Captured) -> dict[fx.Node, Shares]:
+    """Return the parameters whose gradients are summed where a value's readers ask for its sum.
+
+    The value is a parameter, or follows from parameters alone. What is read of one parameter by
+    several such values is summed once: each has a share by its size."""
+    of_weights, made_of = made_without_inputs(graph, captured), dict[fx.Node, set[fx.Node]]()
+    for node in graph.nodes:
+        if node in of_weights and info(node).differentiable:
+            before = [made_of[v] for v in node.all_input_nodes if v in made_of]
+            made_of[node] = {node} if node.op == "placeholder" else set().union(*before)
+    sizes = {
+        value: info(value).val.numel()
+        for value in made_of
+        if not has_results(value) and not of_weights.issuperset(value.users)
+    }
+    totals = Counter[fx.Node]()
+    for value, size in sizes.items():
+        for parameter in made_of[value]:
+            totals[parameter] += max(size, 1)
+    return {
+        value: tuple((p, max(size, 1) / totals[p]) for p in totals if p in made_of[value])
+        for value, size in sizes.items()
+        if value.op != "placeholder" or info(value).state_bytes is None
+    }
 
 
 def state_bytes(parameter: fx.Node) -> StateBytes:

@@ -34,6 +34,7 @@ from autopar.mesh import Mesh
 from autopar.recompute import Keep
 from autopar.strategies import Strategy, tensor_inputs
 from autopar.strategies.node_info import RecomputeRegion, info
+from autopar.strategies.results import is_result, values_of
 from autopar.strategies.rule import Facts
 from autopar.tensor_type import TensorType
 
@@ -323,7 +324,7 @@ class NodePrices:
 
     def _beside(self, value: fx.Node) -> OverlappedWork:
         """Return the work of a parameter's readers, as an estimate of what neighbours compute."""
-        readers = list(_readers_of(value))
+        readers = list(dict.fromkeys(_readers_of(value)))
         costs = [self._call(*call) for reader, read in readers for call in _call_of(reader, read)]
         learns = any(info(reader).learns for reader, _ in readers)
         forward, backward = (sum(getattr(c, way) for c in costs) for way in ("forward", "backward"))
@@ -347,7 +348,8 @@ def _readers_of(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield the operators that read a value, moved or cast or as it is, each with what it reads."""
     for user in value.users:
         is_between = is_made_of_parameters(user) and not _leaves_a_sum(user, value)
-        if info(user).movement is not None or is_between:
+        is_lifted = any(info(result).pending for result in values_of(user))
+        if info(user).movement is not None or is_result(user) or is_lifted or is_between:
             yield from _readers_of(user)
         else:
             yield user, value

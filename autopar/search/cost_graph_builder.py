@@ -26,7 +26,7 @@ from autopar.capture.origins import (
     copied_parameter,
     is_of_parameters,
     made_without_inputs,
-    summed_parameter,
+    summed_shares,
 )
 from autopar.capture.regions import runs
 from autopar.cluster import Cluster
@@ -119,6 +119,7 @@ class CostGraphBuilder:
         self.producers: dict[str, Variable] = {}  # of values, by name
         self.pieces: dict[str, list[Use]] = {}  # of inputs, by their only readers
         self.of_weights = made_without_inputs(self.captured.graph, self.captured)
+        self.shares = summed_shares(self.captured.graph, self.captured)
         of_parameters = partial(is_of_parameters, captured=self.captured)
         decided, self.regions = self.constraints.recompute, dict[str, RecomputeRegion]()
         self.runs = runs(self.captured.graph, decided, of_parameters) if decided else []
@@ -356,7 +357,7 @@ class CostGraphBuilder:
         grouped = {use for group in groups for use in group.uses}
         ungrouped = [use for use in uses if use not in grouped]
         # Readers that may ask for the sum of the gradient share an edge: its states count there.
-        summed = deferred and DeferredReduction(summed_parameter(value))
+        summed = deferred and DeferredReduction(self.shares.get(value, ()))
         asking = [use for use in uses if self._sums(use)] or uses
         if shared is None:
             self._join(value, producer, uses[0], summed, "always")

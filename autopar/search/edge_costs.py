@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from autopar.capture.origins import state_bytes
+from autopar.capture.origins import Shares, state_bytes
 from autopar.cluster import Cluster
 from autopar.collectives.redistribution import FREE, possible_movements
 from autopar.cost.cluster_price import ClusterPrice
@@ -33,9 +33,10 @@ Array = NDArray[np.float64]
 class DeferredReduction:
     """Sum the gradient of a value when backward has gone past it.
 
-    `parameter`: the one that the value is, or is made of; its states say how. `None`: elsewhere."""
+    `shares`: the parameters that the value is made of, with the part of each sum that is made
+    here; their states say how. None of them: the sum is made elsewhere."""
 
-    parameter: fx.Node | None = None
+    shares: Shares = ()
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,10 @@ class EdgeCosts:
             cost = cost + self.seconds(value, learns=False)[1][np.ix_(rows, columns)]
         size = np.broadcast_to(self.bytes(value, second), cost.shape)
         memory = np.where(same & (query.kept != "always"), 0.0, size) if query.kept else None
-        if deferred and deferred.parameter is not None and not self.states.is_whole:
-            more = self._states(query, deferred.parameter)
-            cost, memory = cost + more[0], more[1] + (0.0 if memory is None else memory)
+        for parameter, share in deferred.shares if deferred and not self.states.is_whole else ():
+            more = self._states(query, parameter)
+            memory = share * more[1] + (0.0 if memory is None else memory)
+            cost = cost + share * more[0]
         return np.where(stuck, np.inf, cost), memory
 
     def places(
@@ -134,10 +136,10 @@ class EdgeCosts:
         )
 
     def _deferred_key(self, deferred: DeferredReduction) -> tuple:
-        if deferred.parameter is None:
-            return (None,)
-        known = info(deferred.parameter)
-        return self._type(deferred.parameter), state_bytes(deferred.parameter), known.on_host
+        return tuple(
+            (self._type(parameter), state_bytes(parameter), info(parameter).on_host, share)
+            for parameter, share in deferred.shares
+        )
 
     def _states(self, query: EdgeQuery, parameter: fx.Node) -> tuple[Array, Array]:
         """Return the seconds that cutting a parameter's states adds to summing its gradient.
@@ -209,10 +211,13 @@ class EdgeCosts:
         if value.op != "placeholder" and len(value.users) == 1:
             # The gradient of the parameter itself is summed instead, in pieces.
             size = size / [self.mesh.degree(state.partial) for state in first]
-        if (parameter := deferred.parameter) is not None:
-            read = max(info(value).val.numel(), 1)  # An empty slice of it may be all that is read.
-            size = size * (info(parameter).val.numel() / read)
-            size = size * (state_bytes(parameter).gradient / info(value).val.itemsize)
+        if deferred.shares:
+            summed_bytes = sum(
+                share * info(parameter).val.numel() * state_bytes(parameter).gradient
+                for parameter, share in deferred.shares
+            )
+            # An empty slice of a parameter may be all that is read.
+            size = size * (summed_bytes / max(info(value).val.nbytes, 1))
         rows = table.rows(first)
         cost = cost.copy()
         kinds: dict[tuple[str, ...], list[int]] = {}
@@ -313,7 +318,9 @@ def _made_of(parameter: fx.Node, value: fx.Node, state: Placement) -> Layout | N
         return state.layout
     if state.partial:
         return None
-    if info(value).val.shape == info(parameter).val.shape:
-        return state.layout
-    is_whole = not state.layout.axes
-    return Layout.replicated(info(parameter).val.ndim) if is_whole else None
+    read, shape = info(value).val.shape, info(parameter).val.shape
+    if not state.layout.axes:
+        return Layout.replicated(len(shape))
+    cut = [size for size, dim in zip(read, state.layout.dims) if dim]
+    is_like = len(read) == len(shape) and cut == [s for s, d in zip(shape, state.layout.dims) if d]
+    return state.layout if is_like else None
