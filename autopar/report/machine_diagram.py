@@ -7,29 +7,29 @@ from itertools import groupby
 from autopar.mesh import Mesh
 from autopar.planner.candidate import Candidate
 from autopar.report.traffic import Axes, LinkTraffic
-from autopar.text.drawing import Drawing
+from autopar.text.drawing import WIDE, Drawing
 from autopar.text.units import bytes_text, counted, scaled
 
-_NODES, _DEVICES = 4, 16  # that are drawn
-_WIDTH, _BOX, _ROW = 960.0, 54.0, 30.0
+_DEVICES = 16  # of a node that are drawn
+_NODE, _BOX, _ROW = 240.0, 54.0, 30.0
 
 
-def draw_machine(candidate: Candidate, sent: list[LinkTraffic]) -> Drawing:
+def draw_machine(candidate: Candidate, sent: list[LinkTraffic], width: float = WIDE) -> Drawing:
     """The first nodes with their devices, and under them a line for each axis."""
     cluster, mesh = candidate.cluster, candidate.whole_mesh
-    nodes = cluster.nodes[:_NODES]
+    nodes = cluster.nodes[: int(width // _NODE)]
     shown = min(max(node.devices for node in nodes), _DEVICES)
-    columns = max(1, min(shown, int(_WIDTH / len(nodes) / _BOX)))
+    columns = max(1, min(shown, int(width / len(nodes) / _BOX)))
     lines = -(-shown // columns)
     height = 44 + lines * (_BOX - 14) + 12
     groups = {entry.axes for entry in sent if len(entry.axes) > 1}
     rows = [*((axis,) for axis in mesh), *sorted(groups)]
     label = f"{mesh} on {_node_kinds(cluster.nodes)}"
-    picture = Drawing(_WIDTH, height + 18 + _ROW * len(rows), label)
+    row = _ROW if width == WIDE else _ROW + 14
+    picture = Drawing(width, height + 18 + row * len(rows), label)
     first, rank = 0.0, 0
     for number, (node, used) in enumerate(zip(nodes, cluster.used_of_nodes)):
-        width = _WIDTH / len(nodes) - 8
-        picture.box(first + 1, 18, width, height - 22, "node")
+        picture.box(first + 1, 18, width / len(nodes) - 8, height - 22, "node")
         speed = scaled(node.link.bandwidth, "B/s", 3)
         title = f"node {number}: {node.devices} x {node.device.name}, {speed}"
         picture.text(first + 8, 12, title)
@@ -39,14 +39,14 @@ def draw_machine(candidate: Candidate, sent: list[LinkTraffic]) -> Drawing:
             if rank + place < mesh.size:
                 _device(picture, mesh, rank + place, x, y)
         rank += used
-        first += _WIDTH / len(nodes)
+        first += width / len(nodes)
     more = len(cluster.nodes) - len(nodes)
     between = scaled(cluster.network.bandwidth, "B/s", 3)
     words = f"and {counted(more, 'more node')}; " if more else ""
     if len(cluster.nodes) > 1:
         picture.text(8, height + 10, f"{words}{between} between nodes, of each")
     for number, axes in enumerate(rows):
-        _links(picture, candidate, axes, height + 18 + _ROW * number, sent)
+        _links(picture, candidate, axes, height + 18 + row * number, sent)
     return picture
 
 
@@ -75,7 +75,9 @@ def _links(
     where = {"inside": "inside of nodes", "between": "between nodes"}.get(link.level, link.level)
     speed = scaled(link.bandwidth, "B/s", 3)
     size = f"{' and '.join(axes)} = {mesh.degree(axes)}"
-    words = f"{size}, {where}, {speed}: a rank sends {bytes_text(axes_bytes)} a step"
-    picture.text(8, y + 12, words)
-    picture.box(8, y + 17, _WIDTH - 16, 5, "idle")
-    picture.box(8, y + 17, min(axes_bytes / most, 1.0) * (_WIDTH - 16), 5, "messages")
+    words = f"{size}, {where}, {speed}:", f"a rank sends {bytes_text(axes_bytes)} a step"
+    for line in [" ".join(words)] if picture.width == WIDE else words:
+        picture.text(8, y + 12, line)
+        y += 14
+    picture.box(8, y + 3, picture.width - 16, 5, "track")
+    picture.box(8, y + 3, min(axes_bytes / most, 1.0) * (picture.width - 16), 5, "messages")

@@ -17,10 +17,10 @@ from autopar.pipeline.memory.memory_timeline import MemoryTimeline
 from autopar.pipeline.memory.step_timeline import bytes_by_call, peaks_by_action
 from autopar.planner.candidate import Candidate
 from autopar.report.step_parts import BarShare
-from autopar.text.drawing import Axis, Drawing
+from autopar.text.drawing import WIDE, Axis, Drawing, legend_places
 from autopar.text.units import bytes_text, seconds_text
 
-_WIDTH, _LEFT, _HEIGHT, _BELOW = 960.0, 70.0, 170.0, 22.0
+_LEFT, _HEIGHT, _BELOW = 70.0, 124.0, 22.0
 _RANKS = 8  # that are drawn
 _CLASSES = {"activations": "kept"}  # the others are called as they are
 _ORDER = tuple(field.name for field in fields(AtPeak))
@@ -143,35 +143,33 @@ def shows_limit(course: RankMemoryTimeline, limit: float) -> bool:
     return limit <= 1.5 * course.top
 
 
-def draw_memory(course: RankMemoryTimeline, limit: float) -> Drawing:
+def draw_memory(course: RankMemoryTimeline, limit: float, width: float = WIDE) -> Drawing:
     """Draw the kinds of bytes stacked over time."""
-    across = Axis(0.0, course.span, _LEFT, _WIDTH - 24)
-    samples = course.thinned(int(_WIDTH - 24 - _LEFT))
+    right = width - 24
+    across, samples = Axis(0.0, course.span, _LEFT, right), course.thinned(int(right - _LEFT))
     is_near = shows_limit(course, limit)
-    picture = Drawing(_WIDTH, _HEIGHT, f"memory of {course.title}")
-    up = Axis(0.0, max(course.top, limit * is_near) * 1.04 or 1.0, _HEIGHT - _BELOW, 24)
-    for value in up.ticks(4):
-        picture.line([(_LEFT, up.at(value)), (_WIDTH - 24, up.at(value))], "rule")
-        picture.text(_LEFT - 6, up.at(value) + 4, bytes_text(value), "end")
-    for value in across.ticks(8):
-        picture.text(across.at(value), _HEIGHT - 6, seconds_text(value), "middle")
-    x, below = _LEFT, [0.0] * len(samples)
-    picture.text(x, 14, course.title)
-    x += 40 + 6 * len(course.title)
-    for kind in _ORDER:
-        sizes = [held.get(kind, 0.0) for _, _, held in samples]
-        if not any(sizes):
-            continue
-        above = [low + size for low, size in zip(below, sizes)]
+    kinds = [kind for kind in _ORDER if any(held.get(kind) for _, _, held in samples)]
+    legend = legend_places(kinds, 4.0, width)
+    top = 32.0 + (legend[-1][2] if legend else 0.0)
+    picture = Drawing(width, top + _HEIGHT + _BELOW, f"memory of {course.title}")
+    up = Axis(0.0, max(course.top, limit * is_near) * 1.04 or 1.0, top + _HEIGHT, top)
+    for value, words in up.labels(4, bytes_text):
+        picture.line([(_LEFT, up.at(value)), (right, up.at(value))], "rule")
+        picture.text(_LEFT - 6, up.at(value) + 4, words, "end")
+    for value, words in across.labels(8, seconds_text, room=8.0):
+        picture.text(across.at(value), picture.height - 6, words, "middle")
+    picture.text(4, 14, course.title)
+    below = [0.0] * len(samples)
+    for kind, x, y in legend:
+        above = [low + held.get(kind, 0.0) for low, (_, _, held) in zip(below, samples)]
         upper = [(across.at(t), up.at(v)) for sample, v in zip(samples, above) for t in sample[:2]]
         lower = [(across.at(t), up.at(v)) for sample, v in zip(samples, below) for t in sample[:2]]
         name = _CLASSES.get(kind, kind)
         most = max(held.get(kind, 0.0) for _, _, held in course.held)
         picture.area([*upper, *reversed(lower)], name, f"{kind}: at most {bytes_text(most)}")
-        picture.box(x, 5, 10, 10, name)
-        picture.text(x + 14, 14, kind)
-        x += 28 + 6.2 * len(kind)
+        picture.box(x, y + 11, 10, 10, name)
+        picture.text(x + 14, y + 20, kind)
         below = above
     if is_near:
-        picture.line([(_LEFT, up.at(limit)), (_WIDTH - 24, up.at(limit))], "limit")
+        picture.line([(_LEFT, up.at(limit)), (right, up.at(limit))], "limit")
     return picture

@@ -6,8 +6,9 @@ sortable columns, and `/` to search from anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader
@@ -30,7 +31,7 @@ from autopar.report.weighed_plans import (
     weighed_plans,
 )
 from autopar.search.search_report import SearchReport
-from autopar.text.drawing import Drawing, style
+from autopar.text.drawing import NARROW, WIDE, Drawing, style
 from autopar.text.units import bytes_text, counted, printable_text, scaled, seconds_text, share_text
 
 _COSTS = 200  # that are shown
@@ -94,17 +95,20 @@ def page(
         blocks=program_blocks(candidate, root),
         costs=costs[:_COSTS],
         others=costs[_COSTS:],
-        machine=draw_machine(candidate, sent),
+        machine=_at_both_widths(partial(draw_machine, candidate, sent)),
         sent=sent,
         gantts=_gantts(candidate, run),
-        memory=[draw_memory(course, context.limit) for course in courses],
+        memory=[_at_both_widths(partial(draw_memory, c, context.limit)) for c in courses],
         shows_limit=any(shows_limit(course, context.limit) for course in courses),
         weighed=weighed,
         parts=parts_of([way.figures for way in weighed]),
         kinds=kinds_of([way.figures for way in weighed]),
         left_out=left_out_words(context.left_out),
-        scatter=draw_scatter(weighed, context.limit) if len(weighed) > 1 else None,
-        more=[] if run is None else run_sections(run, candidate),
+        scatter=len(weighed) > 1 and _at_both_widths(partial(draw_scatter, weighed, context.limit)),
+        more=[
+            (section, _at_both_widths(section.picture))
+            for section in ([] if run is None else run_sections(run, candidate))
+        ],
     )
     return printable_text(written)
 
@@ -114,7 +118,15 @@ def _bar(shares: Sequence[BarShare], whole: float, what: str) -> Drawing:
     return draw_bar(shares, whole, f"{what}: {words}")
 
 
-def _gantts(candidate: Candidate, run: TrainingRun | None) -> dict[str, Drawing]:
+def _at_both_widths(draw: Callable[[float], Drawing]) -> str:
+    """Return a picture for a screen and one for a phone; a page shows the one that fits."""
+    return "".join(
+        f'<div class="{name}">{draw(width)}</div>'
+        for name, width in (("roomy", WIDE), ("narrow", NARROW))
+    )
+
+
+def _gantts(candidate: Candidate, run: TrainingRun | None) -> dict[str, str]:
     """Draw the recorded schedule above the predicted one, on one axis."""
     if candidate.timeline is None:
         return {}
@@ -122,7 +134,7 @@ def _gantts(candidate: Candidate, run: TrainingRun | None) -> dict[str, Drawing]
     if run is not None and (measured := measured_gantt(run.events, candidate)) is not None:
         gantts = {"measured, in the last step that was recorded": measured, **gantts}
     longest = max(gantt.end for gantt in gantts.values())
-    return {name: gantt.drawn(longest) for name, gantt in gantts.items()}
+    return {name: _at_both_widths(partial(gantt.drawn, longest)) for name, gantt in gantts.items()}
 
 
 def _room(held: Sequence[BarShare], limit: float) -> float:

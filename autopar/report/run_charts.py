@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle, groupby
 from typing import Protocol
 
@@ -18,10 +19,10 @@ from autopar.planner.candidate import Candidate
 from autopar.report.trace import ACTIONS, Event
 from autopar.strategies.node_info import info
 from autopar.tensor_type import DTYPE_NAMES
-from autopar.text.drawing import Axis, Drawing
+from autopar.text.drawing import WIDE, Axis, Drawing, legend_places
 from autopar.text.units import counted, scaled, seconds_text, share_text
 
-_WIDTH, _HEIGHT, _LEFT, _BELOW = 960.0, 180.0, 76.0, 22.0
+_HEIGHT, _LEFT, _BELOW = 180.0, 76.0, 22.0
 _KINDS = tuple(f"series{number}" for number in range(6))
 
 
@@ -86,10 +87,10 @@ def read_run(
 
 @dataclass(frozen=True)
 class Section:
-    """A picture with a heading and a sentence."""
+    """A picture, at the width that is asked for, with a heading and a sentence."""
 
     title: str
-    picture: Drawing
+    picture: Callable[[float], Drawing]
     words: str
 
 
@@ -118,7 +119,7 @@ def _losses(run: TrainingRun) -> Section:
         if apart:
             words += f" The largest difference from {name} is {max(apart):.1e}."
     series = {"this run": losses, **run.others}
-    return Section("Loss", draw_lines(series, "loss", "{:.3g}".format), words.strip())
+    return Section("Loss", partial(draw_lines, series, "loss", "{:.3g}".format), words.strip())
 
 
 def _times(run: TrainingRun, candidate: Candidate) -> Section:
@@ -132,7 +133,7 @@ def _times(run: TrainingRun, candidate: Candidate) -> Section:
         words += f": it takes {usual / run.predicted:.2g} times as long as predicted"
     times = {"measured": run.seconds, "predicted": [run.predicted] * len(run.seconds)}
     return Section(
-        "Time of a step", draw_lines(times, "seconds of a step", seconds_text), f"{words}."
+        "Time of a step", partial(draw_lines, times, "seconds of a step", seconds_text), f"{words}."
     )
 
 
@@ -176,24 +177,27 @@ def measured_gantt(events: Sequence[Event], candidate: Candidate) -> Gantt | Non
 
 
 def draw_lines(
-    series: Mapping[str, Sequence[float]], what: str, unit: Callable[[float], str]
+    series: Mapping[str, Sequence[float]],
+    what: str,
+    unit: Callable[[float], str],
+    width: float = WIDE,
 ) -> Drawing:
     """Draw a line for each series of values by step; values that are not finite are left out."""
     values = [value for line in series.values() for value in line if math.isfinite(value)]
     count = max(map(len, series.values()))
-    legend = [*_legend([*series])]
+    legend = legend_places([*series], _LEFT, width, sign=26.0)
     top = legend[-1][2] + 10
     picture = Drawing(
-        _WIDTH, top + _HEIGHT, f"{what} over {counted(count, 'step')}: {', '.join(series)}"
+        width, top + _HEIGHT, f"{what} over {counted(count, 'step')}: {', '.join(series)}"
     )
-    across = Axis(1.0, float(max(count, 2)), _LEFT, _WIDTH - 12)
+    across = Axis(1.0, float(max(count, 2)), _LEFT, width - 12)
     up = Axis(min([0.0, *values]), max([0.0, *values]) * 1.05, top + _HEIGHT - _BELOW, top)
-    for value in up.ticks(4):
-        picture.line([(_LEFT, up.at(value)), (_WIDTH - 12, up.at(value))], "rule")
-        picture.text(_LEFT - 6, up.at(value) + 4, unit(value), "end")
-    for value in across.ticks(8):
+    for value, words in up.labels(4, unit):
+        picture.line([(_LEFT, up.at(value)), (width - 12, up.at(value))], "rule")
+        picture.text(_LEFT - 6, up.at(value) + 4, words, "end")
+    for value, words in across.labels(8, "{:g}".format, room=4.0):
         if value == int(value):
-            picture.text(across.at(value), picture.height - 6, f"{value:g}", "middle")
+            picture.text(across.at(value), picture.height - 6, words, "middle")
     for (name, x, y), values_of_line, kind in zip(legend, series.values(), cycle(_KINDS)):
         for points in _stretches(values_of_line):
             picture.line([(across.at(n), up.at(value)) for n, value in points], kind)
@@ -202,17 +206,6 @@ def draw_lines(
         picture.line([(x, y), (x + 20, y)], kind)
         picture.text(x + 26, y + 4, name)
     return picture
-
-
-def _legend(names: Sequence[str]) -> Iterator[tuple[str, float, float]]:
-    """Yield the position of each name, in as many rows as they need."""
-    x, y = _LEFT, 10.0
-    for name in names:
-        long = 44 + 6.2 * len(name)
-        if x > _LEFT and x + long > _WIDTH:
-            x, y = _LEFT, y + 16
-        yield name, x, y
-        x += long
 
 
 def _stretches(values: Sequence[float]) -> Iterator[list[tuple[int, float]]]:

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.planner.candidate import Candidate
-from autopar.text.drawing import Drawing
+from autopar.text.drawing import WIDE, Drawing
 from autopar.text.units import seconds_text
-
-_WIDTH = 960.0
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,11 @@ def step_parts(candidate: Candidate) -> list[BarShare]:
 
 def draw_bar(shares: Sequence[BarShare], whole: float, label: str) -> Drawing:
     """Draw shares next to each other."""
-    picture = Drawing(_WIDTH, 18, label)
-    picture.box(0, 0, _WIDTH, 18, "idle")
+    picture = Drawing(WIDE, 18, label)
+    picture.box(0, 0, WIDE, 18, "track")
     x = 0.0
     for share in shares:
-        width = share.size / whole * _WIDTH if whole else 0.0
+        width = share.size / whole * WIDE if whole else 0.0
         picture.box(x, 0, width, 18, share.kind, title=f"{share.name}: {share.text}")
         x += width
     return picture

@@ -10,7 +10,7 @@ from autopar.mesh import Mesh
 from autopar.planner.candidate import Alternative
 from autopar.planner.trial import Trial, measured
 from autopar.search.search_report import ConsideredMesh
-from autopar.text.drawing import Axis, Drawing
+from autopar.text.drawing import WIDE, Axis, Drawing, text_width
 from autopar.text.units import bytes_text, counted, seconds_text, share_text
 
 # What bounds rule out, and what a guess does, as people call one or more of it.
@@ -20,7 +20,7 @@ _GUESSED = {
     "unlikely": _SIZES,
     "unlike": ("way of unequal blocks", "ways of unequal blocks"),
 }
-_WIDTH, _HEIGHT, _LEFT, _BELOW = 960.0, 340.0, 76.0, 34.0
+_HEIGHT, _LEFT, _BELOW = 340.0, 76.0, 34.0
 
 
 @dataclass(frozen=True)
@@ -77,23 +77,23 @@ def _slower(times: float) -> str:
     return f"{times:.1f}x slower" if times >= 1.5 else f"{share_text(times - 1)} slower"
 
 
-def draw_scatter(plans: Sequence[WeighedPlan], limit: float) -> Drawing:
+def draw_scatter(plans: Sequence[WeighedPlan], limit: float, width: float = WIDE) -> Drawing:
     """Draw time to the right and memory upwards, with a line along the Pareto front."""
     seconds = [plan.figures.seconds for plan in plans]
     memory = [plan.figures.memory for plan in plans]
-    across = _axis_over(seconds, _LEFT, _WIDTH - 12)
+    across = _axis_over(seconds, _LEFT, width - 12)
     up = _axis_over(memory if limit > 1.5 * max(memory) else [*memory, limit], _HEIGHT - _BELOW, 12)
     label = f"{counted(len(plans), 'way')} to run a step by predicted time and memory"
-    picture = Drawing(_WIDTH, _HEIGHT, label)
-    for value in up.ticks(5):
-        picture.line([(_LEFT, up.at(value)), (_WIDTH - 12, up.at(value))], "rule")
-        picture.text(_LEFT - 6, up.at(value) + 4, bytes_text(value), "end")
-    for value in across.ticks(8):
-        picture.text(across.at(value), _HEIGHT - _BELOW + 16, seconds_text(value), "middle")
-    picture.text(_WIDTH - 12, _HEIGHT - 2, "predicted seconds of a step", "end")
+    picture = Drawing(width, _HEIGHT, label)
+    for value, words in up.labels(5, bytes_text):
+        picture.line([(_LEFT, up.at(value)), (width - 12, up.at(value))], "rule")
+        picture.text(_LEFT - 6, up.at(value) + 4, words, "end")
+    for value, words in across.labels(8, seconds_text, room=8.0):
+        picture.text(across.at(value), _HEIGHT - _BELOW + 16, words, "middle")
+    picture.text(width - 12, _HEIGHT - 2, "predicted seconds of a step", "end")
     if limit <= 1.5 * max(memory):
-        picture.line([(_LEFT, up.at(limit)), (_WIDTH - 12, up.at(limit))], "limit")
-        picture.text(_WIDTH - 12, up.at(limit) - 4, f"{bytes_text(limit)} of a device", "end")
+        picture.line([(_LEFT, up.at(limit)), (width - 12, up.at(limit))], "limit")
+        picture.text(width - 12, up.at(limit) - 4, f"{bytes_text(limit)} of a device", "end")
     edge = _frontier([plan.figures for plan in plans])
     picture.line([(across.at(plan.seconds), up.at(plan.memory)) for plan in edge], "frontier")
     placed: list[tuple[WeighedPlan, float, float]] = []
@@ -119,10 +119,10 @@ def _label_dots(picture: Drawing, placed: Sequence[tuple[WeighedPlan, float, flo
     """Label each dot where there is room, the first ones first."""
     taken = [(x - 8, y - 8, x + 8, y + 8) for _, x, y in placed]
     for plan, x, y in placed:
-        words, long = plan.figures.how, 5.6 * len(plan.figures.how)
+        words, long = plan.figures.how, text_width(plan.figures.how)
         for left, above in itertools.product((x + 11, x - 11 - long), (y, y - 14, y + 14)):
             box = left, above - 6, left + long, above + 6
-            is_inside = left > _LEFT and box[2] < _WIDTH and box[3] < _HEIGHT - _BELOW
+            is_inside = left > _LEFT and box[2] < picture.width and box[3] < _HEIGHT - _BELOW
             others = (b for b in taken if b != (x - 8, y - 8, x + 8, y + 8))
             if is_inside and not any(_overlap(box, other) for other in others):
                 picture.text(left, above + 4, words)

@@ -9,13 +9,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape as escaped
 from importlib.resources import files
+from itertools import pairwise
 
 from autopar.text.units import printable_text
 
 Point = tuple[float, float]
+WIDE, NARROW = 960.0, 360.0  # of pictures: for a screen, for a phone
+_LETTER = 6.2  # the width of one, on average
 
 
 def style() -> str:
@@ -98,6 +101,39 @@ class Axis:
         first = math.ceil(self._least / step)
         last = math.floor((self._least + self._span) / step + 1e-9)
         return [number * step for number in range(first, last + 1)]
+
+    def labels(
+        self, count: int, text: Callable[[float], str], room: float = 0.0
+    ) -> list[tuple[float, str]]:
+        """Return at most about `count` ticks with their texts: no two read the same, and each has
+        `room` beside the next where it is written below an axis."""
+        for wanted in range(count, 1, -1):
+            labels = [(value, text(value)) for value in self.ticks(wanted)]
+            is_distinct = len({words for _, words in labels}) == len(labels)
+            widest = max((text_width(words) for _, words in labels), default=0.0) + room
+            places = [self.at(value) for value, _ in labels]
+            if is_distinct and not (room and any(b - a < widest for a, b in pairwise(places))):
+                return labels
+        return labels[:1]
+
+
+def text_width(words: str) -> float:
+    """Return about how wide words are in a picture."""
+    return _LETTER * len(words)
+
+
+def legend_places(
+    names: Sequence[str], left: float, right: float, sign: float = 10.0
+) -> list[tuple[str, float, float]]:
+    """Return each name of a legend with the place of its sign, in as many rows as they need."""
+    x, y, places = left, 10.0, list[tuple[str, float, float]]()
+    for name in names:
+        width = sign + 18 + text_width(name)
+        if x > left and x + width > right:
+            x, y = left, y + 16
+        places.append((name, x, y))
+        x += width
+    return places
 
 
 def escape(words: str) -> str:

@@ -180,7 +180,7 @@ def test_both_schedules_have_one_axis(tmp_path: Path) -> None:
     plan = plans.pipelined()
     slow = [replace(one, start=3 * one.start, end=3 * one.end) for one in events_of(plan)]
     text = written(plan, tmp_path, run=TrainingRun([], [], plan.seconds, events=slow))
-    measured, predicted = re.findall(r'<svg [^>]*aria-label="chimera: .*?</svg>', text)
+    measured, _, predicted, _ = re.findall(r'<svg [^>]*aria-label="chimera: .*?</svg>', text)
     ticks = r'<text class="middle" x="([^"]*)"[^>]*>([^<]*s)</text>'
     assert re.findall(ticks, measured) == re.findall(ticks, predicted) != []
 
@@ -232,6 +232,27 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
         except (TimeoutError, OSError) as error:
             pytest.skip(f"chromium does not start here: {error}")
         yield browser.open(path)
+
+
+# What is wrong with the pictures that are shown, but for those of the program's lines.
+READ_PICTURES = """(() => {
+  const box = e => e.getBoundingClientRect(), wrong = [];
+  const meet = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2 &&
+    Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;
+  document.querySelectorAll("details").forEach(e => e.open = true);
+  for (const picture of document.querySelectorAll("main section:not(#program) svg")) {
+    const words = [...picture.querySelectorAll("text")].filter(e => box(e).width);
+    const dots = [...picture.querySelectorAll("circle")].map(box);
+    if (box(picture).right > innerWidth) wrong.push("wide: " + picture.getAttribute("aria-label"));
+    words.forEach((word, at) => {
+      if (box(word).height < 9) wrong.push("small: " + word.textContent);
+      if (dots.some(dot => meet(box(word), dot))) wrong.push("covers: " + word.textContent);
+      for (const other of words.slice(at + 1))
+        if (meet(box(word), box(other))) wrong.push(word.textContent + " | " + other.textContent);
+    });
+  }
+  return wrong;
+})()"""
 
 
 @needs_chromium
@@ -291,6 +312,13 @@ class TestInABrowser:
     def test_it_is_as_wide_as_the_screen(self, opened: chromium.Page, width: int) -> None:
         opened.resize(width, 800)
         assert opened.run("document.documentElement.scrollWidth") == width
+
+    @pytest.mark.parametrize("width", [390, 1280])
+    def test_pictures_fit_and_their_words_can_be_read(
+        self, opened: chromium.Page, width: int
+    ) -> None:
+        opened.resize(width, 800)
+        assert opened.run(READ_PICTURES) == []
 
     def test_it_follows_the_colours_that_are_asked_for(self, opened: chromium.Page) -> None:
         back = "getComputedStyle(document.body).backgroundColor"

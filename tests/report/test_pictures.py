@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -20,7 +21,7 @@ from autopar.report.program_lanes import program_blocks
 from autopar.report.step_parts import step_parts
 from autopar.report.traffic import link_traffic
 from autopar.report.weighed_plans import draw_scatter, weighed_plans
-from autopar.text.drawing import Axis, Drawing
+from autopar.text.drawing import Axis, Drawing, style
 from autopar.text.units import bytes_text, share_text
 from tests import models
 from tests.report import plans
@@ -232,10 +233,34 @@ def test_ticks_are_round_and_inside() -> None:
         assert all(least <= tick <= most * (1 + 1e-9) for tick in ticks)
 
 
+def test_no_two_ticks_read_the_same() -> None:
+    """Where round values differ by less than a text shows, there are fewer of them."""
+    for text in ("{:.0f}".format, "{:.1f}".format, bytes_text):
+        for least, most in [(0.0, 2.0), (1.2, 1.6), (5.001e9, 5.002e9), (1.0, 1.0)]:
+            words = [words for _, words in Axis(least, most, 0.0, 900.0).labels(8, text)]
+            assert words
+            assert len({*words}) == len(words)
+    labels = Axis(0.0, 1.0, 0.0, 100.0).labels(8, "{:.3f} seconds".format, room=4.0)
+    assert len(labels) < 3
+
+
+def test_greys_of_one_picture_are_told_apart() -> None:
+    names = r"--(paper|track|bubble|states|optimizer|buffers): #(\w+)"
+    for words in style().split("@media"):
+        found = dict(re.findall(names, words))
+        greys = {
+            name: sum(int(g[i : i + 2], 16) for i in (0, 2, 4)) / 3 for name, g in found.items()
+        }
+        assert len(greys) == 6
+        for one, other in itertools.combinations(greys, 2):
+            if {one, other} not in ({"track", "paper"}, {"bubble", "buffers"}):
+                assert abs(greys[one] - greys[other]) > 15, (one, other)
+
+
 def test_words_are_escaped() -> None:
     picture = Drawing(10, 10, 'a "<b>" & c')
     picture.text(0, 0, "<script>")
-    picture.box(0, 0, 1, 1, "idle", title="<x>")
+    picture.box(0, 0, 1, 1, "track", title="<x>")
     ET.fromstring(picture.file())
     assert "<script>" not in str(picture)
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.pipeline.schedule import KIND_NAMES, Action, Schedule
-from autopar.text.drawing import Axis, Drawing
+from autopar.text.drawing import WIDE, Axis, Drawing, legend_places
 from autopar.text.units import counted, share_text
 
-_WIDTH, _LEFT, _ROW, _GAP, _ABOVE, _BELOW = 960.0, 56.0, 22.0, 4.0, 26.0, 22.0
+_LEFT, _ROW, _GAP, _BELOW = 56.0, 22.0, 4.0, 22.0
 _MOST_TITLED = 3000  # actions; of more, boxes have no titles
 
 
@@ -36,48 +36,53 @@ class Gantt:
         return max([self.last, *(end for *_, end in self.after)])
 
     @cached_property
-    def idle(self) -> str:
+    def bubble(self) -> str:
         """Return the share of all ranks' time in which they wait for others, as text."""
         busy = sum(sum(ends) - sum(starts) for starts, ends in zip(self.starts, self.ends))
         return share_text(1 - busy / (self.last * self.schedule.ranks or 1.0))
 
-    def drawn(self, until: float = 0.0) -> Drawing:
-        """Draw a row for each rank: its actions, its work once a step, and idle time in grey.
+    def drawn(self, until: float = 0.0, width: float = WIDE) -> Drawing:
+        """Draw a row for each rank: its actions, its work once a step, and the bubble in grey.
 
         The time axis goes on to `until` at least.
         """
-        schedule = self.schedule
-        height = _ABOVE + schedule.ranks * (_ROW + _GAP) + _BELOW
+        schedule, legend = self.schedule, self._legend()
+        places = legend_places([*legend], _LEFT, width)
+        above = 16.0 + places[-1][2]
+        height = above + schedule.ranks * (_ROW + _GAP) + _BELOW
         label = (
             f"{schedule.name}: {counted(schedule.ranks, 'rank')}, "
             f"{counted(schedule.microbatches, 'micro-batch')}, step {self.unit(self.end)}, "
-            f"idle {self.idle}"
+            f"bubble {self.bubble}"
         )
-        picture = Drawing(_WIDTH, height, label)
-        axis = Axis(0.0, max(self.end, until), _LEFT, _WIDTH - 24)
-        self._legend(picture)
-        for value in axis.ticks(8):
+        picture = Drawing(width, height, label)
+        axis = Axis(0.0, max(self.end, until), _LEFT, width - 24)
+        for words, x, y in places:
+            picture.box(x, y - 6, 10, 10, legend[words])
+            picture.text(x + 14, y + 3, words)
+        for value, words in axis.labels(8, self.unit, room=8.0):
             x = axis.at(value)
-            picture.line([(x, _ABOVE - 4), (x, height - _BELOW)], "rule")
-            picture.text(x, height - 6, self.unit(value), "middle")
-        for rank in range(schedule.ranks):
-            picture.text(_LEFT - 6, _top(rank) + _ROW / 2 + 4, f"rank {rank}", "end")
-            picture.box(_LEFT, _top(rank), axis.at(self.last) - _LEFT, _ROW, "idle")
-        self._actions(picture, axis)
+            picture.line([(x, above - 4), (x, height - _BELOW)], "rule")
+            picture.text(x, height - 6, words, "middle")
+        tops = [above + rank * (_ROW + _GAP) for rank in range(schedule.ranks)]
+        for rank, top in enumerate(tops):
+            picture.text(_LEFT - 6, top + _ROW / 2 + 4, f"rank {rank}", "end")
+            picture.box(_LEFT, top, axis.at(self.last) - _LEFT, _ROW, "bubble")
+        self._actions(picture, axis, tops)
         for name, ranks, start, end in self.after:
             left, right = axis.at(start), axis.at(end)
             title = f"{name}, {self.unit(end - start)}"
             for rank in ranks:
-                picture.box(left, _top(rank) + _ROW - 5, right - left, 5, "sync", title)
+                picture.box(left, tops[rank] + _ROW - 5, right - left, 5, "sync", title)
         return picture
 
-    def _actions(self, picture: Drawing, axis: Axis) -> None:
+    def _actions(self, picture: Drawing, axis: Axis, tops: Sequence[float]) -> None:
         count = sum(map(len, self.schedule.orders))
         untitled = defaultdict(list)
         for rank, order in enumerate(self.schedule.orders):
             for action, start, end in zip(order, self.starts[rank], self.ends[rank]):
                 left, right = axis.at(start), axis.at(end)
-                top, width, height = _top(rank) + 1, right - left, _ROW - 2
+                top, width, height = tops[rank] + 1, right - left, _ROW - 2
                 kind = f"{action.kind}{action.pipe % 2}"
                 if count > _MOST_TITLED:
                     untitled[kind].append((left, top, width, height))
@@ -91,30 +96,21 @@ class Gantt:
         for kind, boxes in untitled.items():
             picture.boxes(boxes, kind)
 
-    def _legend(self, picture: Drawing) -> None:
-        schedule, x = self.schedule, _LEFT
+    def _legend(self) -> dict[str, str]:
+        """Return the words for each class of boxes, with the class."""
+        schedule, legend = self.schedule, dict[str, str]()
         for kind, pipe in sorted(
             {(a.kind, a.pipe % 2) for _, a in schedule.actions},
             key=lambda entry: ([*KIND_NAMES].index(entry[0]), entry[1]),
         ):
             words = KIND_NAMES[kind] + (f", pipe {pipe}" if schedule.pipes > 1 else "")
-            x = _entry(picture, x, f"{kind}{pipe}", words)
+            legend[words] = f"{kind}{pipe}"
         if self.after:
-            x = _entry(picture, x, "sync", "sums of gradients, and what is done once a step")
-        _entry(picture, x, "idle", f"idle: {self.idle}")
-
-
-def _top(rank: int) -> float:
-    return _ABOVE + rank * (_ROW + _GAP)
+            legend["sums of gradients, and what is done once a step"] = "sync"
+        return {**legend, f"bubble: {self.bubble}": "bubble"}
 
 
 def _words(action: Action) -> str:
     numbers = " and ".join(map(str, action.microbatches))
     pipe = f" of pipe {action.pipe}" if action.pipe else ""
     return f"{KIND_NAMES[action.kind]} of micro-batch {numbers}, stage {action.stage}{pipe}"
-
-
-def _entry(picture: Drawing, x: float, kind: str, words: str) -> float:
-    picture.box(x, 4, 10, 10, kind)
-    picture.text(x + 14, 13, words)
-    return x + 26 + 6.2 * len(words)
