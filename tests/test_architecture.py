@@ -7,7 +7,8 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from autopar.strategies.node_info import NodeInfo
+from tests import habits
 
 ROOT = Path(__file__).parents[1]
 HOUSE = ROOT / "autopar"
@@ -224,3 +226,32 @@ def reached_from(name: str, reads: dict[str, set[str]]) -> set[str]:
         reached |= others
         left.extend(others)
     return reached
+
+
+# Of each habit how often it may occur in rooms that are not rebuilt, and in the others.
+HABITS = {habits.fragments: (0, 340), habits.fillers: (5, 640), habits.packed: (0, 28)}
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_names_and_docstrings_can_be_read_alone(habit: Callable[..., Iterator[str]]) -> None:
+    found: tuple[list[str], list[str]] = [], []
+    for path in FILES:
+        name = path.relative_to(HOUSE).as_posix()
+        is_rebuilt = name.startswith(habits.REBUILT)
+        found[is_rebuilt].extend(f"{name}: {place}" for place in habit(parsed(path)))
+    for places, most in zip(found, HABITS[habit]):
+        assert len(places) <= most, "\n".join(places)
+
+
+def test_a_class_name_means_one_thing_and_a_folder_can_be_overlooked() -> None:
+    names = habits.shared_class_names({path: parsed(path) for path in FILES})
+    assert len(names) <= 9, names
+    outside = [
+        name
+        for name, paths in names.items()
+        if any(not str(p.relative_to(HOUSE)).startswith(habits.REBUILT) for p in paths)
+    ]
+    assert outside == []
+    files = Counter(path.parent for path in FILES)
+    crowded = {str(f.relative_to(HOUSE)) for f in files if files[f] > habits.CROWDED}
+    assert crowded <= {"capture", "planner"}

@@ -75,13 +75,13 @@ def joint_collectives(facts: Facts, strategy: Strategy, mesh: Mesh) -> list[Coll
     ]
 
 
-def _moved_share(call: KernelCall, beside: int | InputWindow, mesh: Mesh) -> float:
+def _moved_share(call: KernelCall, window: int | InputWindow, mesh: Mesh) -> float:
     """Return the rows of the first input that move, relative to its largest piece."""
     group = call.group(mesh, 0)
     before = group.input(0)
-    if isinstance(beside, InputWindow):
-        beside = beside.moved(before.pieces, group.output().pieces)
-    return beside / max(before.lengths)
+    if isinstance(window, InputWindow):
+        window = window.moved(before.pieces, group.output().pieces)
+    return window / max(before.lengths)
 
 
 def joint_message_cost(

@@ -102,8 +102,8 @@ class StatePrice:
         """Return a parameter's cost; readers leave its gradient a partial sum over `summed`."""
         cut = _further_axes(places.working, places.storage)
         left = tuple(axis for axis in summed if axis not in cut)
-        kept = self.kept(places, facts, left, overlapped)
-        return kept + self.used(places, facts, summed, overlapped)
+        once = self.kept(places, facts, left, overlapped)
+        return once + self.used(places, facts, summed, overlapped)
 
     def kept(
         self,

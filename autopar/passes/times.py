@@ -13,7 +13,7 @@ from autopar.strategies.node_info import info
 
 
 def mark_times(graph: fx.Graph, setting: Setting) -> fx.Graph:
-    """The same graph, of which the calls of one period are marked."""
+    """Mark the calls of one period, with how often it runs."""
     captured, is_inside, times = setting.captured, False, 1
     for node in graph.nodes if captured.times > 1 else ():
         if node.op != "call_function":

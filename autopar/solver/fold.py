@@ -54,7 +54,7 @@ class BlockRun:
 
     @property
     def saved(self) -> int:
-        """How many nodes need not be looked at."""
+        """The number of nodes that need not be looked at."""
         return (self.count - 1) * self.period
 
 

@@ -115,7 +115,7 @@ class ReducedCore:
         messages = self.messages
         excess = messages.excess()
         steps = np.unique(np.concatenate(list(excess.values())))
-        fewest, most, kept = 0, len(steps), None  # the number of steps is between these
+        fewest, most, eliminated = 0, len(steps), None  # the number of steps is between these
         for halving in range(_HALVINGS):
             if fewest >= most:
                 break
@@ -123,14 +123,17 @@ class ReducedCore:
             step = steps[middle - 1]
             candidates = {v: np.flatnonzero(o <= max(step, o.min())) for v, o in excess.items()}
             if self._can_eliminate(candidates):
-                fewest, kept = middle, candidates
+                fewest, eliminated = middle, candidates
             else:
                 most = middle - 1
-        if kept is None:
+        if eliminated is None:
             return
-        choice, value = self._eliminated(kept)
+        choice, value = self._eliminated(eliminated)
         least = min(
-            (float(np.delete(over, kept[v]).min(initial=np.inf)) for v, over in excess.items()),
+            (
+                float(np.delete(over, eliminated[v]).min(initial=np.inf))
+                for v, over in excess.items()
+            ),
             default=np.inf,
         )
         messages.offer(choice, value)
