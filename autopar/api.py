@@ -316,11 +316,9 @@ class _ParallelizeCall:
 
     def module(self, plan: Plan, backend: Backend) -> ParallelModule:
         on_processes = not isinstance(backend, VirtualBackend)
-        checks = (
-            ProgramChecks(self.model, plan.original, on_processes=on_processes)
-            if self.running.check
-            else None
-        )
+        checks = None
+        if self.running.check:
+            checks = ProgramChecks(self.model, plan.original, on_processes=on_processes)
         return ParallelModule(
             self.model, plan.program, plan, backend, check=checks, values=self.values
         )

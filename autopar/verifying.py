@@ -323,9 +323,8 @@ def _forward(
     with seeded(0):
         evaluate(captured.graph, {**captured.constants, **values}, note)
     with seeded(0):
-        VirtualGraph(program.graph, plan.mesh, device, captured.constants, watch=look)(
-            named, values
-        )
+        run = VirtualGraph(program.graph, plan.mesh, device, captured.constants, watch=look)
+        run(named, values)
     leaves = enumerate(captured.output_leaves)
     places = [str(index) for index, leaf in leaves if isinstance(leaf, fx.Node)]
     shown = {} if plan.batches else {p: computed[n] for p, n in zip(places, outputs)}

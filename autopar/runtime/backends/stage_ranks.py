@@ -139,9 +139,7 @@ def gradient_sums(
     if not program.schedule.goes_back:
         return {}
     place, learned = ranks.place, frozenset().union(*program.learned)
-    keys = dict.fromkeys(
-        readers.sum_key(movement) for movement in movements.values() if movement.name in learned
-    )
+    keys = dict.fromkeys(readers.sum_key(m) for m in movements.values() if m.name in learned)
     wanted = {axes for key in keys for axes in (key.backward_axes, key.step_axes) if axes}
     scattering = Groups(program.mesh, wanted, ranks.meshes, "gradients")
     sums = {}

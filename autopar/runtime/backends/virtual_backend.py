@@ -272,14 +272,9 @@ class VirtualBackend(Backend):
         if self.compiler is not None:
             return OneRankGraph(self, graph, self.compiler)
         watch = ReplicaCheck(graph, self.mesh) if self.check else None
+        constants, sums = self.program.captured.constants, self._sums
         return VirtualGraph(
-            graph,
-            self.mesh,
-            self.device,
-            self.program.captured.constants,
-            watch=watch,
-            halves=halves,
-            sums=self._sums,
+            graph, self.mesh, self.device, constants, watch=watch, halves=halves, sums=sums
         )
 
     @property

@@ -293,10 +293,8 @@ class Programs(Sequence[RunningProgram]):
                 )
                 inner_plan = stage_companion(first.plan, inner_plan, is_step=False)
             with first.backend.guard():
-                running.inside = (
-                    inner_plan,
-                    first.backend.with_new_copies(inner_plan.program, is_plain=True),
-                )
+                inner_backend = first.backend.with_new_copies(inner_plan.program, is_plain=True)
+                running.inside = inner_plan, inner_backend
         return running.inside
 
     def _start_sizes(self, running: RunningProgram, across: Hashable) -> None:

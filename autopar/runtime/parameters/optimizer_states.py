@@ -58,9 +58,8 @@ def collect_states(optimizer: torch.optim.Optimizer, parameters: Parameters) -> 
     saved_groups = []
     for number, (names, group) in enumerate(zip(groups, state_dict["param_groups"])):
         options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        saved_groups.append(
-            ParameterGroup(tuple(names), plain(options, f"the options of group {number}"))
-        )
+        options = plain(options, f"the options of group {number}")
+        saved_groups.append(ParameterGroup(tuple(names), options))
     saved = SavedOptimizer(_class_name(optimizer), tuple(saved_groups), others)
     return OptimizerStates(tensors, saved)
 
@@ -130,9 +129,7 @@ def merge_saved(by_rank: Sequence[SavedOptimizer | None]) -> SavedOptimizer | No
             remedy="make the optimizer in the same way on every rank; a group may be empty",
         )
     groups = tuple(
-        ParameterGroup(
-            tuple(dict.fromkeys(name for part in parts for name in part.names)), parts[0].options
-        )
+        ParameterGroup(tuple(dict.fromkeys(n for p in parts for n in p.names)), parts[0].options)
         for parts in zip(*(optimizer.groups for optimizer in optimizers))
     )
     others = {name: states for rank in optimizers for name, states in rank.others.items()}
