@@ -1,0 +1,537 @@
+"""The faults of `tests/seeded_faults.py`, room by room: how each would read, and who should see it.
+
+A new law brings a fault that it alone catches. `old` occurs once in its file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A slip of a few words in one file, with the tests that are expected to catch it."""
+
+    name: str
+    wrong: str  # what a reader would say is wrong
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]  # files, or node ids, in the order in which they run
+
+    def count(self, root: Path) -> int:
+        """Return how often the old text occurs in its file; 1 if the fault applies."""
+        path = root / self.file
+        return path.read_text().count(self.old) if path.exists() else 0
+
+    def apply(self, text: str) -> str:
+        """Return the text of the file with the fault in it."""
+        assert text.count(self.old) == 1, f"{self.name}: {self.old!r} in {self.file}"
+        return text.replace(self.old, self.new)
+
+
+FAULTS = (
+    # text, base, cluster
+    Fault(
+        "suggestion-any-likeness",
+        "A misspelt name suggests every name that is a little like it, not the likeliest.",
+        "autopar/text/suggestions.py",
+        "if likeness == most > 0]",
+        "if most >= likeness > 0]",
+        ("tests/test_suggestions.py",),
+    ),
+    Fault(
+        "bits-as-bytes",
+        "A bandwidth of 400Gb/s is read as if its bits were bytes.",
+        "autopar/text/units.py",
+        "(1 if bits is None else 8)",
+        "(8 if bits is None else 1)",
+        ("tests/test_what_if.py::test_what_is_said_in_bits_is_an_eighth_of_that_in_bytes",),
+    ),
+    Fault(
+        "error-without-line",
+        "Errors that are raised without a source no longer show the user's line.",
+        "autopar/errors.py",
+        "self.source = source or caller()",
+        "self.source = source",
+        ("tests/test_errors.py::test_bad_input_is_explained",),
+    ),
+    Fault(
+        "lock-shared",
+        "Two programs hold the lock of one folder at the same time.",
+        "autopar/base/files.py",
+        "fcntl.flock(descriptor, fcntl.LOCK_EX)\n        yield",
+        "fcntl.flock(descriptor, fcntl.LOCK_SH)\n        yield",
+        ("tests/runtime/test_checkpoints.py::test_programs_save_to_one_path_at_once",),
+    ),
+    Fault(
+        "lock-ignored",
+        "A file that another program is writing counts as abandoned, and is deleted.",
+        "autopar/base/files.py",
+        "return not isinstance(error, BlockingIOError)",
+        "return isinstance(error, BlockingIOError)",
+        ("tests/runtime/test_written_files.py",),
+    ),
+    Fault(
+        "price-ring",
+        "A ring of p ranks is priced as if it moved the tensor p - 1 times.",
+        "autopar/cluster/collective_counts.py",
+        "return PASSES.get(kind, 1) * (ranks - 1) / ranks",
+        "return PASSES.get(kind, 1) * (ranks - 1)",
+        ("tests/cost/test_model.py",),
+    ),
+    Fault(
+        "latency-tree",
+        "A tree of messages waits p - 1 times, as a ring does, instead of log2(p) times.",
+        "autopar/cluster/collective_counts.py",
+        "return PASSES.get(kind, 1) * log2(ranks)",
+        "return PASSES.get(kind, 1) * (ranks - 1)",
+        ("tests/cost/test_model.py",),
+    ),
+    Fault(
+        "links-stale-key",
+        "The links along one axis are given for those along another, or along none.",
+        "autopar/cluster/links.py",
+        "key = mesh, tuple(axes), along",
+        "key = mesh, tuple(axes)",
+        (
+            "tests/test_cluster.py",
+            "tests/test_mixed_machines.py",
+        ),
+    ),
+    # solver, collectives, strategies
+    Fault(
+        "value-as-bound",
+        "The search under a limit takes the cost of a choice for a bound of all choices.",
+        "autopar/solver/lagrangian.py",
+        "        lowest = self._lowest(multiplier)\n        bound = lowest.bound - multiplier",
+        "        lowest = self._lowest(multiplier)\n        bound = lowest.value - multiplier",
+        ("tests/search/test_solve.py", "tests/search/test_optimum_law.py"),
+    ),
+    Fault(
+        "dominated-by-none",
+        "A strategy counts as dominated if another costs as little, though it needs more memory.",
+        "autopar/solver/dominated.py",
+        "dominates &= _no_worse(",
+        "dominates |= _no_worse(",
+        ("tests/search/test_optimum_law.py",),
+    ),
+    Fault(
+        "gather-backward",
+        "The backward of an all-gather keeps a slice of one rank's gradient, and adds nothing up.",
+        "autopar/collectives/movement.py",
+        '("all_gather", True): "reduce_scatter"',
+        '("all_gather", True): "slice"',
+        ("tests/collectives/test_virtual.py",),
+    ),
+    Fault(
+        "rule-linear-bias",
+        "Partial sums pass through a linear with a bias, which every rank adds.",
+        "autopar/strategies/rules/contractions.py",
+        '"... i, o i, o -> ... o", saved="0 1")',
+        '"... i, o i, o -> ... o", passes="each", saved="0 1")',
+        ("tests/strategies/test_rule_law.py",),
+    ),
+    Fault(
+        "saved-division",
+        "The rule of a division forgets that backward keeps the dividend.",
+        "autopar/strategies/rules/elementwise.py",
+        'rule = elementwise(call, passes=[(0,)], saved="0 1")',
+        'rule = elementwise(call, passes=[(0,)], saved="1")',
+        ("tests/strategies/test_saved.py",),
+    ),
+    Fault(
+        "random-shift",
+        "The hash of random draws shifts its last round by another number of bits.",
+        "autopar/strategies/kernels/keyed_draws.py",
+        "_SHIFTS = (15, 13, 16)",
+        "_SHIFTS = (15, 13, 13)",
+        ("tests/strategies/test_draws.py",),
+    ),
+    # nn, capture
+    Fault(
+        "balance-without-count",
+        "The balance loss of a mixture is not multiplied by the number of experts.",
+        "autopar/nn/moe.py",
+        "loss = loss + self.balance_loss * count * even",
+        "loss = loss + self.balance_loss * even",
+        ("tests/test_moe.py::test_on_one_device",),
+    ),
+    Fault(
+        "mean-of-kept-dims",
+        "A mean over some dims is divided by the number of all elements.",
+        "autopar/capture/normalisations/losses.py",
+        "count = prod(call.shapes[0][dim] for dim in dims) if call.shapes[0] else 1",
+        "count = prod(call.shapes[0]) if call.shapes[0] else 1",
+        ("tests/capture/test_normalisations.py",),
+    ),
+    Fault(
+        "buffer-not-written",
+        "A buffer that forward writes only once keeps its old value after the step.",
+        "autopar/capture/normalisations/inplace.py",
+        "if self.version.get(node, 0):\n",
+        "if self.version.get(node, 0) > 1:\n",
+        ("tests/capture/test_writes.py", "tests/capture/test_programs.py"),
+    ),
+    Fault(
+        "annotation-dropped",
+        "Of two annotations of one parameter the later one replaces the other without a word.",
+        "autopar/capture/annotations.py",
+        'found.setdefault(f"{prefix}.{name}" if prefix else name, []).append(annotation)',
+        'found[f"{prefix}.{name}" if prefix else name] = [annotation]',
+        ("tests/test_plan.py::test_annotations_that_contradict_are_both_named",),
+    ),
+    Fault(
+        "ties-not-compared",
+        "A plan is accepted for a model that ties other parameters.",
+        "autopar/capture/fingerprint.py",
+        'found += _named("tied parameter", self.tied, other.tied)',
+        'found += _named("tied parameter", self.tied, self.tied)',
+        ("tests/runtime/test_same_program.py::test_a_plan_of_another_program_is_refused",),
+    ),
+    # cost, search
+    Fault(
+        "late-gradients",
+        "Sums of gradients that end a step are counted at 0.9 of their seconds.",
+        "autopar/cost/state_price.py",
+        "                late += seconds",
+        "                late += 0.9 * seconds",
+        ("tests/cost/test_collective_law.py",),
+    ),
+    Fault(
+        "hidden-at-full-speed",
+        "Computing hides all of a collective beside it, as if neither slowed the other.",
+        "autopar/cost/rooflines.py",
+        'Formula("hidden", Min(o * C, K))',
+        'Formula("hidden", Min(C, K))',
+        ("tests/cost/test_collective_law.py", "tests/test_links.py"),
+    ),
+    Fault(
+        "optimizer-bytes-by-storage",
+        "Optimizer states are counted where a parameter is stored, not where it is optimized.",
+        "autopar/cost/footprint.py",
+        "return stored * element.master, gradient, stored * element.optimizer, 0, copy",
+        "kept = elements(places.storage) * element.optimizer\n"
+        "    return stored * element.master, gradient, kept, 0, copy",
+        (
+            "tests/runtime/test_memory.py::test_ranks_of_the_virtual_mesh_hold_what_the_plan_says",
+            "tests/test_states.py::test_states_of_large_models_take_what_is_known_of_them",
+        ),
+    ),
+    Fault(
+        "once-a-step-each-time",
+        "The search counts what a step does once as often as it has micro-batches.",
+        "autopar/search/edge_costs.py",
+        "self.share = 1 / self.microbatches",
+        "self.share = 1.0",
+        (
+            "tests/test_states.py::test_what_a_search_adds_up_is_what_the_program_costs",
+            "tests/test_plan.py::test_the_account_of_the_search",
+        ),
+    ),
+    # passes, pipeline
+    Fault(
+        "draws-per-microbatch",
+        "Dropout draws the same numbers in every micro-batch.",
+        "autopar/passes/microbatches.py",
+        "torch.tensor([0, number]",
+        "torch.tensor([0, 0]",
+        (
+            "tests/test_random.py::test_bits_do_not_depend_on_what_is_cut",
+            "tests/test_random.py::test_bits_are_those_of_one_device",
+            "tests/test_random.py::test_models_train_alike_with_dropout",
+        ),
+    ),
+    Fault(
+        "recompute-too-short",
+        "A region that runs again in backward ends one operator too early.",
+        "autopar/passes/recompute_marks.py",
+        "for node in nodes[: last_kept + 1]:",
+        "for node in nodes[:last_kept]:",
+        (
+            "tests/test_recompute.py::test_each_region_runs_once_more_and_no_further_than_needed",
+            "tests/test_recompute.py::test_what_is_kept_is_what_is_predicted",
+        ),
+    ),
+    Fault(
+        "checker-split-backward",
+        "The checker lets an input gradient run before the forward of its micro-batch.",
+        "autopar/pipeline/checker.py",
+        'elif action.kind != "W" and not done.issuperset(keys):',
+        'elif action.kind == "B" and not done.issuperset(keys):',
+        ("tests/pipeline/test_checker.py",),
+    ),
+    Fault(
+        "one-forward-too-many",
+        "A stage of 1F1B starts with one forward more than its depth asks for.",
+        "autopar/pipeline/schedules/one_f_one_b.py",
+        "ahead = min(stages - 1 - stage, microbatches)",
+        "ahead = min(stages - stage, microbatches)",
+        ("tests/pipeline/test_formulas.py",),
+    ),
+    Fault(
+        "memory-split-backward",
+        "A split backward is said to keep nothing between input and weight gradients.",
+        "autopar/pipeline/memory/activation_counts.py",
+        "(-1, -1, 1, 0, -again)",
+        "(-1, -1, 0, 0, -again)",
+        ("tests/pipeline/test_formulas.py", "tests/pipeline/test_step_memory.py"),
+    ),
+    Fault(
+        "shared-gradient-twice",
+        "A parameter that two stages read has the gradient of the last of them alone in memory.",
+        "autopar/pipeline/memory/gradient_bytes.py",
+        "        if key not in self._learned:\n            self._learned[key] = size\n",
+        "        if size:\n            self._learned[key] = size\n",
+        ("tests/pipeline/test_step_memory.py",),
+    ),
+    Fault(
+        "sum-before-replicas",
+        "The sum of a stage's gradient starts when the last of its replicas alone is ready.",
+        "autopar/pipeline/simulation/synchronization.py",
+        "completed[stage] = max(completed[stage], gradient if stage in eager else done[rank])",
+        "completed[stage] = gradient if stage in eager else done[rank]",
+        ("tests/pipeline/test_simulator.py",),
+    ),
+    Fault(
+        "link-busy-in-latency",
+        "A link carries no other message until the one before it has arrived.",
+        "autopar/pipeline/simulation/action_times.py",
+        "free[link], arrivals[sent] = left, left + cost.alpha",
+        "free[link] = arrivals[sent] = left + cost.alpha",
+        ("tests/test_links.py", "tests/pipeline/test_link_laws.py"),
+    ),
+    Fault(
+        "bound-by-value-of-point",
+        "The lower bound of a step assumes that weight gradients take the larger half of backward.",
+        "autopar/pipeline/simulation/compute_lower_bound.py",
+        "spread[stages + stage] >= spread[2 * stages + stage]",
+        "spread[stages + stage] <= spread[2 * stages + stage]",
+        ("tests/pipeline/test_compute_lower_bound.py",),
+    ),
+    # planner, report, plans, verification
+    Fault(
+        "room-of-one-rank",
+        "What forward keeps is not divided among the ranks of a stage, and ways that fit drop out.",
+        "autopar/planner/room.py",
+        "kept = self.kept(kind) / made.all_parts / inner",
+        "kept = self.kept(kind) / made.all_parts",
+        ("tests/test_room.py",),
+    ),
+    Fault(
+        "trace-durations",
+        "Events of a trace last from the start of the step, not from their own.",
+        "autopar/report/trace.py",
+        '"dur": (self.end - self.start) * 1e6',
+        '"dur": self.end * 1e6',
+        ("tests/report/test_traces.py",),
+    ),
+    Fault(
+        "page-blocks-once",
+        "The page counts the seconds of equal blocks once, not as often as there are blocks.",
+        "autopar/report/module_tree.py",
+        "return seconds_of_calls + sum(part.count * part.seconds for part in self.parts.values())",
+        "return seconds_of_calls + sum(part.seconds for part in self.parts.values())",
+        (
+            "tests/report/test_page.py::test_its_numbers_are_those_of_the_plan",
+            "tests/report/test_pictures.py",
+        ),
+    ),
+    Fault(
+        "page-backward-time",
+        "The bar of a step shows the seconds of forward for those of backward.",
+        "autopar/report/step_parts.py",
+        '("backward", "B0"): cost.compute * cost.backward /',
+        '("backward", "B0"): cost.compute * cost.forward /',
+        (
+            "tests/report/test_page.py::test_its_numbers_are_those_of_the_plan",
+            "tests/report/test_pictures.py",
+        ),
+    ),
+    Fault(
+        "plan-places-unsound",
+        "A plan is accepted though it reads a parameter elsewhere than it says.",
+        "autopar/plans/soundness.py",
+        "if not is_read or not places.is_nested or",
+        "if not places.is_nested or",
+        (
+            "tests/passes/test_parameter_places.py::test_places_that_contradict_one_another_are_refused",
+        ),
+    ),
+    Fault(
+        "coarse-is-verified",
+        "A result counts as verified though rounding may move it by as much as it is large.",
+        "autopar/verification/references.py",
+        "ok = error <= (allowed if allowed <= PROVING_LIMIT else EXACT_ERROR)",
+        "ok = error <= allowed",
+        (
+            "tests/test_verify.py::test_what_rounding_may_explain_and_nothing_proves_is_neither_right_nor_wrong",
+        ),
+    ),
+    # states, runtime
+    Fault(
+        "zero2-keeps-gradients",
+        "`zero2` leaves gradients whole between micro-batches, as `zero1` does.",
+        "autopar/states.py",
+        '"zero2": States(gradients="all", optimizer="all")',
+        '"zero2": States(optimizer="all")',
+        (
+            "tests/test_states.py::test_what_moves_once_a_step_and_what_for_each_micro_batch",
+            "tests/test_states.py::test_traffic_of_a_step",
+        ),
+    ),
+    Fault(
+        "zero1-cuts-gradients",
+        "Gradients are cut as finely as optimizer states, whatever the states say of them.",
+        "autopar/states.py",
+        "factors = (stored, self.gradients, self.optimizer) if learns",
+        "factors = (stored, self.optimizer, self.optimizer) if learns",
+        (
+            "tests/test_states.py::test_what_moves_once_a_step_and_what_for_each_micro_batch",
+            "tests/test_states.py::test_traffic_of_a_step",
+        ),
+    ),
+    Fault(
+        "loss-scale-multiplied",
+        "Gradients of a scaled loss are multiplied by the scale once more.",
+        "autopar/runtime/module/loss_scale.py",
+        "gradient.div_(scale)",
+        "gradient.mul_(scale)",
+        (
+            "tests/test_precision.py::test_gradients_of_several_scaled_steps_add_up",
+            "tests/test_precision.py::test_an_overflow_skips_the_step_and_halves_the_scale",
+        ),
+    ),
+    Fault(
+        "good-steps-not-forgotten",
+        "Good steps from before an overflow count towards the next growth of the loss scale.",
+        "autopar/runtime/module/loss_scale.py",
+        "self.good = self.good + 1 if is_good else 0",
+        "self.good = self.good + 1 if is_good else self.good",
+        (
+            "tests/test_precision.py::test_every_so_many_good_steps_more_is_tried",
+            "tests/test_precision.py::test_an_overflow_skips_the_step_and_halves_the_scale",
+        ),
+    ),
+    Fault(
+        "mode-ignored",
+        "A call in evaluation mode is served by the program of training.",
+        "autopar/runtime/module/running_program.py",
+        "return self.takes(call) and is_in_mode and call.unfrozen <= self.unfrozen",
+        "return self.takes(call) and call.unfrozen <= self.unfrozen",
+        ("tests/runtime/test_same_program.py::test_another_mode_makes_a_program_if_it_is_another",),
+    ),
+    Fault(
+        "gradient-zero-for-none",
+        "Parameters that a step does not reach get gradients of zeros instead of None.",
+        "autopar/runtime/parameters/gradient_buckets.py",
+        "return {name: grad for name, grad in grads.items() if name in reached}",
+        "return grads",
+        (
+            "tests/test_missing_gradients.py::test_what_the_user_differentiates_decides",
+            "tests/runtime/test_compiled.py::test_no_gradient_stays_none",
+        ),
+    ),
+    Fault(
+        "bucket-too-many",
+        "A bucket whose parameters nothing reached is summed all the same.",
+        "autopar/runtime/parameters/gradient_buckets.py",
+        "is_needed = bucket.riders or not bucket.names.isdisjoint(reached)",
+        "is_needed = bucket.riders or bucket.names",
+        ("tests/runtime/test_buckets.py",),
+    ),
+    Fault(
+        "buffer-written-each-turn",
+        "A counter of steps counts micro-batches, and not the last of them.",
+        "autopar/runtime/backends/backend.py",
+        "later = frozenset() if is_last else self.backend.program.once",
+        "later = self.backend.program.once if is_last else frozenset()",
+        ("tests/passes/test_microbatches.py::test_a_counter_of_steps_counts_steps",),
+    ),
+    Fault(
+        "tied-norm-twice",
+        "The norm of gradients counts a parameter in each stage that reads it.",
+        "autopar/runtime/backends/distributed_backend.py",
+        "if self.ranks.of(self._readers.stages(name))[0] == self.ranks.place\n",
+        "if self.ranks.place in self.ranks.of(self._readers.stages(name))\n",
+        (
+            "tests/pipeline/test_executor_processes.py"
+            "::test_gradients_are_clipped_by_the_norm_of_all_stages",
+        ),
+    ),
+    Fault(
+        "tied-memory-twice",
+        "Memory that two tensors share is counted for each of them.",
+        "autopar/runtime/observation/memory_in_use.py",
+        "seen.add(memory_of(tensor))",
+        "seen.add(id(tensor))",
+        ("tests/runtime/test_memory.py",),
+    ),
+    Fault(
+        "receives-out-of-order",
+        "Receives are posted in the order in which messages are needed, not in that of the sends.",
+        "autopar/runtime/backends/stage_messages.py",
+        "due = next(self._due[sender])",
+        "due = key",
+        ("tests/pipeline/test_executor_processes.py",),
+    ),
+    Fault(
+        "digest-of-any-file",
+        "Weights count as having right digests if one of their files has.",
+        "autopar/runtime/parameters/weight_files.py",
+        "self.have_digests &= ",
+        "self.have_digests |= ",
+        ("tests/runtime/test_checkpoints.py::test_a_changed_bit_is_refused_or_harmless",),
+    ),
+    Fault(
+        "file-too-long",
+        "A safetensors file with bytes behind its last tensor is accepted.",
+        "autopar/runtime/parameters/weight_files.py",
+        "if end != size:",
+        "if end > size:",
+        ("tests/runtime/test_safetensors.py::test_files_that_are_none_are_refused",),
+    ),
+    Fault(
+        "index-leads-outside",
+        "An index of weights may name files above its folder.",
+        "autopar/runtime/parameters/weight_files.py",
+        'if Path(name).is_absolute() or ".." in Path(name).parts:',
+        "if Path(name).is_absolute():",
+        ("tests/runtime/test_safetensors.py::test_an_index_leads_to_its_own_folder",),
+    ),
+    Fault(
+        "failure-of-each-rank",
+        "Every rank that fails overwrites the first failure of the world.",
+        "autopar/runtime/launching/rank_liveness.py",
+        'self.first_failure = store.compare_set(_FIRST, "", failure).decode()',
+        "store.set(_FIRST, self.first_failure or failure)\n"
+        "            self.first_failure = store.get(_FIRST).decode()",
+        ("tests/runtime/test_failures.py",),
+    ),
+    Fault(
+        "failure-not-compared",
+        "A rank with the error of all ranks reports that another one failed first.",
+        "autopar/runtime/launching/failures.py",
+        "if _without_rank(first) == _without_rank(failure):",
+        "if first == failure:",
+        ("tests/runtime/test_failures.py",),
+    ),
+    # doors, commands
+    Fault(
+        "strict-by-default",
+        "`parallelize` refuses operators without rules, though nobody asks it to.",
+        "autopar/api.py",
+        "    strict: bool = False,\n",
+        "    strict: bool = True,\n",
+        ("tests/test_plan.py::test_the_doors_spell_out_the_same_options",),
+    ),
+    Fault(
+        "verify-exit-code",
+        "`autopar verify` ends with 0 though coarse numbers leave some results open.",
+        "autopar/commands/verify.py",
+        "return 0 if verification.ok else 1",
+        "return 1 if verification.differs else 0",
+        ("tests/test_verify.py::test_the_command_says_by_its_exit_code",),
+    ),
+)
