@@ -51,7 +51,7 @@ def check(schedule: Schedule, *, of_call: bool = False) -> None:
          "join them alike on all stages", _matched),
         ("a forward overlaps with the backward of another micro-batch that follows it",
          "write (1F2;0B1)OVERLAP_F_B", _overlaps),
-        ("no rank waits forever: what it waits for is not behind what waits for it",
+        ("a schedule has no deadlock: ranks do not wait for each other in a circle",
          "put the action that is waited for earlier in its rank's order", _deadlock),
     ):  # fmt: skip
         shown = []

@@ -222,8 +222,9 @@ class Explanation:
         if any(self.rest(candidate) is not None for candidate in self.candidates):
             often = "" if self.times == 1 else f", {self.times:g} times in a step"
             lines += wrap_line(
-                f"  forced, a step takes more by what itself and moves are more than of the chosen "
-                f"one{often}, and by all else, chosen anew"
+                f"  step if forced: the extra time of a step with this candidate{often}. It is the "
+                "difference in itself and moves to the chosen candidate, plus the change in all "
+                "else, which is chosen again"
             )
         return lines
 
