@@ -40,7 +40,7 @@ from autopar.errors import InvalidInput
 
 Path = tuple[Any, ...]  # of keys, from the model
 Place = tuple[Path | int, Any]  # a holder and a key
-_VALUES = (*PLAIN, complex, bytes, range, slice)  # that are equal if they say the same
+VALUES = (*PLAIN, complex, bytes, range, slice)  # that are equal if they say the same
 _OPAQUE = (np.ndarray, bytearray, array)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 TENSORS = ("_parameters", "_buffers")
@@ -157,7 +157,7 @@ class Entries(Holder):
         return items_of(value) or {}
 
     def label(self, key: Any) -> str:
-        return f"{self.name}[{key!r}]" if is_a(key, *_VALUES, tuple) else f"{self.name}[...]"
+        return f"{self.name}[{key!r}]" if is_a(key, *VALUES, tuple) else f"{self.name}[...]"
 
     def put_back(self, changes: Iterable[Change]) -> None:
         super().put_back(changes)
@@ -222,6 +222,9 @@ class Sequence(Holder):
 
     def write(self, target: Any, key: Any, value: Any, kind: str = "set") -> None:
         if is_a(target, tuple):
+            return
+        if key is not None:
+            target[key] = value
             return
         if kind == "rewritten":
             target.clear()
@@ -318,25 +321,25 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         one = waiting.pop()
         if is_a(one, Tensor):
             yield one
-        elif type(one) not in _VALUES and id(one) not in seen:
+        elif type(one) not in VALUES and id(one) not in seen:
             seen.add(id(one))
             items = items_of(one)
             if items is not None:
                 waiting += items.values()
             elif is_a(one, FunctionType, MethodType, partial):
-                waiting += _held_by(one)
+                waiting += held_by(one)
             elif is_users_class(type(one)) and not is_a(one, nn.Module, type):
                 waiting += attributes_of(one).values()
 
 
-def _held_by(function: Any) -> list[Any]:
-    """Return what a function has been given."""
+def held_by(function: Any) -> list[Any]:
+    """Return what a function is made of: what it runs, and what it has been given."""
     if is_a(function, MethodType):
-        return [function.__self__]
+        return [function.__func__, function.__self__]
     if is_a(function, partial):
-        return [function.args, function.keywords]
-    cells = function.__closure__ or ()
-    return [*(function.__defaults__ or ()), *(c.cell_contents for c in cells if c != CellType())]
+        return [function.func, function.args, function.keywords]
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    return [function.__code__, *(function.__defaults__ or ()), *cells]
 
 
 def has_tensors(value: Any) -> bool:
@@ -353,8 +356,8 @@ def is_same(one: Any, other: Any) -> bool:
     if type(one) in (tuple, torch.Size):
         return len(one) == len(other) and all(map(is_same, one, other))
     if type(one) is frozenset:
-        return all(type(member) in _VALUES for member in one | other) and one == other
-    return type(one) in _VALUES and bool(one == other)
+        return all(type(member) in VALUES for member in one | other) and one == other
+    return type(one) in VALUES and bool(one == other)
 
 
 def attribute_at(path: Path) -> tuple[str, Any]:

@@ -41,19 +41,20 @@ from autopar.capture.decisions import followed, written
 from autopar.capture.effects import KEPT, Effect, Holds, effect_of
 from autopar.capture.fake import FakeTensorMode
 from autopar.capture.graph_builder import is_mutable
+from autopar.capture.grown_lists import reads_noted
 from autopar.capture.holders import (
     TENSORS,
     Change,
     Holder,
     Parts,
+    Path,
     Place,
     has_tensors,
-    is_same,
     tensors_in,
 )
 from autopar.capture.hooks import replaced
+from autopar.capture.likeness import is_alike
 from autopar.capture.lines_of_changes import LinesOfChanges
-from autopar.capture.object_contents import PLAIN, items_of
 from autopar.capture.operator_record import OperatorRecord
 from autopar.capture.python_state import PythonState, is_switch
 from autopar.capture.randomness import may_be_random
@@ -184,6 +185,10 @@ ANOTHER = (
     "another {} after every call: a program keeps the one of its capture; a buffer changes with "
     "the steps"
 )
+READ = (
+    "a list that grows and that forward reads: a program goes the way of its capture, whatever "
+    "the list holds; a buffer changes with the steps"
+)
 FIRST = "kept by the first call alone: a program keeps none"
 HIDDEN = "not kept by a program: it is in an object of class {}; lists and dicts of tensors are"
 
@@ -207,9 +212,15 @@ def settled(noted: Noted, model: nn.Module, mode: FakeTensorMode, call: Call) ->
             ) from error
     calls.require_independent()
     fates = {place: calls.fate(change) for place, change in noted.doubtful.items()}
-    for fate in dict.fromkeys(fates.values()):
+    told = defaultdict[str, list[tuple[str, str | None]]](list)
+    for place, fate in fates.items():
+        told[fate].append(calls.described(place))
+        if calls.list_of(noted.doubtful[place]) in calls.lists_read:
+            told[READ].append(calls.described(place))
+    told[ANOTHER.format("value")] += calls.later_changes()
+    for fate, places in told.items():
         if fate not in (CARRIED, GROWS, CACHE):
-            _warn([calls.described(place) for place, one in fates.items() if one == fate], fate)
+            _warn(places, fate)
     stay = {place for place, fate in fates.items() if fate in (CARRIED, GROWS, ASSUMED)}
     return [
         replace(one, kind="grown") if fates.get(one.place) == GROWS else one
@@ -230,6 +241,7 @@ class _TwoCalls:
         self.changes: list[dict[Place, Change]] = []
         self.made: list[list[Any]] = []  # what each computes
         self.read: list[Place] = []  # by the second, of what the first keeps
+        self.lists_read = set[Path | int]()  # by the second, of those that the first lets grow
 
     def run(self, call: Call) -> None:
         switches = [one for one in self.noted.doubtful.values() if is_switch(one)]
@@ -239,13 +251,16 @@ class _TwoCalls:
         for switch in switches:
             switch.holder.put_back([switch])
         states = [PythonState(self.model)]
+        known = own | states[0].memory()
         try:
             for _ in range(2):
+                lists = set(map(self.list_of, self.noted.doubtful.values()) if self.made else ())
+                grown = states[-1].lists_at(lists)
                 args, kwargs = in_own_containers(pytree.tree_map_only(Tensor, torch.clone, call))
                 watch.begin(tensors_in((args, kwargs)))
                 lines = LinesOfChanges(self._unexplained(states[-1]))
                 try:
-                    with watch, lines:
+                    with watch, lines, reads_noted(states[-1], grown, self.lists_read):
                         self.model(*args, **kwargs)
                 finally:
                     self.lines |= {
@@ -257,10 +272,8 @@ class _TwoCalls:
                     memory_of(tensor): place
                     for place, change in self.changes[0].items()
                     for tensor in tensors_in(change.value)
-                    if place in self.noted.doubtful.keys() & self.noted.varying
+                    if place in self.noted.doubtful and memory_of(tensor) not in known
                 }
-                for memory in own:
-                    watch.kept.pop(memory, None)
                 states.append(PythonState(self.model))
         finally:
             self.read = watch.read
@@ -276,7 +289,9 @@ class _TwoCalls:
 
     def require_independent(self) -> None:
         """Refuse what the second call reads of what the first has left."""
-        tensor = next((one for one in self.read if one in self.noted.doubtful), None)
+        # A table that follows from no input may be made once, and read by all later calls.
+        changing = self.noted.varying.union(*self.changes[1:])
+        tensor = next((one for one in self.read if one in changing), None)
         if tensor is not None:
             name, line = self.described(tensor)
             raise InvalidInput(
@@ -305,28 +320,47 @@ class _TwoCalls:
         if place in noted.hidden:
             return HIDDEN.format(noted.hidden[place])
         has_some = has_tensors(change.value)
-        if has_some and place not in noted.varying:
-            is_again = len(self.changes) == 2 and place in self.changes[1]
-            return CARRIED if is_again else CACHE
+        is_table = has_some and place not in noted.varying
         if len(self.changes) < 2:
-            return ASSUMED if has_some else UNKNOWN
+            return CACHE if is_table else ASSUMED if has_some else UNKNOWN
         first, second = (changes.get(place) for changes in self.changes)
+        if second is None and is_table:
+            return CACHE
         if second is None and first is not None and self._grows(first):
             return GROWS
         if second is None:
             return FIRST if has_some else CARRIED
-        if first is not None and _is_alike(first.value, second.value) and first.kind == second.kind:
+        if first is not None and is_alike(first.value, second.value) and first.kind == second.kind:
             return CARRIED
         is_number = isinstance(change.value, int | float)
         return ANOTHER.format("number" if is_number else "value")
 
+    def later_changes(self) -> list[tuple[str, str | None]]:
+        """Return what the second call alone changes where the first has changed something else, as
+        an entry of a dict that grows."""
+        if len(self.changes) < 2:
+            return []
+        first, second = self.changes
+        holders = {one.holder.place for one in self.noted.doubtful.values()}
+        return [
+            (change.name, None)
+            for place, change in second.items()
+            if place not in first and change.holder.place in holders
+        ]
+
+    def list_of(self, change: Change) -> Path | int:
+        """Return the place of the list that grows, or that is made, by a change."""
+        if change.key is None:
+            return change.holder.place
+        path = change.holder.path_of(change.key)
+        return id(change.value) if path is None else path
+
     def _grows(self, change: Change) -> bool:
         """Return whether the first call makes a list that the second lets grow alike."""
-        path = change.holder.path_of(change.key)
-        second = self.changes[1].get((id(change.value) if path is None else path, None))
+        second = self.changes[1].get((self.list_of(change), None))
         if second is None or second.kind != "grown":
             return False
-        return _is_alike(second.before, second.value)
+        return is_alike(second.before, second.value)
 
     def described(self, place: Place) -> tuple[str, str | None]:
         """Return how messages call a place, and the line that has changed it."""
@@ -343,19 +377,6 @@ def _warn(places: Sequence[tuple[str, str | None]], fate: str) -> None:
         more = f" and {counted(len(names) - 1, 'more place')}" if len(names) > 1 else ""
         where = f" ({line})" if line else ""
         warnings.warn(f"{names[0]}{more} is {what}{where}: {so}", stacklevel=frames_to_caller())
-
-
-def _is_alike(one: Any, other: Any) -> bool:
-    """Return whether two values differ in nothing but what stands in their tensors."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return (one.shape, one.dtype) == (other.shape, other.dtype)
-    items, others = items_of(one), items_of(other)
-    if items is None or others is None or type(one) is not type(other):
-        is_plain = type(one) in PLAIN or type(other) in PLAIN
-        return is_same(one, other) if is_plain else type(one) is type(other)
-    return items.keys() == others.keys() and all(
-        _is_alike(items[key], others[key]) for key in items
-    )
 
 
 def varies(count: int) -> Callable[[Tensor], bool]:

@@ -14,7 +14,7 @@ in `globals()[name]`, is not seen.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -23,6 +23,7 @@ from typing import Any
 import torch.nn.modules.module as modules
 from torch import Tensor, nn
 
+from autopar._torch.tensors import memory_of
 from autopar.base.user_code import (
     class_name,
     is_users_class,
@@ -41,6 +42,7 @@ from autopar.capture.holders import (
     Opaque,
     Parts,
     Path,
+    Sequence,
     has_tensors,
     holder_of,
 )
@@ -105,6 +107,25 @@ class PythonState:
         """Return the holder of what stood in an object."""
         found = self._holders.get(id(value))
         return None if found is None or isinstance(found, Globals) else found
+
+    def places_with(self, value: Any) -> list[tuple[Holder, Any]]:
+        """Return where an object stands: the holders and the keys."""
+        holders = self._holders.values()
+        return [(at, key) for at in holders for key, held in at.held.items() if held is value]
+
+    def is_in_a_tuple(self, value: Any) -> bool:
+        """Return whether an object stands where nothing else can be put."""
+        return any(is_a(holder.value, tuple) for holder, _ in self.places_with(value))
+
+    def lists_at(self, places: Collection[Path | int]) -> list[Holder]:
+        """Return the lists, tuples and deques of these places."""
+        holders = self._holders.values()
+        return [at for at in holders if isinstance(at, Sequence) and at.place in places]
+
+    def memory(self) -> set[int]:
+        """Return the memory of the tensors that stand somewhere."""
+        values = (value for at in self._holders.values() for value in at.held.values())
+        return {memory_of(value) for value in values if is_a(value, Tensor)}
 
     def holder_of(self, other: Holder) -> Holder | None:
         """Return the holder here of what another state had a holder of."""

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from enum import Enum
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -345,6 +349,40 @@ class KeepsABuffer(Keeps):
         return before
 
 
+class Counted(nn.Linear):
+    """A tensor that follows from no input."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.state: Any = self.first()
+
+    def first(self) -> Any:
+        return torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = self.state + 1  # the line
+        return super().forward(x).sum() * self.state
+
+
+class CountedInAList(Counted):
+    def first(self) -> Any:
+        return [torch.zeros(())]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state[0] = self.state[0] + 1  # the line
+        return nn.Linear.forward(self, x).sum() * self.state[0]
+
+
+class CountedInADict(Counted):
+    def first(self) -> Any:
+        return {0: torch.zeros(())}
+
+    forward = CountedInAList.forward
+
+
+COUNTED: list[type[nn.Linear]] = [Counted, CountedInAList, CountedInADict]
+
+
 class ReadsData(Keeps):
     def read(self, state: Any) -> Tensor:
         return state.data
@@ -358,14 +396,15 @@ class ReadsTransposed(Keeps):
 FORMS = [KeepsTheFirst, KeepsWeights, KeepsNoise, KeepsWritten, KeepsABuffer]
 
 
-@pytest.mark.parametrize("kind", [Keeps, *FORMS, ReadsData, ReadsTransposed])
-def test_a_tensor_for_the_next_call_is_refused(kind: type[Keeps]) -> None:
+@pytest.mark.parametrize("kind", [Keeps, *FORMS, *COUNTED, ReadsData, ReadsTransposed])
+def test_a_tensor_for_the_next_call_is_refused(kind: Callable[..., Any]) -> None:
     model = nn.Sequential(kind(4, 4))
+    before = str(model[0].state)
     with pytest.raises(InvalidInput, match="stands in a buffer") as error:
         capture(model, (X,))
     assert "0.state" in str(error.value.got)
     assert str(error.value.source).endswith("# the line")
-    assert model[0].state is None
+    assert str(model[0].state) == before
 
 
 class InAList(Keeps):
@@ -494,6 +533,94 @@ class KeepsOneForAll(nn.Linear):
         if self.first is None:
             self.first = x.sum()
         return super().forward(x).sum()
+
+
+class Phase(Enum):
+    FIRST, SECOND, THIRD = range(3)
+
+
+@dataclass(frozen=True)
+class Progress:
+    calls: int
+
+
+class ByPhases(nn.Linear):
+    """What computes something else after more calls than are followed."""
+
+    def __init__(self, state: Any, following: Callable[[Any], Any]) -> None:
+        super().__init__(4, 4)
+        self.state, self.following = state, following
+        self.third = following(following(state))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).sum() * (3 if self.state == self.third else 1)
+        self.state = self.following(self.state)
+        return y
+
+
+def by_phases(state: Any, following: Callable[[Any], Any]) -> Callable[..., nn.Module]:
+    return lambda *_: ByPhases(state, following)
+
+
+class AfterSome(nn.Linear):
+    """Lets a container grow, and computes something else once it is long enough."""
+
+    def __init__(self, state: Any, grow: Callable[[Any], Any]) -> None:
+        super().__init__(4, 4)
+        self.state, self.grow = state, grow
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.grow(self.state)
+        return super().forward(x).sum() * (3 if len(self.state) > 2 else 1)
+
+
+class OnlyLogs(AfterSome):
+    def forward(self, x: Tensor) -> Tensor:
+        self.grow(self.state)
+        return nn.Linear.forward(self, x).sum()
+
+
+def after_some(state: Any, grow: Callable[[Any], Any]) -> Callable[..., nn.Module]:
+    return lambda *_: AfterSome(state, grow)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        by_phases(Phase.FIRST, lambda one: Phase(min(one.value + 1, 2))),
+        by_phases(Fraction(1, 2), lambda one: one + Fraction(1, 2)),
+        by_phases(1 + 0j, lambda one: one + 1),
+        by_phases(b"", lambda one: one + b"x"),
+        by_phases(Progress(0), lambda one: Progress(one.calls + 1)),
+        by_phases(date(2000, 1, 1), lambda one: one.replace(year=one.year + 1)),
+    ],
+)
+def test_what_is_another_value_after_each_call_is_told(kind: Callable[..., nn.Module]) -> None:
+    with pytest.warns(UserWarning, match="state is another value after every call"):
+        assert effects(kind()) == []
+
+
+@pytest.mark.parametrize("state", [[], deque(maxlen=8)])
+def test_lists_that_grow_and_are_read_are_told(state: Any) -> None:
+    with pytest.warns(UserWarning, match="state is a list that grows and that forward reads") as a:
+        assert effects(AfterSome(state, lambda one: one.append(1))) == ["state"]
+    assert len(a) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert effects(OnlyLogs(state, lambda one: one.append(1))) == ["state"]
+    assert len(state) == 0
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        after_some(set(), lambda one: one.add(len(one))),
+        after_some({}, lambda one: one.setdefault(len(one), 1)),
+    ],
+)
+def test_others_that_grow_are_told(kind: Callable[..., nn.Module]) -> None:
+    with pytest.warns(UserWarning, match="state.* is another value after every call"):
+        effects(kind())
 
 
 @pytest.mark.parametrize(
