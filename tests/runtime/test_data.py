@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import autopar as ap
 from autopar import Mesh
+from autopar.runtime.backends.world import World
+from autopar.runtime.module import batch_checks
 from autopar.runtime.module.data_loader import BatchShare, ShardedLoader
 
 
@@ -65,3 +68,55 @@ def test_on_the_virtual_mesh_batches_are_whole() -> None:
     assert sharded.dataset is data
     stream: DataLoader = DataLoader(Stream(), batch_size=4)
     assert [len(batch) for batch in ap.shard_loader(stream, pm)] == [4, 2]
+
+
+class DigestsOfOneRank:
+    """A world that collects the numbers which its one rank would send."""
+
+    def __init__(self) -> None:
+        self.digests: list[object] = []
+
+    def gather_numbers(self, digest: object) -> list[object]:
+        self.digests.append(digest)
+        return [digest]
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_a_large_batch_with_a_constant_first_feature_is_compared(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_checks, "require_same_call", lambda *_, **__: None)
+    ranks = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        data = torch.randint(256, (8, 1 << 20), dtype=torch.uint8).t()
+        data[:, 0] = 1  # a bias, or a token that begins every sample
+        batch = data.contiguous() if layout == "rows" else data
+        world = DigestsOfOneRank()
+        check = batch_checks.BatchCheck(cast(World, world))
+        for _ in range(13):
+            if check.is_due(batch):
+                check.compare("step", batch)
+        ranks.append(world.digests)
+    assert all(one != other for one, other in zip(*ranks, strict=True))
+
+
+def test_a_large_tensor_is_read_in_blocks_that_cover_it_over_calls() -> None:
+    data = (
+        torch.arange(1 << 20).view(8, 16, -1).transpose(0, 1)
+    )  # logical order, not that in memory
+    for calls in (range(24), range(0, 240, 10)):  # each call on the host, each tenth on a GPU
+        samples = [batch_checks._sample(data, call) for call in calls]
+        assert max(sample.numel() for sample in samples) <= batch_checks.SAMPLED_ELEMENTS
+        assert torch.equal(torch.cat(samples).unique(), torch.arange(1 << 20))
+    assert torch.equal(batch_checks._sample(data, 5), batch_checks._sample(data.contiguous(), 5))
+
+
+def test_one_changed_element_of_a_small_batch_is_always_seen() -> None:
+    data = torch.zeros(4, 5, dtype=torch.bfloat16)
+    digests = {batch_checks._digest([data], call) for call in range(3)}
+    for place in range(data.numel()):
+        other = data.clone()
+        other.view(-1)[place] = 1
+        digests.add(batch_checks._digest([other], place))
+    assert len(digests) == 1 + data.numel()
