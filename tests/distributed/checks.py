@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.utils import get_total_norm  # imported before a pipeline exists
 from torch.utils.checkpoint import checkpoint as run_again
 
 import autopar as ap
@@ -362,6 +363,22 @@ def clips_and_accumulates() -> None:
             norms.append(sum(grad.abs().sum() for grad in module.full_grads().values()))
         assert_close(norms[:3], norms[3:])
         assert float(norms[1]) == pytest.approx(0.1, rel=1e-4)
+
+
+def norms_of_some_stages_are_refused() -> None:
+    case = models.shared("mlp")
+    mesh = Mesh(pp=2, dp=2)
+    module = ap.parallelize(case.model, case.args, mesh=mesh, mode="data", microbatches=2)
+    module.step(*case.args)
+    gradients = module.full_grads().values()
+    for norm in (
+        lambda: nn.utils.clip_grad_norm_(module.parameters(), 0.1),
+        lambda: nn.utils.clip_grad_norm_(list(module.parameters()), 0.1, foreach=False),
+        lambda: get_total_norm(p.grad for p in module.parameters()),
+    ):
+        with pytest.raises(ap.InvalidInput, match="that of the whole model"):
+            norm()
+    assert_close(module.clip_grad_norm_(float("inf")), get_total_norm(gradients))
 
 
 def gives_tensors_that_stay() -> None:
@@ -969,6 +986,7 @@ CHECKS = [
     writes_by_the_models_own_method,
     refuses_on_all_ranks_the_call_that_one_refuses,
     clips_and_accumulates,
+    norms_of_some_stages_are_refused,
     gives_tensors_that_stay,
     trains_by_the_recipes_of_one_device,
     is_called_and_differentiated,

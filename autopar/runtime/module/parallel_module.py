@@ -373,8 +373,8 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
 
         The norm is that of the whole model, every parameter counted once, on every rank. Without a
         pipeline `torch.nn.utils.clip_grad_norm_(module.parameters(), ...)` does the same (with two
-        sums and a log line for tensors cut over two axes). On a rank of a pipeline it would see
-        this rank's stages alone and scale differently on each rank: use this method there."""
+        sums and a log line for tensors cut over two axes). On a rank of a pipeline it is refused:
+        it would see this rank's stages alone and scale differently on each rank."""
         with self.backend.local_checks():
             if not norm_type > 0:
                 raise InvalidInput(

@@ -1,7 +1,8 @@
-"""Refuse the optimizers of torch that do not work on the parameters of a parallel module.
+"""Refuse the optimizers and norms of torch that are wrong for parameters of a parallel module.
 
 On processes parameters are DTensors, and a rank of a pipeline has those of its stages. Optimizers
-that go element by element, or by parameter, do the same there as on one device.
+that go element by element, or by parameter, do the same there as on one device. A total norm does
+not: each rank would clip by the norm of its stages.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, SGD, Adafactor, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autopar._torch.total_norms import check_total_norms
 from autopar.errors import InvalidInput
 
 # Parallel modules on processes, and whether other ranks have other parameters.
@@ -24,12 +26,32 @@ _registered: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 def register_module(module: nn.Module, *, has_stages: bool) -> None:
     """Remember a parallel module on processes, and whether other ranks have other parameters."""
     _watch_optimizers()
+    if has_stages:
+        _watch_norms()
     _registered[module] = has_stages
 
 
 @cache
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_refuse_step)
+
+
+@cache
+def _watch_norms() -> None:
+    check_total_norms(_refuse_norm)
+
+
+def _refuse_norm(tensors: list[Tensor]) -> None:
+    """Refuse the norm of gradients, or parameters, that are those of some stages alone."""
+    passed = {id(tensor) for tensor in tensors}
+    for module in [module for module, has_stages in _registered.items() if has_stages]:
+        if any(id(p) in passed or id(p.grad) in passed for p in module.parameters()):
+            raise InvalidInput(
+                "a total norm is that of the whole model, the same on every rank",
+                got="tensors of a pipeline's module, of which a rank has those of its stages",
+                remedy="module.clip_grad_norm_(max_norm) of the parallel module; it returns the "
+                "norm before clipping, and with max_norm=float('inf') it only computes it",
+            )
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
