@@ -31,7 +31,7 @@ from tests.faults import FAULTS, Fault
 ROOT = Path(__file__).parents[1]
 SEED = "AUTOPAR_SAMPLE_SEED"  # as in sampling.py, which needs pytest
 MISSES = 4  # of all faults, which some day's sample may leave out
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.MULTILINE)
 
 
 @dataclass(frozen=True)

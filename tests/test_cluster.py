@@ -114,6 +114,15 @@ def test_mixed_nodes_wait_for_the_weakest() -> None:
     assert host.processor.memory == 64e9
 
 
+def test_places_of_a_pipeline_have_the_links_of_their_own_machines() -> None:
+    (old, network), (new, _) = preset("dgx-v100"), preset("dgx-h100")
+    cluster, mesh = Cluster((new, old), network), Mesh(pp=2, tp=8)
+    assert cluster.group_link(mesh, ("tp",)).bandwidth == 120e9
+    places = cluster.place_links(mesh, ("tp",), along="pp")
+    assert [link.bandwidth for link in places] == [370e9, 120e9]
+    assert cluster.group_link(mesh, ("tp",)).bandwidth == 120e9
+
+
 def test_a_mesh_larger_than_the_cluster_is_refused() -> None:
     with pytest.raises(InvalidInput, match="at most as many ranks"):
         Cluster.preset("dgx-h100").axis_links(Mesh(dp=16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -106,6 +107,15 @@ def test_on_one_device() -> None:
             inner = F.silu(layer.gate[e] @ token) * (layer.up[e] @ token)
             wanted = wanted + weight * (layer.down[e] @ inner)
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("over", ["batch", "sequence"])
+def test_the_losses_of_a_router_that_prefers_nothing(over: str) -> None:
+    """The balance loss is 1, however many experts there are, and the other one log² of these."""
+    layer = ap.nn.MoE(4, 6, 3, 2, balance_loss=0.1, z_loss=0.01, over=over).double()
+    nn.init.zeros_(layer.router.weight)
+    _, loss = layer(torch.randn(2, 5, 4, dtype=torch.float64))
+    assert loss.item() == pytest.approx(0.1 + 0.01 * math.log(3) ** 2)
 
 
 def test_first_choices_and_earlier_tokens_come_first() -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import autopar as ap
 from autopar.capture import capture
 from autopar.capture.regions import blocks
+from autopar.cost.saved_tensors import saved_by
 from autopar.runtime.execution import activation_offload, recomputed_regions
 from autopar.strategies.node_info import info
 from tests import models
@@ -105,7 +106,12 @@ def test_each_region_runs_once_more_and_no_further_than_needed() -> None:
     assert list(runs.values()) == [1, 1, 1, 1]
     nodes = [node for node in module.plan.rewritten.nodes if "layers.0" in str(node.meta["module"])]
     last = [node for node in nodes if node.meta.get("remade")][-1]
-    assert nodes.index(last) < len(nodes) - 1  # what follows keeps nothing
+    after = nodes[nodes.index(last) + 1 :]
+    inside = {node for node in nodes if node.op == "call_function"}
+    assert after
+    assert not [
+        node for node in after for key in saved_by(node, module.plan.mesh) if key[0] in inside
+    ]
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])

@@ -97,6 +97,13 @@ def test_backward_before_forward(chimera):
         check(edit(chimera, 0, order))
 
 
+def test_input_gradient_before_forward():
+    made = schedule("zb-h1", stages=2, microbatches=2)
+    first, second, *others = made.orders[1]
+    with pytest.raises(InvalidInput, match=r"rank 1: 1I0 comes before 1F0"):
+        check(edit(made, 1, [second, first, *others]))
+
+
 def test_weight_before_input_gradient():
     made = schedule("zb-h1", stages=2, microbatches=2)
     order = list(made.orders[1])

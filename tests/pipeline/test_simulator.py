@@ -7,6 +7,7 @@ import pytest
 from autopar.cost.rooflines import COLLECTIVES
 from autopar.errors import InvalidInput
 from autopar.pipeline import from_text, schedule, simulate
+from autopar.pipeline.simulation.action_times import MessageCost, time_actions
 from autopar.pipeline.simulation.synchronization import early_stages
 from autopar.pipeline.simulation.timeline import draw
 
@@ -48,6 +49,14 @@ def test_backward_weight_is_the_part_that_is_split_off():
 def test_messages_inside_a_rank_take_no_time():
     made = schedule("zb-v", stages=1, microbatches=3)
     assert simulate(made, latency=5).makespan == 9
+
+
+def test_a_message_leaves_when_the_one_before_has_left_and_not_arrived():
+    cost = MessageCost(leaves=3.0, alpha=10.0)
+    made = schedule("gpipe", stages=2, microbatches=2)
+    costs = {(0, 0, True): cost, (0, 1, False): cost}
+    times = time_actions(made, {"F": [1.0, 1.0], "B": [1.0, 1.0]}, costs)
+    assert times.starts[1][:2] == [1 + 3 + 10, 1 + 3 + 3 + 10]
 
 
 def test_activations_are_kept_until_the_weight_gradient():
@@ -143,6 +152,18 @@ def test_uncovered_synchronisation():
     assert spans[7,].early
     assert not spans[0,].early
     assert all(sync.end - sync.start == sync.stages[0] + 1 for sync in spans.values())
+
+
+@pytest.mark.parametrize("mode", ["eager", "after"])
+def test_a_sum_begins_when_all_replicas_have_the_gradient(mode):
+    """One direction of GEMS has a micro-batch more than the other, and ends later."""
+    made = schedule("gems", stages=4, microbatches=5)
+    timeline = simulate(made, sync=mode, sync_cost=0.5)
+    assert len(timeline.synchronizations) == 4
+    for sync in timeline.synchronizations:
+        for rank in sync.ranks:
+            last = made.gradient_positions[rank][sync.stages[0]][-1]
+            assert timeline.ends[rank][last] <= sync.start
 
 
 def test_what_follows_on_sums_begins_when_a_rank_has_summed_all():
