@@ -38,8 +38,8 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Draw the cases of sampled laws, and bring the longest files to the front."""
-    chosen = sampling.sample(items)
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    chosen = {item: None for item in sampling.sample(items)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
     known, seconds = recorded(), Counter[Path]()
     for item in items:
