@@ -38,7 +38,7 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Draw the cases of sampled laws, and bring the longest files to the front."""
-    chosen = {item: None for item in sampling.sample(items)}
+    chosen = dict.fromkeys(sampling.sample(items))
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
     known, seconds = recorded(), Counter[Path]()
