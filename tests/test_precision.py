@@ -259,6 +259,9 @@ def test_every_so_many_good_steps_more_is_tried():
     for _ in range(GROWTH_INTERVAL):
         scale.update(is_good=True)
     assert scale == LossScale(value=2.0**17)
+    scale.update(is_good=True)
+    scale.update(is_good=False)  # from which steps are counted anew
+    assert scale == LossScale(value=2.0**16, skipped=1)
 
 
 @pytest.mark.parametrize(

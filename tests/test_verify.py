@@ -13,7 +13,9 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar.capture.fake import FakeTensor
 from autopar.cli import main
-from autopar.verification.references import loss_of
+from autopar.commands import verify as verify_command
+from autopar.verification.references import Comparison, loss_of
+from autopar.verification.verification import Verification
 from tests import models
 
 
@@ -309,6 +311,16 @@ def test_the_command_says_by_its_exit_code(name, code, tmp_path, capsys):
         assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)
         assert main(words) == code
     assert ("NOT the same" in capsys.readouterr().out) is (code == 1)
+
+
+def test_the_command_fails_where_coarse_numbers_leave_it_open(monkeypatch, capsys):
+    row = Comparison("loss", "0", 1.0, 1.2, error=0.2, allowed=0.5, ok=False)
+    left_open = Verification(ap.Mesh(dp=2), "", torch.bfloat16, 1e-9, 1, (row,), (row,), ())
+    assert (left_open.ok, left_open.differs) == (False, False)
+    monkeypatch.setattr(verify_command, "load_call", lambda spec: (None, (), {}))
+    monkeypatch.setattr(verify_command, "verify", lambda *args, **options: left_open)
+    assert main(["verify", "model.py:make", "--mesh", "dp=2"]) == 1
+    assert "cannot be verified" in capsys.readouterr().out
 
 
 class Cast(nn.Module):

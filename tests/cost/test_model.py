@@ -15,6 +15,7 @@ from autopar.cost.formula import Formula
 from autopar.cost.rooflines import (
     COLLECTIVES,
     FAR,
+    HIDDEN,
     MEMORY_BOUND,
     ROOFLINE,
     collective_seconds,
@@ -117,6 +118,12 @@ def test_a_slower_pace_takes_in_matrices_slower() -> None:
     device = replace(Cluster.local(2, measure=False).device, near_bytes=4e6, far_seconds=2e-10)
     slower = Pace(compute=1.5).device(device)
     assert (slower.near_bytes, slower.far_seconds) == (4e6, 3e-10)
+
+
+def test_computing_beside_a_collective_hides_a_part_of_it() -> None:
+    """No more than the part by which both together are faster, or than there is to compute."""
+    assert HIDDEN(C=2.0, o=0.75, K=10.0) == 1.5
+    assert HIDDEN(C=2.0, o=0.75, K=1.0) == 1.0
 
 
 def test_arrays_give_the_numbers_of_their_elements() -> None:

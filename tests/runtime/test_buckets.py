@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
 from autopar import Mesh
 from autopar.layout import Layout
+from autopar.runtime.parameters import gradient_buckets
 from autopar.runtime.parameters.gradient_buckets import (
     BucketEntry,
     GradientBucket,
+    GradientSync,
     ReductionSpec,
     make_buckets,
 )
@@ -45,6 +50,26 @@ def test_all_ranks_form_the_same_buckets() -> None:
     assert formed == [formed[0]] * MESH.size
     assert len(formed[0]) > 4
     assert {alone for _, alone, _ in formed[0]} == {True, False}
+
+
+def test_only_buckets_that_are_reached_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of their parameters those that are not reached have no gradient."""
+    summed, reduce = [], GradientBucket.reduce
+
+    def noted(bucket: GradientBucket, *args: Any, **options: Any) -> Any:
+        summed.append(bucket.key)
+        return reduce(bucket, *args, **options)
+
+    monkeypatch.setattr(GradientBucket, "reduce", noted)
+    monkeypatch.setattr(gradient_buckets, "dtensors_like", lambda parameters, values: values)
+    leaves = {name: torch.zeros(2, requires_grad=True) for name in ("a1", "a2", "b1")}
+    entries = [(BucketEntry(n, leaf, leaf, leaf.nbytes), n[0]) for n, leaf in leaves.items()]
+    sync = GradientSync(entries, dict.fromkeys("ab", ReductionSpec(ends={0: True})))
+    sync.start({"a1"})
+    leaves["a1"].grad = torch.ones(2)
+    gradients = sync.finish({"a1"})
+    assert (summed, list(gradients)) == (["a"], ["a1"])
+    assert torch.equal(gradients["a1"], torch.ones(2))
 
 
 def test_gradients_add_up_in_the_dtype_of_sums() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autopar as ap
-from autopar.runtime.observation.memory_in_use import MemoryWatch
+from autopar.runtime.observation.memory_in_use import MemoryWatch, local_bytes
 from tests import models
 from tests.toy import machines
 
@@ -103,3 +103,10 @@ def test_what_another_thread_frees_is_gone_from_the_peak() -> None:
             thread.join()
             torch.empty(500)
     assert watch.most == 4000
+
+
+def test_memory_that_tensors_share_is_counted_once() -> None:
+    weight = torch.zeros(4, 4)
+    tensors = {"parameters": [weight, weight[0]], "buffers": [weight.T]}
+    held = local_bytes(tensors, torch.device("cpu"))
+    assert held == {"parameters": weight.nbytes, "buffers": 0}

@@ -19,7 +19,13 @@ from autopar import Mesh
 from autopar.layout import Layout
 from autopar.runtime.parameters import weight_files
 from autopar.runtime.parameters.placing import narrow_to
-from autopar.runtime.parameters.weight_files import INDEX, open_weights
+from autopar.runtime.parameters.weight_files import (
+    INDEX,
+    SafetensorsFiles,
+    StoredTensor,
+    open_weights,
+    write_safetensors,
+)
 
 
 def save(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -396,3 +402,12 @@ def test_a_file_that_becomes_shorter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ap.InvalidInput, match="a safetensors file says where") as error:
         weights.read("a", ((0, 100),))
     assert "it has changed since it was opened" in str(error.value)
+
+
+def test_a_header_that_was_changed_has_no_right_digest(tmp_path: Path) -> None:
+    path, stored = tmp_path / "x.safetensors", {"x": StoredTensor((4,), torch.float32)}
+    with path.open("wb") as file:
+        write_safetensors(file, stored, [torch.arange(4.0)], has_digests=True)
+    assert SafetensorsFiles([path]).have_digests
+    path.write_bytes(path.read_bytes().replace(b'"pt"', b'"pu"'))
+    assert not SafetensorsFiles([path]).have_digests
