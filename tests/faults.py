@@ -475,8 +475,7 @@ FAULTS = (
         "Every rank that fails overwrites the first failure of the world.",
         "autopar/runtime/launching/rank_liveness.py",
         'self.first_failure = store.compare_set(_FIRST, "", failure).decode()',
-        "store.set(_FIRST, self.first_failure or failure)\n"
-        "            self.first_failure = store.get(_FIRST).decode()",
+        "store.set(_FIRST, failure)\n            self.first_failure = store.get(_FIRST).decode()",
         ("tests/runtime/test_failures.py",),
     ),
     Fault(
