@@ -36,6 +36,16 @@ def is_users_frame(frame: FrameType) -> bool:
     return is_users_space(frame.f_globals)
 
 
+def is_from_user(frame: FrameType) -> bool:
+    """Return whether the user's code leads to a frame, through libraries alone: not autopar."""
+    outer: FrameType | None = frame
+    while outer is not None and not is_users_frame(outer):
+        if str(outer.f_globals.get("__name__")).partition(".")[0] == "autopar":
+            return False
+        outer = outer.f_back
+    return outer is not None
+
+
 def is_users_function(function: FunctionType) -> bool:
     """Return whether a function is the user's code."""
     return is_users_space(function.__globals__)

@@ -26,7 +26,7 @@ from torch.autograd import forward_ad, functional, graph
 
 from autopar._torch.leaf_gradients import gradient_hooks
 from autopar._torch.modules import backward_hooks, global_backward_hooks
-from autopar.base.user_code import is_users_frame
+from autopar.base.user_code import is_from_user, is_users_frame
 from autopar.errors import InvalidInput
 from autopar.text.source_lines import caller, describe, frames_to_caller
 from autopar.text.units import counted
@@ -87,6 +87,11 @@ def hooks_refused() -> Iterator[list[str | None]]:
         refuse = _refuse("register_multi_grad_hook", several)
         stack.enter_context(replaced(graph, "register_multi_grad_hook", refuse))
         stack.enter_context(replaced(Tensor, "grad_fn", property(grad_fn)))
+        freeze = _refuse_freezing(Tensor.requires_grad_)
+        stack.enter_context(replaced(Tensor, "requires_grad_", freeze))
+        learns: Any = vars(torch.Tensor.__base__)["requires_grad"]
+        learning = property(learns.__get__, _refuse_freezing(learns.__set__))
+        stack.enter_context(replaced(Tensor, "requires_grad", learning))
         for owner in (Tensor, torch.autograd):
             stack.enter_context(replaced(owner, "backward", _refuse_backward(owner.backward)))
         for owner, name in _DERIVATIVES:
@@ -211,6 +216,26 @@ def _refuse(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         if is_users_frame(sys._getframe(1)):
             raise _refused(f"{name} in forward", caller())
         return plain(*args, **kwargs)
+
+    return call
+
+
+def _refuse_freezing(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `plain`, which sets whether a tensor takes a gradient, refused where the user's code
+    changes that of a parameter."""
+
+    def call(tensor: Tensor, requires_grad: bool = True) -> Any:
+        is_another = isinstance(tensor, nn.Parameter) and tensor.requires_grad != requires_grad
+        frame: Any = sys._getframe(1)
+        if is_another and is_from_user(frame.f_back if frame.f_globals is globals() else frame):
+            raise InvalidInput(
+                "the parameters that learn are known before forward runs",
+                got=f"requires_grad of a parameter, which forward makes {requires_grad}",
+                remedy="set it before the model is parallelized; inside forward, read the "
+                "parameter through .detach()",
+                source=caller(),
+            )
+        return plain(tensor, requires_grad)
 
     return call
 

@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 from autopar._torch.export_graph import traced_node
 from autopar._torch.modules import MODULE_CALL
 from autopar._torch.tensors import memory_of
-from autopar.base.user_code import is_users_frame
+from autopar.base.user_code import is_from_user
 from autopar.capture.bytecode import raised_by_user
 from autopar.capture.containers import Call, in_own_containers
 from autopar.capture.decisions import followed, written
@@ -84,17 +84,17 @@ class Noted:
     hidden: dict[Place, str] = field(default_factory=dict)  # tensors in an object of that class
     varying: set[Place] = field(default_factory=set)
     # Of modules, by identity, and their attributes: the lines that set them, which are read before
-    # that, and which torch's own code has set.
+    # that, and which export and autopar have set.
     lines: dict[tuple[int, str], str | None] = field(default_factory=dict)
     read: set[tuple[int, str]] = field(default_factory=set)
-    by_torch: set[tuple[int, str]] = field(default_factory=set)
+    by_tracing: set[tuple[int, str]] = field(default_factory=set)
     tables: set[str] = field(default_factory=set)  # buffers that forward does not write to
 
     def gather(self, state: PythonState, varies: Callable[[Tensor], bool]) -> None:
         """Note what has changed since `state`."""
         for change in state.changes():
             attribute = id(change.holder.value), change.key
-            if attribute in self.by_torch or self._stays(change, varies):
+            if attribute in self.by_tracing or self._stays(change, varies):
                 continue
             line = self.lines.get(attribute)
             is_varying = any(map(varies, tensors_in(change.value)))
@@ -166,9 +166,9 @@ def _attributes_watched(noted: Noted) -> Iterator[None]:
         return plain_get(self, name)
 
     def put(self: nn.Module, name: str, value: Any) -> None:
-        attribute, is_users = (id(self), name), is_users_frame(sys._getframe(1))
+        attribute, is_own = (id(self), name), not is_from_user(sys._getframe(1))
         noted.lines[attribute] = caller()
-        noted.by_torch.discard(attribute) if is_users else noted.by_torch.add(attribute)
+        noted.by_tracing.add(attribute) if is_own else noted.by_tracing.discard(attribute)
         plain_set(self, name, value)
 
     with replaced(nn.Module, "__getattribute__", get), replaced(nn.Module, "__setattr__", put):
@@ -200,7 +200,8 @@ def settled(noted: Noted, model: nn.Module, mode: FakeTensorMode, call: Call) ->
         return noted.effects
     calls = _TwoCalls(model, noted)
     try:
-        with mode, torch.no_grad():
+        with mode, torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what the call that was followed has shown
             calls.run(call)
     except Exception as error:  # it may ask for values, which are not there
         if (line := raised_by_user(error)) is not None:
@@ -341,7 +342,7 @@ class _TwoCalls:
         if len(self.changes) < 2:
             return []
         first, second = self.changes
-        holders = {one.holder.place for one in self.noted.doubtful.values()}
+        holders = {change.holder.place for change in self.noted.doubtful.values()}
         return [
             (change.name, None)
             for place, change in second.items()

@@ -95,6 +95,26 @@ def test_what_would_be_done_in_capture_alone_is_refused(name: str) -> None:
     assert plain == (Tensor.backward, torch.autograd.backward, torch.seed, torch.initial_seed)
 
 
+def sets_an_attribute(model: Two, hidden: Tensor) -> None:
+    model.a.weight.requires_grad = False
+
+
+FREEZING: dict[str, Inside] = {
+    "of a parameter": lambda model, hidden: model.a.weight.requires_grad_(False),
+    "of a module": lambda model, hidden: model.b.requires_grad_(False),
+    "by an attribute": sets_an_attribute,
+}
+
+
+@pytest.mark.parametrize("name", FREEZING)
+def test_freezing_in_forward_is_refused(name: str) -> None:
+    model = Two(FREEZING[name])
+    with pytest.raises(ap.InvalidInput, match="parameters that learn are known") as caught:
+        capture(model, (X,))
+    assert "test_hooks.py" in str(caught.value.source)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
 BEFORE: dict[str, Callable[[Two], Any]] = {
     "gradient of a.weight": lambda model: model.a.weight.register_hook(lambda grad: grad * 3),
     "gradient of b.bias": lambda model: model.b.bias.register_post_accumulate_grad_hook(print),

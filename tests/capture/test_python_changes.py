@@ -122,6 +122,14 @@ class TheFirstIsAnother(nn.Linear):
         return y.sum()
 
 
+class TogglesItsMode(nn.Linear):
+    """By a method of torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.train(not self.training)  # the line
+        return super().forward(x).sum() * (2 if self.training else 1)
+
+
 class InSlots:
     __slots__ = ("__calls", "other")
 
@@ -243,6 +251,7 @@ def counts_in_a_closure() -> nn.Module:
         (InDict, "state['calls']"),
         (lambda: FromNothing(4, 4), "calls"),
         (lambda: TheFirstIsAnother(4, 4), "is_first"),
+        (lambda: TogglesItsMode(4, 4), "training"),
         (ByAnObject, "counter._InSlots__calls"),
         (InAnArray, "calls"),
         (lambda: InACycle(4, 4), "factors"),
