@@ -10,15 +10,10 @@ device, the inputs too. The user's model is never changed.
 
 from __future__ import annotations
 
-import io
-import logging
-import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,6 +95,7 @@ from autopar.capture.repeated import FEWEST, blocks_followed_once
 from autopar.capture.scripted import scripts_run_plainly
 from autopar.capture.source import whole_stacks
 from autopar.capture.verifier import verify
+from autopar.capture.warned import users_warnings_shown
 from autopar.capture.writes import by_placeholder as writes_to
 from autopar.capture.writes import require_apart
 from autopar.precision import Precision
@@ -230,7 +226,7 @@ def _export(
     except Exception as error:
         if hiding.is_any:
             raise Needed(None) from error
-        with _quiet():
+        with users_warnings_shown():
             raise explain(error, model, mode, args, kwargs, given) from error
 
 
@@ -300,34 +296,9 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
     return replace(captured, classes=number_calls(graph), kept_bytes=size)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out torch's own logs and warnings: what matters of them is in our errors."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    printed = io.StringIO()
-    warned = None
-    try:
-        with warnings.catch_warnings(record=True) as warned, redirect_stderr(printed):
-            warnings.simplefilter("always")
-            yield
-        sys.stderr.write(printed.getvalue())  # the user's own; after a failure it is torch's
-    finally:
-        logging.disable(before)
-        for seen in () if warned is None else warned:
-            if not seen.filename.startswith(_SILENT):
-                warnings.warn_explicit(
-                    seen.message, seen.category, seen.filename, seen.lineno, registry=_WARNED
-                )
-
-
-_SILENT = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-_WARNED: dict[Any, Any] = {}  # what was shown, so that it is shown once
-
-
 # Around forward while it is followed.
 _AROUND = (
-    _quiet,
+    users_warnings_shown,
     own_backwards_kept,
     checkpoints_marked,
     idle_refused,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 from autopar.capture import capture, listing, run, verify
 from autopar.capture.marker import ANNOTATE
@@ -47,14 +49,38 @@ def test_placeholders_are_in_order_and_unused_ones_stay() -> None:
     assert set(names[5:-1]) == set(captured.constants)
 
 
-def test_what_forward_warns_of_is_shown() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        warnings.warn("nothing is clamped", stacklevel=1)
-        return self.linear(x)
+def warns_of_its_caller(self: Any, x: Tensor) -> Tensor:
+    warnings.warn("nothing is clamped", stacklevel=3)
+    return self.linear(x)
 
-    with pytest.warns(UserWarning, match="nothing is clamped") as shown:
+
+def counts_and_warns(self: Any, x: Tensor) -> Tensor:
+    self.calls = getattr(self, "calls", 0) + 1
+    warnings.warn("nothing is clamped", stacklevel=1)
+    return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "texts"),
+    [
+        (warns_of_its_caller, ["nothing is clamped"]),
+        (counts_and_warns, ["nothing is clamped", "calls is another number"]),
+        (lambda self, x: F.mse_loss(self.linear(x), torch.zeros(3, 1)), ["Using a target size"]),
+        (lambda self, x: F.softmax(self.linear(x)), ["Implicit dimension choice"]),
+        (lambda self, x: self.linear(x) * torch.tensor(torch.tensor(2.0)), ["To copy construct"]),
+        (lambda self, x: self.linear(x), []),
+    ],
+)
+def test_what_forward_and_torch_warn_of_is_shown_once(
+    forward: Callable[..., Tensor], texts: list[str]
+) -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
         capture(Function(forward), (torch.randn(3, 4),))
-    assert [warning.filename for warning in shown] == [__file__]
+    assert [text in str(one.message) for text, one in zip(texts, shown, strict=True)] == [
+        True for _ in texts
+    ]
+    assert {warning.filename for warning in shown} <= {__file__}
 
 
 def test_inputs_keep_their_flat_order() -> None:
