@@ -81,7 +81,7 @@ def wishes_of(model: nn.Module) -> dict[str, str]:
     """Return what shard() said that the graph of a model does not show, with the lines: layouts of
     parameters, stages and recomputation."""
     wishes = {
-        f"{name} cut as {annotation.dims}": annotation.source
+        f"{name} cut as {annotation.layout}": annotation.source
         for name, annotations in parameter_annotations(model).items()
         for annotation in annotations
     }

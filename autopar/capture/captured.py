@@ -77,7 +77,8 @@ class Captured:
     contents: tuple[Content, ...] = ()  # of the containers that forward changes
     bounds: Mapping[str, Bounds] = field(default_factory=dict)  # of parameters, by name
     effects: tuple[Effect, ...] = ()  # what forward leaves behind in Python
-    unread_annotations: tuple[Annotation, ...] = ()  # of tensors that are computed for nothing
+    # Those of tensors that are computed for nothing, and the modules in which they stand.
+    unread_annotations: Mapping[Annotation, str] = field(default_factory=dict)
     kept_bytes: int = 0  # of the tensors in these, on each rank and from step to step
     times: int = 1  # if it stands for a longer one: of how many blocks it has one
 

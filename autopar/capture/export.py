@@ -287,7 +287,7 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
         key=builder.key,
         bounds=builder.bounds,
         effects=tuple(builder.effects),
-        unread_annotations=tuple(builder.unread_annotations),
+        unread_annotations=builder.unread_annotations,
     )
     mark_learning(graph, captured.differentiated)
     mark_joined(graph, captured.inputs)

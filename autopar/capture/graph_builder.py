@@ -50,7 +50,7 @@ class GraphBuilder:
     writes: list[Any] = field(default_factory=list)  # to inputs (writes.py), of flat arguments
     bounds: dict[str, Any] = field(default_factory=dict)  # of parameters, by name (writes.py)
     effects: list[Any] = field(default_factory=list)  # in Python (effects.py)
-    unread_annotations: list[Annotation] = field(default_factory=list)
+    unread_annotations: dict[Annotation, str] = field(default_factory=dict)
     looked_at: fx.Node | None = None  # for errors that nobody foresaw
     # Whether calls that are alike have one value: where nothing is changed in place, it does not
     # matter that others than views share memory. Else what is made in memory of its own is alike.

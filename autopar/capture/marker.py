@@ -28,6 +28,11 @@ class Annotation:
     what: str  # how the call is called in messages
     source: str  # the line with the call of shard()
 
+    @property
+    def layout(self) -> tuple[Entry, ...]:
+        """Return the dims, each in the one way to write it: an axis alone stands in no tuple."""
+        return tuple(_plain(entry) for entry in self.dims)
+
     def encode(self) -> str:
         return json.dumps(asdict(self))
 
@@ -36,6 +41,11 @@ class Annotation:
         data = json.loads(text)
         dims = tuple(tuple(d) if isinstance(d, list) else d for d in data.pop("dims"))
         return cls(dims=dims, **data)
+
+
+def _plain(entry: Entry) -> Entry:
+    is_short = isinstance(entry, tuple) and len(entry) < 2
+    return (entry[0] if entry else None) if is_short else entry  # type: ignore[index]
 
 
 @torch.library.custom_op("autopar::annotate", mutates_args=())

@@ -8,6 +8,7 @@ one operator that reads them; all others fix a value and leave its readers free.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from autopar.mesh import Mesh
 from autopar.recompute import Recompute
 from autopar.strategies import Rule, Strategy, rule_of, tensor_inputs
 from autopar.strategies.node_info import info
+from autopar.text.source_lines import frames_to_caller
 
 Marked = tuple[fx.Node, Annotation]  # a marker, and what it says
 
@@ -138,7 +140,14 @@ def require_used(model: nn.Module, captured: Captured, mode: str, stages: int | 
             remedy="annotate the model as it is when it is planned",
             source=parameters[name][0].source,
         )
-    for annotation in captured.unread_annotations:
+    for annotation, within in captured.unread_annotations.items():
+        if within:  # which may return it, and who calls the module does not read it
+            warnings.warn(
+                f"{annotation.source}: an annotation of {annotation.what} in {within} says "
+                "nothing: nothing reads its result",
+                stacklevel=frames_to_caller(),
+            )
+            continue
         raise InvalidInput(
             "shard() returns the tensor that it annotates, and something reads that tensor",
             got=f"an annotation of {annotation.what} whose result nothing reads",

@@ -62,6 +62,63 @@ def test_an_annotated_tensor_that_nothing_reads_is_refused() -> None:
     assert 'ap.shard(hidden, ("dp", None))' in str(refused.value.source)
 
 
+class WithMore(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y, ap.shard(y * 2, ("dp", None))
+
+
+class DropsMore(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = WithMore(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x)[0]).square().mean()
+
+
+def test_an_annotated_result_that_the_caller_of_a_module_drops_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="in up says nothing: nothing reads its result") as heard:
+        ap.plan(DropsMore(), (torch.randn(8, 8),), mesh=ap.Mesh(dp=2), mode="propagate")
+    assert len(heard) == 1
+
+
+class WritesMarked(Net):
+    """What is annotated is the tensor itself: a write to either changes both."""
+
+    def __init__(self, *, to_marked: bool) -> None:
+        super().__init__()
+        self.to_marked = to_marked
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x) + 1
+        marked = ap.shard(hidden.view(2, 4, 8), ("dp", None, "tp"))
+        (marked if self.to_marked else hidden).mul_(2)
+        return self.down(hidden + marked.view(8, 8)).square().mean()
+
+
+@pytest.mark.parametrize("to_marked", [True, False])
+def test_writes_to_an_annotated_tensor_change_the_tensor(to_marked: bool) -> None:
+    model, x = WritesMarked(to_marked=to_marked).double(), torch.randn(8, 8).double()
+    mesh = ap.Mesh(dp=2, tp=2)
+    module = ap.parallelize(model, (x,), mesh=mesh, mode="propagate", backend="virtual")
+    loss = model(x)
+    loss.backward()
+    torch.testing.assert_close(module.step(x), loss.detach())
+    gradients = module.full_grads()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+def test_a_layout_that_is_written_otherwise_is_the_same() -> None:
+    net, x = Net(), torch.randn(8, 8)
+    ap.shard(net.up, params={"weight": ("dp", None)})
+    plan = ap.plan(net, (x,), mesh=ap.Mesh(dp=2), mode="propagate")
+    ap.shard(net.up, params={"weight": (("dp",), None)})
+    plan.attach(net, (x,))
+
+
 LATE: dict[str, Callable[[Net], Any]] = {
     "parameter": lambda net: ap.shard(net.up, params={"weight": ("dp", None)}),
     "stage": lambda net: ap.shard(net.down, stage=1),

@@ -32,8 +32,11 @@ def note_unread_annotations(builder: GraphBuilder) -> None:
     for node in reversed(builder.graph.nodes):
         if node.op == "output" or node in read:
             read.update(node.all_input_nodes)
-    markers = (node for node in builder.calls(ANNOTATE) if node not in read)
-    builder.unread_annotations += [Annotation.decode(str(node.args[1])) for node in markers]
+    # After a write to its tensor, a marker stands again.
+    markers = {str(node.args[1]): info(node).module for node in builder.calls(ANNOTATE)}
+    are_read = {str(node.args[1]) for node in builder.calls(ANNOTATE) if node in read}
+    unread = markers.keys() - are_read
+    builder.unread_annotations |= {Annotation.decode(k): markers[k] for k in markers if k in unread}
 
 
 def drop_dead_code(builder: GraphBuilder) -> None:

@@ -18,6 +18,7 @@ from torch import fx
 from autopar._torch.tensors import memory_of
 from autopar.capture.graph_builder import GraphBuilder, Site, is_mutable, rewrites, shape_of
 from autopar.capture.listing import operator_name
+from autopar.capture.marker import ANNOTATE
 from autopar.capture.normalisations.shapes import as_call
 from autopar.capture.normalisations.strides import as_strided
 from autopar.capture.values import refresh
@@ -43,7 +44,8 @@ _SYMBOLS = {
     "__ilshift__": "bitwise_left_shift",
     "__irshift__": "bitwise_right_shift",
 }
-_THEMSELVES = (aten.alias.default, aten.contiguous.default)  # where they share memory
+# Where they share memory; what is annotated is the tensor itself, though traced as a copy.
+_THEMSELVES = (aten.alias.default, aten.contiguous.default, ANNOTATE)
 _CASTS = (aten.to, aten.type_as)  # to the dtype that it has: the tensor itself
 _SCATTERS: dict[object, Callable[..., Any]] = {  # with the arguments of the view
     aten.select.int: aten.select_scatter.default,
@@ -127,6 +129,8 @@ class _Functionaliser:
             if not isinstance(value, torch.Tensor):
                 continue
             storage = memory_of(value)
+            if node.target is ANNOTATE and (root := self.root.get(node.all_input_nodes[0])):
+                roots[storage] = root
             if storage not in roots:
                 roots[storage] = node
             elif node.op == "call_function":
@@ -373,7 +377,7 @@ def _is_view(target: Any) -> bool:
     """Whether an operator returns a view of its argument."""
     schema = getattr(target, "_schema", None)
     is_operators = schema is not None and any(r.alias_info is not None for r in schema.returns)
-    return is_operators or target in (as_strided, aten.type_as.default)
+    return is_operators or target in (as_strided, aten.type_as.default, ANNOTATE)
 
 
 def _without_out(target: Any) -> Callable[..., Any]:
