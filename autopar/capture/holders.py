@@ -156,6 +156,15 @@ class Entries(Holder):
     def of(self, value: Any) -> dict[Any, Any]:
         return items_of(value) or {}
 
+    def changes(self) -> Iterator[Change]:
+        yield from super().changes()
+        if type(self) is Entries:  # in another order they are another dict
+            now = self.read()
+            order = [key for key in self.held if key in now]
+            for key, former in zip((key for key in now if key in self.held), order):
+                if key is not former and is_same(now[key], self.held[key]):
+                    yield Change(self, key, now[key], self.held[key])
+
     def label(self, key: Any) -> str:
         return f"{self.name}[{key!r}]" if is_a(key, *VALUES, tuple) else f"{self.name}[...]"
 

@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 from autopar._torch.export_graph import traced_node
 from autopar._torch.modules import MODULE_CALL
 from autopar._torch.tensors import memory_of
-from autopar.base.user_code import is_from_user
+from autopar.base.user_code import is_from_user, is_users_frame
 from autopar.capture.bytecode import raised_by_user
 from autopar.capture.containers import Call, in_own_containers
 from autopar.capture.decisions import followed, written
@@ -63,6 +63,7 @@ from autopar.errors import InvalidInput
 from autopar.text.source_lines import caller, frames_to_caller
 from autopar.text.units import counted
 
+_ALL = "__dict__"  # by which all attributes are read
 MOST_WATCHED = 8  # places whose lines are looked for
 _ALIKE = (
     "a program computes the same at every call, whatever the calls before have changed in Python"
@@ -99,7 +100,7 @@ class Noted:
             line = self.lines.get(attribute)
             is_varying = any(map(varies, tensors_in(change.value)))
             self.varying |= {change.place} if is_varying else set()
-            if line is None or attribute in self.read:
+            if line is None or not self.read.isdisjoint((attribute, (attribute[0], _ALL))):
                 self.doubtful[change.place] = change
             try:
                 self.effects.append(effect_of(change, state, self.tensors, line))
@@ -161,7 +162,8 @@ def _attributes_watched(noted: Noted) -> Iterator[None]:
     plain_get, plain_set = nn.Module.__getattribute__, nn.Module.__setattr__
 
     def get(self: nn.Module, name: str) -> Any:
-        if (id(self), name) not in noted.lines:
+        is_of_torch = name == _ALL and not is_users_frame(sys._getframe(1))
+        if (id(self), name) not in noted.lines and not is_of_torch:
             noted.read.add((id(self), name))
         return plain_get(self, name)
 

@@ -130,6 +130,23 @@ class TogglesItsMode(nn.Linear):
         return super().forward(x).sum() * (2 if self.training else 1)
 
 
+class ByAllAttributes(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = vars(self).get("calls", 0) + 1  # the line
+        return super().forward(x).sum() * self.calls
+
+
+class ByAnOrder(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.factors = {"a": 1, "b": 2}
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = next(iter(self.factors))
+        self.factors[first] = self.factors.pop(first)  # the line
+        return super().forward(x).sum() * next(iter(self.factors.values()))
+
+
 class InSlots:
     __slots__ = ("__calls", "other")
 
@@ -252,6 +269,8 @@ def counts_in_a_closure() -> nn.Module:
         (lambda: FromNothing(4, 4), "calls"),
         (lambda: TheFirstIsAnother(4, 4), "is_first"),
         (lambda: TogglesItsMode(4, 4), "training"),
+        (lambda: ByAllAttributes(4, 4), "calls"),
+        (ByAnOrder, "factors['b']"),
         (ByAnObject, "counter._InSlots__calls"),
         (InAnArray, "calls"),
         (lambda: InACycle(4, 4), "factors"),
