@@ -148,6 +148,7 @@ def make_plans(
     tell(captured, best)
     if request.mode == "data":
         tell_of_uncut(best)
+    if request.mode == "data" or request.states is not None:
         tell_of_whole_states(best)
     if choice.ended:
         warn(cut_short(choice.ended, patience.seconds, best))

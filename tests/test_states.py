@@ -137,10 +137,11 @@ class ReadsAfterSum(nn.Linear):
         return (x @ self.weight).sum(0).softmax(0) @ self.bias
 
 
-def test_parameters_that_stay_whole_are_told_of():
+@pytest.mark.parametrize("mode", ["data", "propagate", "auto"])
+def test_parameters_that_stay_whole_are_told_of(mode: str):
     case = models.Case("after sum", ReadsAfterSum(8, 8), (torch.randn(8, 8),))
     with pytest.warns(UserWarning, match=r"states=zero3 leaves bias \(32 bytes\) whole"):
-        planned(case, ap.Mesh(dp=4), states="zero3")
+        planned(case, ap.Mesh(dp=4), states="zero3", mode=mode)
 
 
 def planned(case: models.Case, mesh: ap.Mesh | None, **options) -> ap.Plan:

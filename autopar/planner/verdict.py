@@ -4,7 +4,7 @@ require_rules(captured)         before its search, with strict=True
 refuse_random(captured, mesh, microbatches)
 tell(captured, best)            of what was chosen
 tell_of_uncut(best)             of what data parallelism leaves to all ranks
-tell_of_whole_states(best)      of what data parallelism does not cut though it is asked to
+tell_of_whole_states(best)      of parameters that stay whole though states are cut
 tell_of_statistics(captured, microbatches)
 no_size(reasons, request)       where each of the sizes was refused
 nothing(found, request, regions, captured)    where all that was found is too large
@@ -101,12 +101,13 @@ def tell_of_uncut(best: Candidate) -> None:
 
 
 def tell_of_whole_states(best: Candidate) -> None:
-    """Warn of parameters that data parallelism reads and keeps whole although states are cut."""
+    """Warn of parameters that every rank reads and keeps whole although states are cut."""
     whole = [
         node
         for node in best.rewritten.find_nodes(op="placeholder")
         if info(node).learns and info(node).places is not None and info(node).val.ndim
         if node.users and node.name not in best.decisions.apart
+        if not any(info(node).type.layout.dims)
     ]
     if whole and best.states.is_cut and best.mesh.size > 1:
         first, names = next(iter(whole[0].users)), [best.captured.parameters[n.name] for n in whole]

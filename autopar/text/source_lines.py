@@ -54,5 +54,5 @@ def _short(file: str) -> str:
         return file.rsplit("/site-packages/", 1)[1]
     try:
         return str(Path(file).relative_to(Path.cwd()))
-    except ValueError:
+    except (ValueError, FileNotFoundError):  # elsewhere, or the working directory was deleted
         return file

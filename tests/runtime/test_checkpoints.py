@@ -243,11 +243,38 @@ def test_what_cannot_be_deleted_is_in_nobodys_way(tmp_path: Path) -> None:
     ap.save(tmp_path / "a", module)
     with patch.object(checkpoint_folders, "_discard", lambda folder: None):
         for count in range(3):
-            ap.save(tmp_path / "a", module, extra=count)
+            with pytest.warns(UserWarning, match="deleted and stays at"):
+                ap.save(tmp_path / "a", module, extra=count)
     assert len(list(tmp_path.iterdir())) == 4
     assert ap.load(tmp_path / "a", module) == 2
     ap.save(tmp_path / "a", module)
     assert [one.name for one in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_a_killed_save_began_is_deleted(tmp_path: Path) -> None:
+    module, _ = made()
+    killed = tmp_path / f".a.{12 * '0'}.new"
+    killed.mkdir()
+    for name in ("checkpoint.json", "beside.pt", "plan.json", "rank-3.safetensors"):
+        (killed / name).touch()
+        (killed / f".{name}.{12 * 'f'}.new").touch()
+    ap.save(tmp_path / "a", module)
+    assert [one.name for one in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_working_directory_that_was_deleted_is_no_obstacle(tmp_path: Path) -> None:
+    module, _ = made()
+    before = Path.cwd()
+    (tmp_path / "work").mkdir()
+    os.chdir(tmp_path / "work")
+    (tmp_path / "work").rmdir()
+    try:
+        ap.save(tmp_path / "a", module, extra=1)
+        assert ap.load(tmp_path / "a", module) == 1
+        with pytest.raises(ap.InvalidInput, match="a checkpoint has a path"):
+            ap.save("relative", module)
+    finally:
+        os.chdir(before)
 
 
 def test_modules_that_are_saved_to_one_path_do_not_mix(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,13 +27,14 @@ from autopar.base.files import hold, if_abandoned, locked, read_regular, replaci
 from autopar.base.schema import is_count
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.runtime.parameters.weight_files import CHECKPOINT
+from autopar.text.source_lines import frames_to_caller
 
 FORMAT: Final = "autopar checkpoint"
 VERSION: Final = 1
 INDEX, BESIDE, PLAN = CHECKPOINT, "beside.pt", "plan.json"
 _FILE = re.compile(r"rank-(\d+)\.safetensors")
-_UNFINISHED = re.compile(r"\.rank-\d+\.safetensors\.[0-9a-f]{12}\.new|failed-\d+")
-_RANK_FILE = re.compile(f"{_FILE.pattern}|{_UNFINISHED.pattern}")
+_OWN = f"(?:{_FILE.pattern}|{'|'.join(map(re.escape, (INDEX, BESIDE, PLAN)))})"
+_OWN_FILE = re.compile(rf"{_OWN}|\.{_OWN}\.[0-9a-f]{{12}}\.new|failed-\d+")  # .new: unfinished
 _renaming = threading.Lock()
 
 
@@ -116,6 +118,11 @@ class SaveFolders:
                 raise
         sync(self.path.parent)
         _discard(self.old)
+        if self.old.exists():
+            warnings.warn(
+                f"the checkpoint that was replaced cannot be deleted and stays at {self.old}",
+                stacklevel=frames_to_caller(),
+            )
 
     def discard(self) -> None:
         """Delete the new folder of a save that failed."""
@@ -146,21 +153,25 @@ def resolve_path(path: Any) -> Path:
 
 def require_elsewhere(path: Path) -> None:
     """Refuse a path that contains the working directory, which a save would delete."""
-    if Path.cwd().is_relative_to(path):
-        raise InvalidInput(
-            "a checkpoint has a folder of its own, which is replaced as a whole",
-            got=f"{path}, where the working directory is",
-            remedy='ap.save("run/100", module)',
-        )
+    with suppress(FileNotFoundError):  # a working directory that was deleted is in no path
+        if Path.cwd().is_relative_to(path):
+            raise InvalidInput(
+                "a checkpoint has a folder of its own, which is replaced as a whole",
+                got=f"{path}, where the working directory is",
+                remedy='ap.save("run/100", module)',
+            )
 
 
 def folder_of(path: Path) -> Path:
     """Return the folder of the last complete checkpoint of a path; or refuse the path."""
     if folder := find_folder(path):
         return folder
+    content = "something else" if path.exists() else "nothing"
+    if (path / INDEX).exists():
+        content = f"{INDEX} of something else, or a damaged one,"
     raise InvalidInput(
         "a checkpoint is a folder that ap.save() wrote",
-        got=f"{path}, where {'something else' if path.exists() else 'nothing'} is",
+        got=f"{path}, where {content} is",
         remedy="give the path that was given to ap.save()",
     )
 
@@ -208,9 +219,10 @@ def index_of(folder: Path) -> dict[str, Any] | None:
 
 def find_folder(path: Path) -> Path | None:
     """Return the folder of the last complete checkpoint of a path; None: it has none."""
-    if path.exists():
-        return path if index_of(path) is not None else None
-    return _interrupted_checkpoint(path)
+    with _renames(path.parent):  # between two renames the path would seem to have none
+        if path.exists():
+            return path if index_of(path) is not None else None
+        return _interrupted_checkpoint(path)
 
 
 def _interrupted_checkpoint(path: Path) -> Path | None:
@@ -259,6 +271,6 @@ def _discard(folder: Path) -> None:
     """Delete the files of a checkpoint, and its folder if that is then empty."""
     with suppress(OSError):
         for file in folder.iterdir():
-            if file.name in (INDEX, BESIDE, PLAN) or _RANK_FILE.fullmatch(file.name):
+            if _OWN_FILE.fullmatch(file.name):
                 file.unlink()
         folder.rmdir()
