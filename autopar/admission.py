@@ -58,8 +58,8 @@ class RunOptions:
     profile: int | None = None
 
     @classmethod
-    def among(cls, arguments: Mapping[str, Any]) -> RunOptions:
-        """Return the options among a function's arguments, of which it takes all."""
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> RunOptions:
+        """Pick these options from `locals()` of the public function that declares them all."""
         return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
     @property
@@ -67,11 +67,11 @@ class RunOptions:
         """The options in a form in which ranks compare them."""
         return {field.name: comparable_option(getattr(self, field.name)) for field in fields(self)}
 
-    def validate(self, place: str, plan: object, device: torch.device) -> None:
+    def validate(self, backend_name: str, plan: object, device: torch.device) -> None:
         """Refuse options that one process sees to be wrong, on a backend."""
-        validate_running(place, plan, local_inputs=self.local_inputs, check=self.check)
+        validate_running(backend_name, plan, local_inputs=self.local_inputs, check=self.check)
         validate_profile(self.profile, plan)
-        validate_outputs(place, self.outputs)
+        validate_outputs(backend_name, self.outputs)
         validate_compile(self.compile, device)
 
 
@@ -93,11 +93,11 @@ BACKENDS = {
 }
 
 
-def validate_running(place: str, plan: object, *, local_inputs: bool, check: bool) -> None:
+def validate_running(backend_name: str, plan: object, *, local_inputs: bool, check: bool) -> None:
     """Refuse a way to run a program that contradicts itself."""
-    require_one_of("backend", place, BACKENDS)
+    require_one_of("backend", backend_name, BACKENDS)
     PLAN("plan", plan)
-    if place == "virtual" and local_inputs:
+    if backend_name == "virtual" and local_inputs:
         raise InvalidInput(
             "local inputs are those of one process of several",
             got='local_inputs=True with backend="virtual"',
@@ -154,10 +154,10 @@ def require_loss(captured: Captured, profile: int) -> None:
         ) from None
 
 
-def validate_outputs(place: str, outputs: object) -> None:
+def validate_outputs(backend_name: str, outputs: object) -> None:
     """Refuse pieces of outputs where one process has all of them."""
     require_one_of("outputs", outputs, OUTPUT_FORMS)
-    if place == "virtual" and outputs != "whole":
+    if backend_name == "virtual" and outputs != "whole":
         raise InvalidInput(
             "pieces of outputs are those of one process of several",
             got=f'outputs={outputs!r} with backend="virtual"',
@@ -216,9 +216,9 @@ def validate_compile(compile: object, device: torch.device) -> None:
             )
 
 
-def validate_compiled_mesh(place: str, compile: object, mesh: Mesh) -> None:
+def validate_compiled_mesh(backend_name: str, compile: object, mesh: Mesh) -> None:
     """Refuse to compile for a virtual mesh of several ranks, which runs on lists of tensors."""
-    if compile is not False and place == "virtual" and mesh.size > 1:
+    if compile is not False and backend_name == "virtual" and mesh.size > 1:
         raise InvalidInput(
             "what is compiled is the program of one rank, and the virtual mesh runs all of them "
             "call by call",
@@ -243,7 +243,7 @@ def admit(captured: Captured, request: Request, options: PlanOptions) -> Request
 
 
 @cache
-def tell_of_virtual_mesh() -> None:
+def warn_about_virtual_mesh() -> None:
     """Warn once in a process that other devices of this machine do not compute."""
     devices = torch.accelerator.device_count()
     if devices > 1:

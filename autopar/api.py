@@ -1,6 +1,10 @@
-"""parallelize(): the whole road of one call.
+"""parallelize(): one call, from a model to a module that trains.
 
-model ──capture──▶ graph ──search──▶ plan ──passes──▶ program ──runtime──▶ training steps
+1. `validate` refuses contradictory options (admission.py, options.py).
+2. `make_plans` (planning.py) captures the model and searches; the result is a `Plan`.
+3. `plan.program` (plans/plan_value.py), on first use, runs the passes and splits stages.
+4. `VirtualBackend` or `TorchBackend` (runtime/backends/) prepares this program.
+5. `ParallelModule.step` runs it.
 """
 
 from __future__ import annotations
@@ -19,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.admission import (
     RunOptions,
     device_of,
-    tell_of_virtual_mesh,
     validate_compiled_mesh,
     validate_example,
     validate_pieces,
+    warn_about_virtual_mesh,
 )
 from autopar.capture.failure import check_call
 from autopar.capture.python_state import state_put_back
@@ -64,7 +68,7 @@ from autopar.text.progress import Report, reporter
 BackendName = Literal["virtual", "torch"]  # all ranks in this process, or this process is one
 
 
-@torch.inference_mode(False)  # the parameters that are made here learn
+@torch.inference_mode(False)  # parameters made in inference mode could not be trained
 def parallelize(
     model: nn.Module,
     args: tuple = (),
@@ -165,9 +169,9 @@ def parallelize(
     Returns:
         An `nn.Module`. `step` trains; calling it gives what the model gives.
     """
-    options, running = PlanOptions.among(locals()), RunOptions.among(locals())
+    options, run_options = PlanOptions.from_arguments(locals()), RunOptions.from_arguments(locals())
     values = InitialValues(model, init, weights)
-    return _ParallelizeCall(model, args, kwargs, plan, options, running, values).carry_out()
+    return _ParallelizeCall(model, args, kwargs, plan, options, run_options, values).carry_out()
 
 
 @dataclass(frozen=True)
@@ -179,78 +183,78 @@ class _ParallelizeCall:
     kwargs: Mapping[str, Any] | None
     plan: Plan | SavedPlan | None  # None: one is made by these options
     options: PlanOptions
-    running: RunOptions
+    run_options: RunOptions
     values: InitialValues
     compilers: dict[int, RegionCompiler] = field(default_factory=dict)  # by the program
 
     def carry_out(self) -> ParallelModule:
         is_rank = dist.is_initialized() or dist.is_torchelastic_launched() or has_failed()
-        running = self.running
+        run_options = self.run_options
         default = "torch" if is_rank else "virtual"
-        place = running.backend if running.backend is not None else default
-        if place == "virtual" or not is_rank:
-            self.validate(place)
-        if place == "virtual":
+        backend_name = run_options.backend if run_options.backend is not None else default
+        if backend_name == "virtual" or not is_rank:
+            self.validate(backend_name)
+        if backend_name == "virtual":
             device = device_of(self.model)
-            plan = self.choose(self.decide_and_tell(), place, device)
-            if running.backend is None and plan.whole_mesh.size > 1:
-                tell_of_virtual_mesh()
-            compiler = self.compiler(plan, device)
+            plan = self.select_plan(self.make_plans_and_warn(), backend_name, device)
+            if run_options.backend is None and plan.whole_mesh.size > 1:
+                warn_about_virtual_mesh()
+            compiler = self.compiler_for(plan, device)
             backend: Backend = VirtualBackend(
-                plan.program, device, check=running.check, compiler=compiler
+                plan.program, device, check=run_options.check, compiler=compiler
             )
-            return self.module(plan, backend)
+            return self.build_module(plan, backend)
         device = enter_world(device_of(self.model))
         with stop_all_on_failure(agreed=True):
-            options = replace(running, backend=place).comparable
-            require_same_call(lambda: self.validate(place), **options)
+            options = replace(run_options, backend=backend_name).comparable
+            require_same_call(lambda: self.validate(backend_name), **options)
             self.values.rank0_facts = broadcast_from_rank0(self.values.rank0_facts)
-            plan = self.choose(self.decide_together(), place, device)
+            plan = self.select_plan(self.agree_on_plans(), backend_name, device)
         with stop_all_on_failure():
             backend = TorchBackend(
                 plan.program,
                 device,
-                local_inputs=running.local_inputs,
-                outputs=running.outputs,
-                compiler=self.compiler(plan, device),
+                local_inputs=run_options.local_inputs,
+                outputs=run_options.outputs,
+                compiler=self.compiler_for(plan, device),
             )
-            return self.module(plan, backend)
+            return self.build_module(plan, backend)
 
-    def decide(self, plan: Plan | SavedPlan | None) -> list[Plan]:
+    def make_plans_here(self, plan: Plan | SavedPlan | None) -> list[Plan]:
         """Return the plans that this process chooses from, by itself: `plan`, if there is one."""
         self.values.accept()
         if plan is None:
-            profile = self.running.profile
+            profile = self.run_options.profile
             plans = make_plans(self.model, self.args, self.kwargs, self.options, profile)
         else:
             plans = [plan.attach(self.model, self.args, self.kwargs)]
         require_constants(plans[0].original)
         return plans
 
-    def decide_and_tell(self) -> list[Plan]:
-        """Like `decide`, but a finished plan gives the warnings that a new one gives."""
-        plans = self.decide(self.plan)
+    def make_plans_and_warn(self) -> list[Plan]:
+        """Like `make_plans_here`, but a finished plan gives the warnings that a new one gives."""
+        plans = self.make_plans_here(self.plan)
         if self.plan is not None:
             tell_of_statistics(plans[0].original, plans[0].microbatches)
         return plans
 
-    def decide_together(self) -> list[Plan]:
+    def agree_on_plans(self) -> list[Plan]:
         """Return the plans that rank 0 decides, on all ranks."""
         if dist.get_world_size() == 1:
-            return self.decide_and_tell()
+            return self.make_plans_and_warn()
         plans: list[Plan] = []
 
         def first() -> Plan:
-            plans.extend(self.decide_and_tell())
+            plans.extend(self.make_plans_and_warn())
             return plans[0]
 
         def follow(first: SavedPlan) -> Plan:
             if self.plan is None:
-                return self.decide(first)[0]
-            return require_equal_plan(self.decide(self.plan)[0], first)
+                return self.make_plans_here(first)[0]
+            return require_equal_plan(self.make_plans_here(self.plan)[0], first)
 
         best = agree_on_plan(first, follow)
-        others = broadcast_from_rank0(len(plans)) - 1 if self.running.profile is not None else 0
+        others = broadcast_from_rank0(len(plans)) - 1 if self.run_options.profile is not None else 0
 
         def follow_next(saved: SavedPlan) -> Plan:
             return saved.attach_captured(best.original)
@@ -261,27 +265,27 @@ class _ParallelizeCall:
             *(agree_on_plan(partial(plans.__getitem__, at), follow_next) for at in numbers),
         ]
 
-    def choose(self, plans: list[Plan], place: str, device: torch.device) -> Plan:
+    def select_plan(self, plans: list[Plan], backend_name: str, device: torch.device) -> Plan:
         """Return the fastest plan that can run with these options, predicted or measured."""
         runnable: list[Plan] = []
         for plan in plans:
             try:
-                self.require_runnable(plan, place)
+                self.require_runnable(plan, backend_name)
                 runnable.append(plan)
             except InvalidInput:
                 if plan is plans[-1] and not runnable:
                     raise
-        if self.running.profile is None:
+        if self.run_options.profile is None:
             return runnable[0]
 
         def build(plan: Plan) -> ParallelModule:
-            program, compiler = plan.program, self.compiler(plan, device)
+            program, compiler = plan.program, self.compiler_for(plan, device)
             backend: Backend = VirtualBackend(program, device, compiler=compiler)
-            if place == "torch":
+            if backend_name == "torch":
                 backend = TorchBackend(program, device, compiler=compiler)
             return ParallelModule(self.model, plan.program, plan, backend, values=self.values)
 
-        ranks = world() if place == "torch" else None
+        ranks = world() if backend_name == "torch" else None
         speaks = ranks is None or ranks.rank == 0
         progress = reporter(self.options.progress if speaks else False)
         with progress as report, state_put_back(self.model):
@@ -300,32 +304,32 @@ class _ParallelizeCall:
                 warn(f"of the plans that were run, one is left out: {trial}")
         return runnable[number].with_trials(tuple(ordered))
 
-    def require_runnable(self, plan: Plan, place: str) -> None:
+    def require_runnable(self, plan: Plan, backend_name: str) -> None:
         """Refuse a plan that cannot run with these options."""
-        running = self.running
-        if place == "virtual":
-            validate_compiled_mesh(place, running.compile, plan.whole_mesh)
+        run_options = self.run_options
+        if backend_name == "virtual":
+            validate_compiled_mesh(backend_name, run_options.compile, plan.whole_mesh)
             return
         require_world_of(plan.whole_mesh)
         stages = () if plan.pipelining is None else plan.pipelining.stages
-        validate_pieces(running.outputs, len(stages))
-        if running.local_inputs:
+        validate_pieces(run_options.outputs, len(stages))
+        if run_options.local_inputs:
             refuse_questions_about_slices(plan)
-        if running.local_inputs and plan.batches is not None:
+        if run_options.local_inputs and plan.batches is not None:
             require_even_slices(plan.program)
 
-    def module(self, plan: Plan, backend: Backend) -> ParallelModule:
+    def build_module(self, plan: Plan, backend: Backend) -> ParallelModule:
         on_processes = not isinstance(backend, VirtualBackend)
         checks = None
-        if self.running.check:
+        if self.run_options.check:
             checks = ProgramChecks(self.model, plan.original, on_processes=on_processes)
         return ParallelModule(
             self.model, plan.program, plan, backend, check=checks, values=self.values
         )
 
-    def compiler(self, plan: Plan, device: torch.device) -> RegionCompiler | None:
+    def compiler_for(self, plan: Plan, device: torch.device) -> RegionCompiler | None:
         """Return the compiler of a plan's programs; None unless `compile` asks for it."""
-        compile = self.running.compile
+        compile = self.run_options.compile
         if isinstance(compile, bool) and not compile:
             return None
         if (key := id(plan.program)) not in self.compilers:
@@ -335,20 +339,20 @@ class _ParallelizeCall:
             self.compilers[key] = RegionCompiler(options, device, blocks, together)
         return self.compilers[key]
 
-    def validate(self, place: str) -> None:
+    def validate(self, backend_name: str) -> None:
         """Refuse a call that this process sees to be wrong."""
-        self.running.validate(place, self.plan, device_of(self.model))
+        self.run_options.validate(backend_name, self.plan, device_of(self.model))
         inputs = (v for v in (self.args, self.kwargs) if v is not None)
         is_empty = all(isinstance(value, tuple | Mapping) and not value for value in inputs)
         if self.plan is None or not is_empty:  # a plan knows its own inputs
             check_call(self.model, self.args, self.kwargs)
         require_free_names(self.model, RESERVED_NAMES)
         self.values.validate()
-        if self.running.check:
+        if self.run_options.check:
             require_data(
                 self.model, (), "check=True, which compares with the plain model,", "check=False"
             )
-        if self.running.profile is not None:
+        if self.run_options.profile is not None:
             validate_example(self.args, self.kwargs)
         if self.plan is not None:
             self.options.refuse_beside_plan()

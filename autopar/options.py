@@ -40,13 +40,13 @@ from autopar.text.source_lines import shorten
 from autopar.text.suggestions import nearest
 from autopar.text.units import LEAST_MEMORY, bytes_text, counted, read_bytes
 
-DEFAULT = "1f1b"
+DEFAULT_SCHEDULE = "1f1b"
 StatesLike = Literal["auto", "whole", "zero1", "zero2", "zero3"] | States
 ScheduleLike = str | Mapping[str, Any] | Schedule | None
 DynamicShapesLike = Mapping[str, Any] | tuple[Any, ...] | list[Any] | None
 RecomputeLike = Literal["auto"] | RecomputeSetting | Mapping[str, RecomputeSetting]
-_AGAIN = ("selective", "full")
-_OF_A_SCHEDULE = ("schedule_options",)
+RECOMPUTE_NAMES = ("selective", "full")
+SCHEDULE_ONLY_OPTIONS = ("schedule_options",)
 
 
 @dataclass(frozen=True)
@@ -115,19 +115,19 @@ MODULE_RECOMPUTE = OptionKind(
     '"selective", "full", None or a Recompute',
     lambda given: isinstance(given, bool | Recompute | None),
     '"full"',
-    _AGAIN,
+    RECOMPUTE_NAMES,
     "None or a Recompute",
 )
 RECOMPUTE = OptionKind(
     '"auto", "selective", "full", None or a Recompute, or a mapping of names of modules to these',
     lambda given: isinstance(given, bool | Recompute | None) or _is_named(given),
     '"full", or {"layers.*": ap.Recompute("full", keep="host")}',
-    ("auto", *_AGAIN),
+    ("auto", *RECOMPUTE_NAMES),
     "None, a Recompute, or a mapping of names of modules to these",
 )
 FLAG = OptionKind("True or False", lambda given: isinstance(given, bool), "True")
 # For each option a function that refuses a value which is wrong whatever the other options are.
-KINDS: Mapping[str, Callable[[str, Any], None]] = {
+OPTION_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "cluster": _require_cluster,
     "mesh": OptionKind(
         "a Mesh or a torch DeviceMesh",
@@ -205,13 +205,13 @@ class PlanOptions:
     progress: Report | bool | None = None
 
     @classmethod
-    def among(cls, arguments: Mapping[str, Any]) -> PlanOptions:
-        """Return the options among a function's arguments, of which it takes all."""
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> PlanOptions:
+        """Pick these options from `locals()` of the public function that declares them all."""
         return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
     def require_kinds(self) -> None:
         """Refuse an option of the wrong kind."""
-        for name, require in KINDS.items():
+        for name, require in OPTION_CHECKS.items():
             require(name, getattr(self, name))
 
     def refuse_beside_plan(self) -> None:
@@ -256,7 +256,7 @@ def read_request(options: PlanOptions) -> Request:
     if axis is None:
         _refuse_options(
             options,
-            (*(("pipeline",) if mesh is None else ()), "schedule", *_OF_A_SCHEDULE),
+            (*(("pipeline",) if mesh is None else ()), "schedule", *SCHEDULE_ONLY_OPTIONS),
             "a schedule is for a pipeline on a given mesh, as are its options",
             f"give the mesh an axis {AXIS!r}, as in mesh=ap.Mesh({AXIS}=4, dp=2)",
             f" with {mesh or 'no mesh'}",
@@ -280,7 +280,7 @@ def read_request(options: PlanOptions) -> Request:
     if is_weighed or mesh is None:
         _refuse_options(
             options,
-            _OF_A_SCHEDULE,
+            SCHEDULE_ONLY_OPTIONS,
             "options need the name of the schedule that they are for",
             'schedule="chimera" or another name, beside them',
         )
@@ -384,8 +384,8 @@ def _read_schedule(options: PlanOptions, ranks: int, count: int | None) -> Sched
         return value
     if isinstance(value, Mapping):
         settings = {**value, **settings}
-        value = settings.pop("name", DEFAULT)
-    name = DEFAULT if value is None else value
+        value = settings.pop("name", DEFAULT_SCHEDULE)
+    name = DEFAULT_SCHEDULE if value is None else value
     count = 2 * ranks if count is None else count
     schedule = make_schedule(name, stages=ranks, microbatches=count, **settings)
     check(schedule)

@@ -105,7 +105,7 @@ def plan(
     Returns:
         The plan: print it, `explain` a decision, `save` it, or hand it to `parallelize`.
     """
-    options = PlanOptions.among(locals())
+    options = PlanOptions.from_arguments(locals())
     return make_plan(model, args, kwargs, options)
 
 
@@ -134,14 +134,16 @@ def make_plans(
         if profile is not None:
             require_loss(captured, profile)
         admitted = replace(admit(captured, request, options), patience=patience)
-        is_all = options.cluster is None or has_world()
-        choice = Choice(model, captured, admitted, report, is_all)
+        uses_every_device = options.cluster is None or has_world()
+        choice = Choice(model, captured, admitted, report, uses_every_device)
         try:
             best, planner = choice.best()
         except InseparableBatch as error:
             if admitted.microbatches is not None:
                 raise
-            choice = Choice(model, captured, replace(admitted, microbatches=1), report, is_all)
+            choice = Choice(
+                model, captured, replace(admitted, microbatches=1), report, uses_every_device
+            )
             best, planner = choice.best()
             warn(f"the step has one micro-batch, and each stage waits for others: {error.got}")
         others = choice.kept.others

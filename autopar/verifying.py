@@ -125,7 +125,7 @@ def verify(
         raise InvalidInput(
             "verify takes at least one step", got=f"steps={steps!r}", remedy="steps=3"
         )
-    options = PlanOptions.among(locals())
+    options = PlanOptions.from_arguments(locals())
     options.require_kinds()
     if backend != "virtual" or local_inputs:
         raise InvalidInput(

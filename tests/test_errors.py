@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar import Mesh, errors, shard
-from autopar.admission import tell_of_virtual_mesh
+from autopar.admission import warn_about_virtual_mesh
 from autopar.strategies import registry
 from autopar.text.source_lines import LONGEST, describe
 
@@ -663,7 +663,7 @@ def test_one_process_on_several_devices_is_told_of_once(
     devices: int, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
-    tell_of_virtual_mesh.cache_clear()
+    warn_about_virtual_mesh.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -671,7 +671,7 @@ def test_one_process_on_several_devices_is_told_of_once(
     is_told = devices > 1 and backend is None
     assert [one.filename for one in caught] == [__file__] * is_told
     assert all("torchrun --nproc-per-node 4" in str(one.message) for one in caught)
-    tell_of_virtual_mesh.cache_clear()
+    warn_about_virtual_mesh.cache_clear()
 
 
 def test_numbers_of_numpy_and_lists_are_welcome() -> None:

@@ -19,7 +19,7 @@ import autopar as ap
 from autopar.admission import RunOptions, comparable_option
 from autopar.capture.dynamic import DynamicShapes, Range
 from autopar.cluster import Device, Link, Node
-from autopar.options import KINDS, PlanOptions
+from autopar.options import OPTION_CHECKS, PlanOptions
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.pipeline.stages.stage_cost import StageCost
@@ -94,7 +94,7 @@ def test_ranks_say_all_that_parallelize_takes_about_running():
 
 
 def test_every_option_has_a_kind_which_its_default_is_of():
-    assert list(KINDS) == [option.name for option in fields(PlanOptions)]
+    assert list(OPTION_CHECKS) == [option.name for option in fields(PlanOptions)]
     PlanOptions().require_kinds()
 
 
