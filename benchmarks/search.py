@@ -96,7 +96,7 @@ def measure(name: str, algorithm: str, memory: bool, layers: int) -> dict[str, A
     search = layout_search.LayoutSearch(
         captured, problem.cluster, lambda mesh: constraints, limit, parts
     )
-    found = search.run([problem.mesh]).search
+    found = search.run([problem.mesh]).report
     assert found is not None
     return {
         "case": name,

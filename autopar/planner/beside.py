@@ -90,7 +90,7 @@ def search_beside(
         decisions = found.decisions
         placed = {**decisions.placeholders, **(inputs or {})}
         decisions = replace(decisions, placeholders=placed)
-        return _placed(source, captured, batches, decisions).changed(found.search)
+        return _placed(source, captured, batches, decisions).changed(found.report)
 
     best = run(math.inf)
     if limit is not None and best.memory.peak > limit:

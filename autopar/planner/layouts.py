@@ -208,7 +208,7 @@ class Layouts:
         for count in (count for count in known if parts % count == 0):
             for mesh, seconds in known[count].items():
                 fewer[mesh] = max(fewer.get(mesh, 0.0), seconds * count)
-        return SearchCache(least=known.setdefault(parts, {}), fewer=fewer)
+        return SearchCache(least=known.setdefault(parts, {}), seconds_in_larger_microbatches=fewer)
 
     def _constraints(self, asked: LayoutRequest, mesh: Mesh) -> Constraints:
         found = self.constraints(asked.captured, asked.recompute, mesh)
@@ -248,11 +248,11 @@ class Layouts:
         machines, bound = asked.machines(cluster), partial(self._constraints, asked)
         search = LayoutSearch(asked.captured, machines, bound, *limits)
         search.known = self._graphs(asked)
-        search.finished, search.report = needed if asked.is_all else None, self.report
+        search.finished_bytes, search.report = needed if asked.is_all else None, self.report
         found = search.run(asked.offered)
         if last and last[0][0] is found.decisions:  # it is not made again
-            return last[0][1].changed(found.search), found.memory
-        return replace(candidate(found.decisions), search=found.search), found.memory
+            return last[0][1].changed(found.report), found.memory
+        return replace(candidate(found.decisions), search=found.report), found.memory
 
 
 def _strategies(known: SearchCache) -> int:

@@ -115,9 +115,9 @@ class CostGraphBuilder:
         self.uses: dict[str, list[Use]] = {}
         self._shared: dict[tuple, Placements] = {}
         self._stored: dict[tuple, tuple[Placements, Array]] = {}
-        self._offers: dict[str, tuple[Candidates, Array]] = {}
+        self._candidates: dict[str, tuple[Candidates, Array]] = {}
         self.producers: dict[str, Variable] = {}  # of values, by name
-        self.pieces: dict[str, list[Use]] = {}  # of inputs, by their only readers
+        self.single_reader_uses: dict[str, list[Use]] = {}  # of inputs, by their only readers
         self.of_weights = made_without_inputs(self.captured.graph, self.captured)
         self.shares = summed_shares(self.captured.graph, self.captured)
         of_parameters = partial(is_of_parameters, captured=self.captured)
@@ -131,8 +131,8 @@ class CostGraphBuilder:
         self.prologue = find_prologue(self.captured, calls, self.classes, annotated_values)
         self.built.prologue, self.built.slack = self.prologue.names, self.prologue.slack
         for node in calls:
-            self._look_at(node)
-        facts = {name: candidates.facts for name, (candidates, _) in self._offers.items()}
+            self._find_candidates(node)
+        facts = {name: candidates.facts for name, (candidates, _) in self._candidates.items()}
         self.saved = SavedTensors(facts, self.uses, self.regions)
         full = [nodes for _, nodes in self.runs if self.regions[nodes[0].name].is_full]
         self.remade = set[str]().union(*map(self.saved.remade, full))
@@ -145,8 +145,8 @@ class CostGraphBuilder:
 
     @deferred_collection()
     def run(self) -> MeshCostGraph:
-        # Nodes stand in the order of the program, so that repeated blocks can be found.
         """Add all nodes and edges, and return the graph."""
+        # Nodes stand in the order of the program, so that repeated blocks can be found.
         for node in self.captured.graph.nodes:
             if node.op == "placeholder" and node.name in self.captured.parameters:
                 self._add_parameter(node)
@@ -207,7 +207,7 @@ class CostGraphBuilder:
         by_kind = dict(zip(HELD_KINDS, parameter_bytes(node, places, self.mesh)))
         return float(sum(by_kind.values()) - (0 if self.counts_gradients else by_kind["gradients"]))
 
-    def _look_at(self, node: fx.Node) -> None:
+    def _find_candidates(self, node: fx.Node) -> None:
         """Find the candidates of an operator, and who reads what."""
         candidates = self._allowed(node, self.classes.candidates(node))
         if node.name in self.prologue.names:
@@ -219,16 +219,16 @@ class CostGraphBuilder:
             else:
                 use = Use(value.name, node.name, position)
                 self.uses.setdefault(value.name, []).append(use)
-        self._offers[node.name] = candidates, cost
+        self._candidates[node.name] = candidates, cost
 
     def _cost(self, name: str) -> Array:
         """Return the seconds of each candidate of an operator, recomputation included."""
-        candidates, cost = self._offers[name]
+        candidates, cost = self._candidates[name]
         recompute = candidates.forward + candidates.inside_forward
         return cost + recompute if name in self.remade else cost
 
     def _add_operator(self, node: fx.Node) -> None:
-        candidates, cost = self._offers[node.name][0], self._cost(node.name)
+        candidates, cost = self._candidates[node.name][0], self._cost(node.name)
         region = self.regions.get(node.name)
         is_full = region is not None and region.is_full
         memory = candidates.extra * (self.counts_activations and not is_full)
@@ -236,7 +236,7 @@ class CostGraphBuilder:
             for value in values_of(node):
                 states = candidates.results[result_index(value)]
                 memory = memory + self.edges.bytes(value, states)
-        for piece in self.pieces.get(node.name, ()):
+        for piece in self.single_reader_uses.get(node.name, ()):
             states = candidates.inputs[piece.position]
             memory = memory + self.edges.bytes(self.nodes[piece.value], states)
         number = self.built.graph.add_node(
@@ -254,7 +254,7 @@ class CostGraphBuilder:
         uses, size = uses_of_input(self.captured, node), bytes_of(node) * info(node).times
         if uses is not None and len(uses) == 1:
             (use,) = uses
-            self.pieces.setdefault(use.reader, []).append(use)
+            self.single_reader_uses.setdefault(use.reader, []).append(use)
         else:
             self.built.fixed_bytes += size / (self.mesh.size if uses else 1)
 
@@ -285,7 +285,7 @@ class CostGraphBuilder:
 
     def _states(self, base: Placements, uses: Sequence[Use], *, pending: bool) -> Placements:
         """Return the `base` states and those that readers want, once for all equal blocks."""
-        wants = [self._offers[r.reader][0].inputs[r.position] for r in uses]
+        wants = [self._candidates[r.reader][0].inputs[r.position] for r in uses]
         key = (base, *wants, pending)
         if key not in self._shared:
             states = dict.fromkeys(base)
@@ -388,7 +388,7 @@ class CostGraphBuilder:
 
     def _sums(self, use: Use) -> bool:
         """Return whether a reader may ask for a summed gradient: it lacks some factor."""
-        facts = self._offers[use.reader][0].facts
+        facts = self._candidates[use.reader][0].facts
         if facts is None:
             return False
         factors = {factor for dim in facts.rule.inputs[use.position] for factor in dim}
@@ -406,7 +406,7 @@ class CostGraphBuilder:
         What the uses of the second compute overlaps with the gradient's way back."""
         kept_when = "moved" if kept_when and not self._makes(value) else kept_when
         readers = [
-            ReaderWork(self.nodes[r.reader], self._offers[r.reader][0], r.position)
+            ReaderWork(self.nodes[r.reader], self._candidates[r.reader][0], r.position)
             for r in second.uses
         ]
         parts = overlapped_seconds(value, readers, second.states, is_deferred=bool(deferred))
@@ -432,7 +432,7 @@ class CostGraphBuilder:
         kept_when: str,
     ) -> None:
         """Add an edge from a layout of a value to one reader."""
-        wants = self._offers[use.reader][0].inputs[use.position]
+        wants = self._candidates[use.reader][0].inputs[use.position]
         # What several readers share is hidden on the way to all of them.
         overlapping = () if first.uses and not deferred else (use,)
         number = self.built.operators[use.reader].number
@@ -444,5 +444,5 @@ class CostGraphBuilder:
         """Return whether a value has memory that nothing else has counted yet."""
         if value.op == "placeholder" or self.saved.keeps_output(maker(value).name):
             return False
-        facts = self._offers[maker(value).name][0].facts
+        facts = self._candidates[maker(value).name][0].facts
         return facts is None or not facts.is_view

@@ -33,16 +33,16 @@ from autopar.strategies.node_info import info
 from autopar.text.progress import Report
 from autopar.text.units import bytes_text, seconds_text
 
-_TIGHTENED = 6  # solutions whose finished programs are looked at, under a lower limit each
-_WIDENED = 2  # and raised again, where what fits then is not known to be about as fast
-_CLOSE = 0.01  # relative: of what is so near the bound nothing better is looked for
-_SMALL = 500  # calls of a program that is finished so often
-_SURE = 0.7  # a part of the limit: of larger programs, what needs less fits when it is finished
-_FAR = 1.25  # times what the best takes: graphs of meshes that take more are not kept
+MAX_LOWERED_LIMITS = 6  # tries with a lower limit until the finished program fits
+MAX_RAISED_LIMITS = 2  # tries with a higher limit after one fits
+GOOD_ENOUGH_GAP = 0.01  # relative, to the bound: below it nothing better is searched for
+LARGE_PROGRAM = 500  # operators above which guesses replace some solves
+SAFE_SHARE = 0.7  # large programs below this share of the limit are not checked
+DROP_GRAPH_ABOVE = 1.25  # times the best seconds: graphs of slower meshes are dropped
 _TIE = 1e-6  # relative: of meshes that are as good, the one with fewer axes is taken
-# Of large programs, relative:
-_ALIKE = 0.05  # by so much more in smaller micro-batches, a mesh is as good as it was
-_SPARE = 0.0025  # under a limit, a mesh that may save less is not looked at
+# For large programs, relative:
+SIMILAR_SECONDS = 0.05  # slower by less in smaller micro-batches, a mesh is as good as before
+MIN_GAIN_UNDER_LIMIT = 0.0025  # under a limit, a mesh that may save less is not solved
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SearchResult:
     """Hold layouts for a program; with the report of the search, if they were searched for."""
 
     decisions: Decisions
-    search: SearchReport | None = None
+    report: SearchReport | None = None
     memory: float = 0.0  # bytes on each device, as the search adds them up
 
 
@@ -58,18 +58,18 @@ class SearchResult:
 class _MeshSolution:
     """Hold the best plan on one mesh."""
 
-    built: MeshCostGraph
+    cost_graph: MeshCostGraph
     solution: Solution
 
     @cached_property
     def decisions(self) -> Decisions:
         """Return the layouts of the solution."""
-        return decide(self.built, self.solution.choice)
+        return decide(self.cost_graph, self.solution.choice)
 
     @property
     def memory(self) -> float:
         """Return the bytes on each device, as the search adds them up."""
-        return self.solution.memory + self.built.fixed_bytes
+        return self.solution.memory + self.cost_graph.fixed_bytes
 
 
 class _FittingSolution(NamedTuple):
@@ -87,7 +87,7 @@ class SearchCache:
     graphs: dict[Mesh, MeshCostGraph] = field(default_factory=dict)
     least: dict[Mesh, float] = field(default_factory=dict)  # seconds, whatever memory it takes
     # Seconds of a step in larger micro-batches, with which none takes longer.
-    fewer: Mapping[Mesh, float] = field(default_factory=dict)
+    seconds_in_larger_microbatches: Mapping[Mesh, float] = field(default_factory=dict)
 
     def learn(self, mesh: Mesh, least: float) -> None:
         """Note that no layouts on a mesh take less than `least` seconds."""
@@ -96,7 +96,7 @@ class SearchCache:
     def keep(self, seconds: float) -> None:
         """Drop the graphs on which everything takes far longer than `seconds`."""
         for mesh, least in self.least.items():
-            if least > _FAR * seconds:
+            if least > DROP_GRAPH_ABOVE * seconds:
                 self.graphs.pop(mesh, None)
 
 
@@ -113,7 +113,7 @@ class LayoutSearch:
     cutoff: float = math.inf  # seconds of a step: slower plans are not searched for
     # Returns the bytes that the finished program needs: the last word on what fits. It was called
     # with the very decisions of the result, if at all.
-    finished: Callable[[Decisions], float] | None = None
+    finished_bytes: Callable[[Decisions], float] | None = None
     report: Report = lambda phase, detail: None
     known: SearchCache = field(default_factory=SearchCache)
     _best: _MeshSolution | None = None
@@ -186,14 +186,14 @@ class LayoutSearch:
 
     def _weigh(self, mesh: Mesh) -> None:
         """Solve one mesh, unless it cannot be the best; keep it if it is."""
-        best_seconds = self._objective
-        if (least := self._least(mesh)) >= best_seconds * self._part:
+        best_seconds = self._seconds_to_beat
+        if (least := self._least(mesh)) >= best_seconds * self._required_ratio:
             self._leave_out(mesh, least, "takes at least that", least)
             return
         if self._is_unlikely(mesh):
             self._leave_out(mesh, least, "takes longer in larger micro-batches", least)
             return
-        if (cost_graph := self._built(mesh)) is None:
+        if (cost_graph := self._priced_graph(mesh)) is None:
             return
         try:
             solved = self._fitting(cost_graph)
@@ -224,12 +224,12 @@ class LayoutSearch:
         self._is_beaten = True
 
     def _is_known(self, mesh: Mesh) -> bool:
-        return mesh in self.known.least or mesh in self.known.fewer
+        return mesh in self.known.least or mesh in self.known.seconds_in_larger_microbatches
 
     def _least(self, mesh: Mesh) -> float:
         """Return the least seconds of a micro-batch that are known for a mesh."""
-        in_larger_batches = self.known.fewer.get(mesh, 0.0) / self.microbatches
-        return max(self.known.least.get(mesh, 0.0), in_larger_batches)
+        step_seconds = self.known.seconds_in_larger_microbatches.get(mesh, 0.0)
+        return max(self.known.least.get(mesh, 0.0), step_seconds / self.microbatches)
 
     def _is_unlikely(self, mesh: Mesh) -> bool:
         """Return whether a mesh is probably not faster than the best so far.
@@ -237,13 +237,13 @@ class LayoutSearch:
         long."""
         if self._best is None or not is_large(self.captured) or self._is_limited:
             return False
-        fewer, best = self.known.fewer, self._best.built.mesh
+        fewer, best = self.known.seconds_in_larger_microbatches, self._best.cost_graph.mesh
         seconds = self._best.solution.objective * self.microbatches
         known_seconds = fewer.get(best, 0.0)
         return (
             mesh in fewer
             and known_seconds <= fewer[mesh]
-            and seconds <= known_seconds * (1 + _ALIKE)
+            and seconds <= known_seconds * (1 + SIMILAR_SECONDS)
         )
 
     def _leave_out(
@@ -255,9 +255,9 @@ class LayoutSearch:
         self._considered.append(ConsideredMesh(mesh, step_seconds, None, reason))
         self._cannot_beat(bound)
 
-    def _built(self, mesh: Mesh) -> MeshCostGraph | None:
+    def _priced_graph(self, mesh: Mesh) -> MeshCostGraph | None:
         """Return the cost graph on a mesh; `None` if its operators alone take too long."""
-        graphs, best_seconds = self.known.graphs, self._objective
+        graphs, best_seconds = self.known.graphs, self._seconds_to_beat
         builder, cost_graph = None, graphs.get(mesh)
         if cost_graph is None:
             self.report("mesh", f"{self._progress}, pricing operators")
@@ -282,11 +282,11 @@ class LayoutSearch:
         solved = self._solved(cost_graph, limit)
         bound = solved.solution.bound
         self._cannot_beat(max(bound - cost_graph.slack, self._least(cost_graph.mesh)))
-        if limit is None or self.finished is None:
+        if limit is None or self.finished_bytes is None:
             return solved
         is_many = is_large(self.captured)
-        is_sure = is_many and solved.solution.memory <= _SURE * limit
-        if is_sure or solved.solution.objective >= self._objective:
+        is_sure = is_many and solved.solution.memory <= SAFE_SHARE * limit
+        if is_sure or solved.solution.objective >= self._seconds_to_beat:
             return solved
         fitting = self._tightened(solved, limit)
         if fitting.limit == limit or is_many:
@@ -299,7 +299,7 @@ class LayoutSearch:
         """Return the best solution; `similar`: that under another limit or on another mesh."""
         similar = similar or self._best
         guess = 0.0 if similar is None else similar.solution.multiplier
-        options = {"cutoff": self._objective, "multiplier": guess}
+        options = {"cutoff": self._seconds_to_beat, "multiplier": guess}
         solution = solve(cost_graph.graph, limit, self._tell, **options)
         self._is_interrupted |= solution.interrupted
         if limit is None or limit == math.inf:
@@ -313,15 +313,15 @@ class LayoutSearch:
 
     def _needed(self, solved: _MeshSolution) -> float:
         """Return the bytes of the finished program."""
-        assert self.finished is not None
-        return self.finished(solved.decisions)
+        assert self.finished_bytes is not None
+        return self.finished_bytes(solved.decisions)
 
     def _tightened(self, solved: _MeshSolution, limit: float) -> _FittingSolution:
         """Return the first solution whose finished program fits, as the search's limit is lowered.
         Raise `NoRoom` if there is none."""
         assert self.memory is not None
-        cost_graph, too_high = solved.built, math.inf
-        for tries_left in reversed(range(_TIGHTENED)):
+        cost_graph, too_high = solved.cost_graph, math.inf
+        for tries_left in reversed(range(MAX_LOWERED_LIMITS)):
             needed = self._needed(solved)
             if needed <= self.memory:
                 return _FittingSolution(solved, limit, too_high)
@@ -347,11 +347,12 @@ class LayoutSearch:
         """Return the fitting solution, or a faster one under a limit between its two limits."""
         assert self.memory is not None
         best, fits, too_high = fitting
-        for _ in range(_WIDENED):
-            if self._is_interrupted or relative_gap(best.solution.objective, bound) <= _CLOSE:
+        for _ in range(MAX_RAISED_LIMITS):
+            gap = relative_gap(best.solution.objective, bound)
+            if self._is_interrupted or gap <= GOOD_ENOUGH_GAP:
                 break
             limit = (fits + too_high) / 2
-            solved = self._solved(best.built, limit, best)
+            solved = self._solved(best.cost_graph, limit, best)
             if self._needed(solved) > self.memory:
                 too_high = min(limit, solved.solution.memory)
                 continue
@@ -361,15 +362,15 @@ class LayoutSearch:
         return best
 
     @property
-    def _objective(self) -> float:
+    def _seconds_to_beat(self) -> float:
         """Return the seconds of a micro-batch that are to be beaten."""
         cutoff = self.cutoff / self.microbatches
         return cutoff if self._best is None else min(cutoff, self._best.solution.objective)
 
     @property
-    def _part(self) -> float:
+    def _required_ratio(self) -> float:
         """Return the part of the objective that has to be beaten."""
-        return 1 - _SPARE if self._is_limited and is_large(self.captured) else 1.0
+        return 1 - MIN_GAIN_UNDER_LIMIT if self._is_limited and is_large(self.captured) else 1.0
 
     @property
     def _is_limited(self) -> bool:
@@ -383,7 +384,7 @@ class LayoutSearch:
 
 def is_large(captured: Captured) -> bool:
     """Return whether a program has so many calls that some weighing is replaced by guesses."""
-    return captured.length > _SMALL
+    return captured.length > LARGE_PROGRAM
 
 
 class NothingFaster(Exception):

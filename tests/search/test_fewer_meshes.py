@@ -31,7 +31,7 @@ def test_with_fewer_meshes_a_step_is_about_as_fast(
         free = ap.plan(case.model, case.args, case.kwargs, **asked)
         asked["memory"] = part * free.memory.peak
     every = ap.plan(case.model, case.args, case.kwargs, **asked)
-    monkeypatch.setattr(layout_search, "_SMALL", 0)
+    monkeypatch.setattr(layout_search, "LARGE_PROGRAM", 0)
     fewer = ap.plan(case.model, case.args, case.kwargs, **asked)
     assert fewer.cost.seconds <= every.cost.seconds * (1 + COSTS)
     assert every.search is not None
@@ -48,7 +48,7 @@ def test_with_fewer_sizes_a_step_is_about_as_fast(name: str, part: float, monkey
     asked["memory"] = part * free.memory.peak
     every = ap.plan(case.model, case.args, case.kwargs, **asked)
     assert "unlikely" not in every.left_out
-    monkeypatch.setattr(layout_search, "_SMALL", 0)
+    monkeypatch.setattr(layout_search, "LARGE_PROGRAM", 0)
     fewer = ap.plan(case.model, case.args, case.kwargs, **asked)
     assert fewer.cost.seconds <= every.cost.seconds * (1 + COSTS)
     assert fewer.left_out["unlikely"] > 0
