@@ -1,4 +1,4 @@
-"""Passes: graph and setting in, graph out, one file each, in the order of two tables.
+"""Passes: graph and context in, graph out, one file each, in the order of two tables.
 
 `PASSES` rewrite the program that all ranks run. `LOCAL_PASSES` rewrite what one rank runs of a
 stage, once it is localized, where it runs eagerly.

@@ -1,6 +1,6 @@
 """Fusion: a bias that capture set apart goes back into its linear operator.
 
-Comes last of the passes on types: `add(linear(x, w), b)` with nothing moved between the two is
+Runs after `insert_movements`: `add(linear(x, w), b)` with nothing moved between the two is
 `linear(x, w, b)` again, one kernel.
 """
 

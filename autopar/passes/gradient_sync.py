@@ -1,6 +1,6 @@
 """Gradient synchronisation: the gradient sums that readers of a parameter need, once for each step.
 
-Comes after redistribution. An `identity` movement behind a parameter says that the gradient is a
+Runs after `insert_movements`. An `identity` movement behind a parameter says that the gradient is a
 partial sum. It leaves the graph, and the parameter's `sync` names the axes: the runtime sums the
 finished gradients of a step in buckets, while backward goes on. Other readers may give a whole
 gradient, as a penalty on weights does; an inserted movement makes it one rank's term of that sum.

@@ -1,7 +1,7 @@
-"""Redistribution: movements between the layout that a value has and those that its readers want.
+"""Movements between the layout that a value has and those that its readers want.
 
-Comes after types. Readers that want the same layout share the movements. A reader may start from
-any layout in which the value already exists. Afterwards every input has the layout that is wanted.
+Runs after `assign_types`. Readers that want the same layout share the movements. A reader may start
+from any layout in which the value already exists. Afterwards every input has the wanted layout.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Kernels: operators whose cut needs another local function get it.
 
-Comes after types, before redistribution. A function that depends on where a rank's piece starts has
-`START` among its arguments and its call in `start_of`; `local_call` puts the number in. A loss over
-cut classes becomes three nodes, its small all-gather visible.
+Runs after `assign_types`, before `insert_movements`. A function that depends on where a rank's
+piece starts has `START` among its arguments and its call in `start_of`; `local_call` puts the
+number in. A loss over cut classes becomes three nodes, its small all-gather visible.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Types: every value gets the layout that its strategy fixes, every reader the layouts it wants.
+"""Layout types: a value gets the layout that its strategy fixes, a reader the layouts it wants.
 
 Sets `type` (shape, dtype and layout), `wants` (a placement for each tensor input) and, on
 placeholders, `origin`. On operators `calls` has what they are priced by: the call and its strategy.

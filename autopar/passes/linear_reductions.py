@@ -1,4 +1,4 @@
-"""Reductions: the gradient of a linear's input travels while gradients of weights are computed.
+"""Linear reductions: a linear's input gradient is reduced while weight gradients are computed.
 
 For graphs of one rank that run eagerly, after `localize`. A movement whose backward is a reduction,
 and the linears that alone read it, become one call (`collectives/deferred_linears.py`):

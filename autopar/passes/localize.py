@@ -1,7 +1,7 @@
 """Localize: the program of all ranks becomes the program of one rank, ready to run.
 
-The last pass: sizes become local, movements get their process group and this rank's index in it,
-functions that depend on where a piece starts get its offset.
+Runs between `PASSES` and `LOCAL_PASSES`: sizes become local, movements get their process group and
+this rank's index in it, functions that depend on where a piece starts get its offset.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Recomputation: which operators run again in backward, and which values are not kept until then.
+"""Recompute marks: which operators run again in backward, and which values are dropped until then.
 
-Comes last of the passes on types. A region that is fully recomputed keeps only what it reads: its
-backward begins with its forward, up to the last operator that keeps something of it. Selective
-recomputation drops values that cheap operators make again from others that are kept anyway, where
+Runs last in `PASSES`. A region that is fully recomputed keeps only what it reads: its backward
+begins with its forward, up to the last operator that keeps something of it. Selective recomputation
+drops values that cheap operators make again from others that are kept anyway, where
 backward first reads them. A region may also offload what it keeps: in pieces to other ranks, or to
 the host.
 """

@@ -2,11 +2,11 @@
 
     split_stages(StageCut.at(flow, ["add", "add_8", "add_16"], placement), mesh)    # three stages
 
-Comes last, when every movement is in place. A stage receives the activations that cross its start
-and returns those that cross its end: one that a later stage reads passes through those between.
-What is made of inputs and constants alone (masks, positions, shifted labels), or of parameters
-alone, is made again where it is read. A tied parameter so belongs to several stages, and the
-runtime sums its gradient over them. Changes of buffers leave the stages: they are done once a
+`Plan.program` calls it after `rewrite`; it is not in `PASSES`. A stage receives the activations
+that cross its start and returns those that cross its end: one that a later stage reads passes
+through those between. What is made of inputs and constants alone (masks, positions), or of
+parameters alone, is made again where it is read. A tied parameter so belongs to several stages, and
+the runtime sums its gradient over them. Changes of buffers leave the stages: they are done once a
 step, in the order of the micro-batches, from the statistics that a stage also returns.
 """
 
