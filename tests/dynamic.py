@@ -137,7 +137,7 @@ def slices_of(module: ap.ParallelModule, given: Sequence[Tensor]) -> list[Tensor
     assert isinstance(module.backend, TorchBackend)
     for name, value in zip(names, given):
         assert name is not None
-        at = module.plan.mesh, module.backend.ranks.inner
+        at = module.plan.mesh, module.backend.ranks.rank_in_stage
         bounds = placed[name].local_bounds(value.shape, *at)
         found.append(value[tuple(slice(start, start + count) for start, count in bounds)])
     return found

@@ -415,16 +415,16 @@ FAULTS = (
         "buffer-written-each-turn",
         "A counter of steps counts micro-batches, and not the last of them.",
         "autopar/runtime/backends/backend.py",
-        "later = frozenset() if is_last else self.backend.program.once",
-        "later = self.backend.program.once if is_last else frozenset()",
+        "later = frozenset() if is_last else self.backend.program.buffers_updated_once",
+        "later = self.backend.program.buffers_updated_once if is_last else frozenset()",
         ("tests/passes/test_microbatches.py::test_a_counter_of_steps_counts_steps",),
     ),
     Fault(
         "tied-norm-twice",
         "The norm of gradients counts a parameter in each stage that reads it.",
         "autopar/runtime/backends/distributed_backend.py",
-        "if self.ranks.of(self._readers.stages(name))[0] == self.ranks.place\n",
-        "if self.ranks.place in self.ranks.of(self._readers.stages(name))\n",
+        "if self.ranks.places_of(self._readers.stages(name))[0] == self.ranks.place\n",
+        "if self.ranks.place in self.ranks.places_of(self._readers.stages(name))\n",
         (
             "tests/pipeline/test_executor_processes.py"
             "::test_gradients_are_clipped_by_the_norm_of_all_stages",

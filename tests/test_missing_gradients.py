@@ -57,7 +57,7 @@ def test_what_the_user_differentiates_decides() -> None:
         module(*CASE.args)[output].sum().backward()
         missing = without_gradient(CASE, output)
         assert set(module.full_grads()) == {n for n, _ in CASE.model.named_parameters()} - missing
-        assert module.program.learned[output] == set(module.full_grads())
+        assert module.program.parameters_by_output[output] == set(module.full_grads())
 
 
 @pytest.mark.parametrize("states", ["whole", "zero2"])

@@ -75,7 +75,7 @@ def test_a_step_that_gives_outputs_is_the_one_that_was_searched() -> None:
     ids = torch.arange(64).view(8, 8)
     options = {"mode": "auto", "microbatches": 2, "backend": "virtual"}
     pm = ap.parallelize(Reads().double(), (ids,), mesh=Mesh(a=2, b=2), **options)
-    step, telling = pm.plan.program, pm.plan.telling_program
+    step, telling = pm.plan.program, pm.plan.program_with_outputs
     assert telling.decisions.strategies == step.decisions.strategies
     moved = [
         [info(node).bytes for node in one.graph.nodes if info(node).movement is not None]

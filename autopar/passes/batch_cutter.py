@@ -1,4 +1,4 @@
-"""The cut of a program into micro-batches: what each value is to them, and the program of one.
+"""Batch cutter: what each value is to micro-batches, and the program of one.
 
 `microbatches.cut_batch` drives it: one live operator after another, by the rules of operators.
 """
@@ -79,19 +79,19 @@ class BatchCutter:
     """Hold what each value is across micro-batches, and the program of one as it grows."""
 
     def __init__(
-        self, captured: Captured, count: int, *, tells: bool = False, keeps: bool = True
+        self, captured: Captured, count: int, *, with_outputs: bool = False, keeps: bool = True
     ) -> None:
-        """Start with the inputs. `tells`: give all outputs, not the loss alone; `keeps`: also give
-        what forward leaves behind in Python."""
-        self.captured, self.count, self.tells = captured, count, tells
+        """Start with the inputs. `with_outputs`: give all outputs, not only the loss; `keeps`: also
+        give what forward leaves behind in Python."""
+        self.captured, self.count, self.with_outputs = captured, count, with_outputs
         self.mesh = Mesh(**{AXIS: count})
         results: Any = captured.graph.output_node().args[0]
         others = len(results) - len(captured.mutations)
         self.loss: fx.Node | None = None
-        with suppress(InvalidInput) if tells else nullcontext():  # calls have no loss to give
+        with suppress(InvalidInput) if with_outputs else nullcontext():  # calls have no loss
             self.loss = results[captured.loss_index]
         self.outputs: tuple[fx.Node, ...] = results[:others]
-        if not tells:
+        if not with_outputs:
             self.outputs = (self.loss, *(captured.kept if keeps else ()))
         self.live = ancestors([*self.outputs, *_mutated(captured)])
         self.tables: list[fx.Node] = []  # refused last, when it helps to hand them over as inputs
@@ -169,14 +169,16 @@ class BatchCutter:
         mutations = {
             buffer: self.copies[node].name for buffer, node in zip(self.captured.mutations, mutated)
         }
-        leaves = self.captured.output_leaves if self.tells else (self.loss,)
+        leaves, spec = (self.loss,), pytree.tree_structure(0)
+        if self.with_outputs:
+            leaves, spec = self.captured.output_leaves, self.captured.output_spec
         return replace(
             self.captured,
             graph=self.graph,
             constants=self.constants,
             classes=number_calls(self.graph),
             mutations=mutations,
-            output_spec=self.captured.output_spec if self.tells else pytree.tree_structure(0),
+            output_spec=spec,
             output_leaves=tuple(
                 self.copies[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves
             ),

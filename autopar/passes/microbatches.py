@@ -93,13 +93,13 @@ class Microbatches:
         return {name: inputs[name] + torch.tensor([0, number], device=inputs[name].device)}
 
 
-def cut_batch(captured: Captured, count: int, *, tells: bool = False) -> Microbatches:
+def cut_batch(captured: Captured, count: int, *, with_outputs: bool = False) -> Microbatches:
     """Return the program of one of `count` equal micro-batches, which gives its share of the loss.
-    It also gives its part of what forward keeps in Python; if it `tells`, of every output."""
+    It also gives its part of what forward keeps in Python; `with_outputs` of every output."""
     try:
-        return _cut_batch(captured, count, tells=tells)
+        return _cut_batch(captured, count, with_outputs=with_outputs)
     except InvalidInput as error:
-        if not captured.effects or tells:
+        if not captured.effects or with_outputs:
             raise
         _cut_batch(captured, count, keeps=False)
         raise InvalidInput(
@@ -111,10 +111,10 @@ def cut_batch(captured: Captured, count: int, *, tells: bool = False) -> Microba
 
 
 def _cut_batch(
-    captured: Captured, count: int, *, tells: bool = False, keeps: bool = True
+    captured: Captured, count: int, *, with_outputs: bool = False, keeps: bool = True
 ) -> Microbatches:
     batch = _require_parts(captured, count)
-    cutter = BatchCutter(captured, count, tells=tells, keeps=keeps)
+    cutter = BatchCutter(captured, count, with_outputs=with_outputs, keeps=keeps)
     for node in captured.graph.nodes:
         if node in cutter.live:
             cutter.visit(node)

@@ -145,6 +145,6 @@ def _cut_batch(
 ) -> tuple[Captured, Microbatches | None]:
     """Return the program of one micro-batch of `count`; the whole one where that is None."""
     goes_forward = plan.pipelining is not None and not is_step
-    batches = None if count is None else cut_batch(captured, count, tells=goes_forward)
+    batches = None if count is None else cut_batch(captured, count, with_outputs=goes_forward)
     program = captured if batches is None else batches.captured
     return without_gradients(program) if goes_forward else program, batches

@@ -106,12 +106,12 @@ class PlanValue(Candidate):
         return self.program if self.batches is None else self._companion(self.batches.whole)
 
     @cached_property
-    def telling_program(self) -> Program:
+    def program_with_outputs(self) -> Program:
         """The program of a step that gives outputs beside the loss."""
         if self.batches is None:
             return self.program
         try:
-            batches = cut_batch(self.batches.whole, self.batches.count, tells=True)
+            batches = cut_batch(self.batches.whole, self.batches.count, with_outputs=True)
         except InvalidInput as error:
             raise InvalidInput(
                 "the outputs of a step in micro-batches are joined from those of each, or summed",

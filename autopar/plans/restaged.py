@@ -57,7 +57,7 @@ def forward_batches(captured: Captured, count: int) -> Microbatches | None:
     """
     if not batch_statistics(captured):
         with suppress(InvalidInput):
-            return cut_batch(captured, count, tells=True)
+            return cut_batch(captured, count, with_outputs=True)
     return None
 
 

@@ -38,7 +38,7 @@ class Program:
     buffer_bytes: int = BUFFER_BYTES  # of what travels together
 
     @property
-    def whole(self) -> Captured:
+    def original(self) -> Captured:
         """The captured program of a whole batch."""
         return self.captured if self.batches is None else self.batches.whole
 
@@ -68,9 +68,9 @@ class Program:
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @cached_property
-    def learns(self) -> dict[str, bool]:
+    def was_trainable(self) -> dict[str, bool]:
         """Whether each parameter of the model took a gradient when it was planned, by name."""
-        names, nodes = self.whole.parameters, self.whole.graph.nodes
+        names, nodes = self.original.parameters, self.original.graph.nodes
         return {names[n.name]: info(n).differentiable for n in nodes if n.name in names}
 
     @property
@@ -78,7 +78,7 @@ class Program:
         return self.results[: len(self.results) - len(self.captured.mutations)]
 
     @cached_property
-    def kept(self) -> range:
+    def side_outputs(self) -> range:
         """The positions among `outputs` of tensors that forward does not return.
 
         It leaves them behind in Python, for instance as attributes of modules.
@@ -112,7 +112,7 @@ class Program:
         return torch.float32 if loss is None else info(loss).val.dtype
 
     @cached_property
-    def learned(self) -> tuple[frozenset[str], ...]:
+    def parameters_by_output(self) -> tuple[frozenset[str], ...]:
         """For each output, the parameters (names in the model) that its backward reaches."""
         parameters, graph = self.captured.parameters, self.captured.graph
         outputs: Any = graph.output_node().args[0]
@@ -122,7 +122,7 @@ class Program:
         )
 
     @property
-    def once(self) -> frozenset[str]:
+    def buffers_updated_once(self) -> frozenset[str]:
         """The buffers that a step in micro-batches changes once, at its end."""
         return frozenset() if self.batches is None else self.batches.once
 
@@ -133,7 +133,7 @@ class Program:
     @property
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of a whole batch's inputs, on all ranks together."""
-        inputs = [node for node in self.whole.graph.nodes if node.name in self.whole.inputs]
+        inputs = [node for node in self.original.graph.nodes if node.name in self.original.inputs]
         return {node.name: tuple(info(node).val.shape) for node in inputs}
 
     def structure(self, outputs: Sequence[Any]) -> Any:

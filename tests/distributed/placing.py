@@ -83,7 +83,7 @@ def gives_the_pieces_of_rank_0(folder: Path) -> None:
             types = {n: TensorType.of(v, layouts[n]) for n, v in values.tensors.items()}
             placed = values.place(backend, types)
             assert placed.keys() == layouts.keys()
-            is_first = backend.ranks.place in backend.ranks.of((0,))
+            is_first = backend.ranks.place in backend.ranks.places_of((0,))
             for name, value in placed.items():
                 assert (value is not None) == is_first, name
                 if value is not None:

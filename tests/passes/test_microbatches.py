@@ -336,7 +336,7 @@ def test_a_micro_batch_is_a_program_of_its_own():
 def test_a_share_of_several_parts_comes_back_where_it_was():
     model, x = Head(lambda y, x, w: (y.sum(), y)), torch.arange(48.0).view(12, 4)
     captured = capture(model, (x,), {})
-    batches = cut_batch(captured, 3, tells=True)
+    batches = cut_batch(captured, 3, with_outputs=True)
     (name,) = batches.cut
     taken = batches.split({name: x}, parts={name: 2})
     rows = [(one[name][:, 0] / 4).tolist() for one in taken]

@@ -64,7 +64,7 @@ def buckets_of(program: Program) -> list[tuple[tuple[int, ...], list[str]]]:
     for name, route in routes.items():
         key = readers.sum_key(route)
         if (
-            len(ranks.of(key.stages)) > 1
+            len(ranks.places_of(key.stages)) > 1
             or key.backward_axes
             or key.step_axes
             or key.all_reduce_axes

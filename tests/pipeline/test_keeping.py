@@ -67,7 +67,7 @@ def test_ranks_hold_what_is_predicted(name, schedule, options, recompute) -> Non
         for stage in module.backend.stages.values():
             for batch in stage.batches:
                 yield from batch.values()
-            for values in stage.run._constants.values():
+            for values in stage.graph_run._constants.values():
                 yield from values
 
     held = HeldByWorkers(outside)

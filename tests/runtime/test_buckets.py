@@ -78,7 +78,7 @@ def test_gradients_add_up_in_the_dtype_of_sums() -> None:
     entries = [BucketEntry("", leaf, leaf, leaf.nbytes, reduce=torch.float32) for leaf in leaves]
     bucket, spec = (
         GradientBucket("", entries),
-        ReductionSpec(ends={1: True, 3: True, 5: True}, is_accumulated=True),
+        ReductionSpec(completing_actions={1: True, 3: True, 5: True}, is_accumulated=True),
     )
     assert list(spec.reduce_actions) == [1, 3, 5]
     for at, value in ((1, 256.0), (3, 1.0), (5, 1.0)):

@@ -107,11 +107,12 @@ class RankRunner:
         rank: int,
         workers: Workers,
         transport: Transport,
-        after: Callable[[int], None] = lambda position: None,
+        on_action_done: Callable[[int], None] = lambda position: None,
     ) -> None:
-        """Prepare the messages of all actions; `after(i)` is called when action i is done."""
+        """Prepare the messages of all actions; call `on_action_done(i)` when action i is done."""
         self.schedule, self.rank, self.workers = schedule, rank, workers
-        self.order, self.transport, self.after = schedule.orders[rank], transport, after
+        self.order, self.transport = schedule.orders[rank], transport
+        self.on_action_done = on_action_done
         self._inputs = [*(messages_of(schedule, action, sent=False) for action in self.order), []]
         self._outputs = [messages_of(schedule, action, sent=True) for action in self.order]
         self._kept = [worker.kept for worker in workers.values()]
@@ -181,7 +182,7 @@ class RankRunner:
             recorder, times = recording
             times.actions.append((action, start, recorder.clock()))
         self.recorded.order.append(action)
-        self.after(position)
+        self.on_action_done(position)
 
     def _do(self, action: Action, microbatch: int, received: list[Value]) -> list[Value]:
         """Run one micro-batch, in a named range for a profiler; return the values to send."""

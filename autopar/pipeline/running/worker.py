@@ -32,7 +32,7 @@ class StageFunction(Protocol):
     def stage(self) -> Stage: ...
 
     @property
-    def seed(self) -> float:
+    def loss_gradient(self) -> float:
         """Return the gradient of the loss."""
         ...
 
@@ -55,15 +55,15 @@ class MicrobatchState:
     received: list[Value]
     # Gradient edges of sent values (nobody reads the values here), then the loss.
     roots: list[list[GradientEdge | Tensor | None]] = field(default_factory=list)
-    seed: Value | None = None  # the gradient of the loss
+    loss_gradient: Value | None = None
     halves: list[WeightHalf] = field(default_factory=list)
 
 
 class Worker:
     """Runs the actions of one stage of one pipe."""
 
-    def __init__(self, run: StageFunction) -> None:
-        self.run = run
+    def __init__(self, stage_run: StageFunction) -> None:
+        self.stage_run = stage_run
         self.kept: dict[int, MicrobatchState] = {}  # by micro-batch
         # By micro-batch, those of the program's outputs that this stage computes.
         self.outputs: dict[int, dict[int, Value]] = {}
@@ -77,10 +77,10 @@ class Worker:
 
     def forward(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
         """Run one micro-batch and return the values that the next stage receives."""
-        stage = self.run.stage
+        stage = self.stage_run.stage
         leaves = [
             [tensor.detach().requires_grad_(learns) for tensor in value]
-            for value, learns in zip(received, self.run.stage.learns_received)
+            for value, learns in zip(received, self.stage_run.stage.learns_received)
         ]
         state = MicrobatchState(leaves)
         results = self._run(microbatch, state)
@@ -90,7 +90,7 @@ class Worker:
         self.outputs[microbatch] = {
             output: detached(value)
             for place, (output, value) in enumerate(zip(stage.outputs, results[sent:first]))
-            if output in self.run.wanted or place == stage.loss
+            if output in self.stage_run.wanted or place == stage.loss
         }
         statistics = results[first : first + len(stage.statistics)]
         if statistics:
@@ -106,7 +106,7 @@ class Worker:
     def backward_inputs(self, microbatch: int, of_sent: Sequence[Value]) -> list[Value]:
         """Return the gradients of what was received; deferred weight halves stay for later."""
         state = self.kept[microbatch]
-        root_gradients = [*of_sent, *([state.seed] if state.seed else [])]
+        root_gradients = [*of_sent, *([state.loss_gradient] if state.loss_gradient else [])]
         pairs = [
             (root, seed)
             for ends, seeds in zip(state.roots, root_gradients)
@@ -118,7 +118,7 @@ class Worker:
             torch.autograd.backward(roots, seeds)
         gradients = [
             [torch.zeros_like(x) if x.grad is None else x.grad for x in value]
-            for value, learns in zip(state.received, self.run.stage.learns_received)
+            for value, learns in zip(state.received, self.stage_run.stage.learns_received)
             if learns
         ]
         self.kept[microbatch] = MicrobatchState([], halves=state.halves)
@@ -129,19 +129,20 @@ class Worker:
         add_weight_gradients(self.kept.pop(microbatch).halves)
 
     def _run(self, microbatch: int, state: MicrobatchState) -> list[Value]:
-        results = self.run(microbatch, state.received)
-        state.halves = self.run.weight_halves()
-        sent = len(self.run.stage.sends)
-        values = zip(results[:sent], self.run.stage.learns_sent)
+        results = self.stage_run(microbatch, state.received)
+        state.halves = self.stage_run.weight_halves()
+        sent = len(self.stage_run.stage.sends)
+        values = zip(results[:sent], self.stage_run.stage.learns_sent)
         state.roots = [
             [get_gradient_edge(x) if x.requires_grad else None for x in value]
             for value, learns in values
             if learns
         ]
-        if (place := self.run.stage.loss) is not None:
+        if (place := self.stage_run.stage.loss) is not None:
             losses = results[sent + place]
             state.roots.append([loss if loss.requires_grad else None for loss in losses])
-            state.seed = [torch.full_like(loss, self.run.seed) for loss in losses]
+            gradient = self.stage_run.loss_gradient
+            state.loss_gradient = [torch.full_like(loss, gradient) for loss in losses]
         return results
 
 

@@ -3,6 +3,9 @@
     backend.step(tensors, batches)    one training step by the program's schedule: loss and outputs
     backend.call(tensors, inputs)     one forward pass: outputs
 
+    step - RankRunner.advance (one action) - Worker.forward/backward (one micro-batch)
+         - StageRun (one stage) - VirtualGraph or TorchGraph, from prepare_graph
+
 `tensors` are the parameters and buffers of the module by name; the buffers change in place. A
 program without a pipeline runs as a schedule with one stage.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -52,7 +56,7 @@ class Backend(ABC):
         self.stages: dict[int, StageRun] = {}
         self.runners: list[RankRunner] = []
 
-    def _prepare(self, transport: Transport, after: Callable[[int], None]) -> None:
+    def _prepare(self, transport: Transport, on_action_done: Callable[[int], None]) -> None:
         """Build the stages of this process and the runner of each of its pipeline places."""
         local = {place: self.schedule.local_stages(place) for place in self.places}
         pipelining = self.program.pipelining
@@ -66,7 +70,8 @@ class Backend(ABC):
         for place, pairs in local.items():
             workers = {pair: Worker(self.stages[pair[1]]) for pair in pairs}
             self.workers |= workers
-            self.runners.append(RankRunner(self.schedule, place, workers, transport, after))
+            runner = RankRunner(self.schedule, place, workers, transport, on_action_done)
+            self.runners.append(runner)
 
     @property
     def unstaged(self) -> UnstagedRun:
@@ -115,7 +120,7 @@ class Backend(ABC):
         return self.program.split(inputs)
 
     @property
-    def parts(self) -> int:
+    def slice_count(self) -> int:
         """Return the number of equal parts of the batch from which micro-batches are cut."""
         return 1
 
@@ -192,15 +197,15 @@ class Backend(ABC):
         batches: Sequence[Batch],
         *,
         with_outputs: bool = False,
-        seed: float = 1.0,
+        loss_gradient: float = 1.0,
         is_first: bool = True,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run all micro-batches forward and backward; return the loss of the batch, and all
-        outputs or only those that forward keeps, in full and without history. `seed`: the gradient
-        of the loss; `is_first`: no summed gradients exist yet."""
+        outputs or only those that forward keeps, in full and without history. `is_first`: no summed
+        gradients exist yet."""
         try:
-            wanted = range(len(self.program.outputs)) if with_outputs else self.program.kept
-            self._begin(tensors, batches, wanted, seed)
+            wanted = range(len(self.program.outputs)) if with_outputs else self.program.side_outputs
+            self._begin(tensors, batches, wanted, loss_gradient)
             loss = self._run(is_first=is_first)
             outputs = self._outputs(wanted)
             for runner in self.runners:
@@ -233,10 +238,11 @@ class Backend(ABC):
         tensors: Mapping[str, Tensor],
         batches: Sequence[Batch],
         wanted: range = range(0),
-        seed: float = 1.0,
+        loss_gradient: float = 1.0,
     ) -> None:
         for stage in self.stages.values():
-            stage.tensors, stage.batches, stage.wanted, stage.seed = tensors, batches, wanted, seed
+            stage.tensors, stage.batches = tensors, batches
+            stage.wanted, stage.loss_gradient = wanted, loss_gradient
         for worker in self.workers.values():
             worker.clear()
 
@@ -257,7 +263,7 @@ class Backend(ABC):
                     local[microbatch, output] = value
         batches = self.program.batches
         full = self._full_outputs(local, wanted, 1 if batches is None else batches.count)
-        return full[0] if batches is None else batches.join(full, wanted, self.parts)
+        return full[0] if batches is None else batches.join(full, wanted, self.slice_count)
 
     def _full_outputs(
         self, local: Mapping[tuple[int, int], Tensor], wanted: range, count: int
@@ -286,15 +292,15 @@ class StageRun:
     ) -> None:
         self.backend, self.stage = backend, stage
         self._halves = WeightHalves() if is_split else None
-        self.run = backend.prepare_graph(stage.graph, self._halves, is_whole=is_whole)
+        self.graph_run = backend.prepare_graph(stage.graph, self._halves, is_whole=is_whole)
         self._update = backend.prepare_graph(stage.update) if stage.update is not None else None
         self.tensors: Mapping[str, Tensor] = {}  # parameters and buffers of the current step
         self.batches: Sequence[Batch] = ()  # the micro-batches of the step
         self.wanted = range(0)  # the outputs that the step returns besides its loss
-        self.seed = 1.0  # the gradient of a step's loss
+        self.loss_gradient = 1.0  # of a step's loss
 
     def __call__(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
-        return self.run(
+        return self.graph_run(
             self.tensors, self.batches[microbatch], dict(zip(self.stage.receives, received))
         )
 
@@ -311,7 +317,8 @@ class StageRun:
         assert self._update is not None
         output, program = self.stage.update.output_node(), self.backend.program
         names, placeholders = info(output).buffers, program.captured.buffers
-        every_turn = [name for name in names if placeholders[name] not in program.once]
+        once = program.buffers_updated_once
+        every_turn = [name for name in names if placeholders[name] not in once]
         new: dict[str, Value] = {}
         with torch.no_grad():
             for number, batch in enumerate(self.batches):
@@ -330,14 +337,15 @@ class UnstagedRun(StageRun):
         program = backend.program
         loss = program.captured.loss_index if program.has_loss else None
         outputs = tuple(range(len(program.outputs)))
-        stage = Stage(0, program.graph, (), (), outputs, loss, (), None)
+        nothing: Any = {"receives": (), "sends": (), "statistics": (), "update": None}
+        stage = Stage(0, program.graph, outputs=outputs, loss=loss, **nothing)
         super().__init__(backend, stage, is_whole=True)
         self._mutations, self._count = tuple(program.captured.mutations), len(program.outputs)
         self._types = [info(node).type for node in program.results]
 
     def __call__(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
         is_last = microbatch == len(self.batches) - 1
-        later = frozenset() if is_last else self.backend.program.once
+        later = frozenset() if is_last else self.backend.program.buffers_updated_once
         return [[output] for output in self.forward(self.tensors, self.batches[microbatch], later)]
 
     def stored_output(self, value: Value, type_: TensorType) -> Tensor:
@@ -349,7 +357,8 @@ class UnstagedRun(StageRun):
         """Return the outputs and update the buffers, except those named in `later`."""
         # Backward may still read what a buffer was before its new value is written.
         before = {name: tensors[name].clone() for name in self._mutations}
-        values = self.backend.stored_form(self.run({**tensors, **before}, inputs, {}), self._types)
+        results = self.graph_run({**tensors, **before}, inputs, {})
+        values = self.backend.stored_form(results, self._types)
         if self._mutations:
             changed = zip(self._mutations, values[self._count :])
             _write([(tensors[name], value) for name, value in changed if name not in later])

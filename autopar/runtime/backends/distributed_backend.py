@@ -81,10 +81,10 @@ class TorchBackend(Backend):
         layouts += [info(n).type.layout for n in program.outputs]
         single_axes = {(axis,) for layout in layouts for axis in layout.axes}
         self.groups = Groups(self.mesh, axes_used(program.graph) | single_axes, ranks.meshes)
-        is_sliced = local_inputs and program.batches is not None
-        self.slices = BatchSlices(program, self.groups, ranks.inner) if is_sliced else None
-        self._call_outputs = CallOutputs(outputs, self.device_mesh, self.groups, ranks.inner)
-        self.placing = TensorPlacer(self.mesh, ranks.inner, device, self.device_mesh)
+        is_sliced, rank = local_inputs and program.batches is not None, ranks.rank_in_stage
+        self.slices = BatchSlices(program, self.groups, rank) if is_sliced else None
+        self._call_outputs = CallOutputs(outputs, self.device_mesh, self.groups, rank)
+        self.placing = TensorPlacer(self.mesh, rank, device, self.device_mesh)
         self._storage = ParameterStorage(program, device)
         self.constants: dict[str, Tensor] = {}  # this rank's pieces of constants that graphs read
         self._late: list[DeferredSum] = []
@@ -93,56 +93,58 @@ class TorchBackend(Backend):
         self._line = ranks.group(range(self.schedule.ranks), purpose="line")
         self._statistics_groups = self._replica_groups()
         self._readers = TensorReaders(program)
-        self.routes = parameter_movements(program)
+        self.parameter_movements = movements = parameter_movements(program)
         self.leaves = leaves or self._make_leaves()
-        movements, groups, link = self.routes, self.groups, self.leaves.link
+        groups, link = self.groups, self.leaves.link
         self._sums = gradient_sums(
             program, self._readers, ranks, movements=movements, groups=groups, link=link
         )
         self._loss: tuple[Tensor, dist.Work] | None = None  # the shares of all ranks, being summed
-        self._last_forward = len(self.schedule.orders[ranks.place]) - 2  # at the latest
+        # The last action but one: the last stages have all losses; their sum overlaps a backward.
+        self._loss_position = len(self.schedule.orders[ranks.place]) - 2
         self._syncs: dict[frozenset[str], GradientSync] = {}  # by the names of parameters
         self._sync: GradientSync | None = None  # of the step that runs
         self._version = 0  # the version of the leaves in `_syncs`
-        self.passes = GradientAccumulation(self.leaves, self.routes, self.device_mesh)
-        self._calls = DirectCalls(program, self.leaves, self.world, self.passes)
+        self.accumulation = GradientAccumulation(self.leaves, movements, self.device_mesh)
+        self._calls = DirectCalls(program, self.leaves, self.world, self.accumulation)
         self.messages = Messages(ranks, self._shapes, device)
-        self._prepare(self.messages, self._after)
+        self._prepare(self.messages, self._start_sums_after)
 
     def _make_leaves(self) -> LocalParameters:
-        plans = copy_groups(self.routes.values(), self.mesh, self.program.buffer_bytes)
+        plans = copy_groups(self.parameter_movements.values(), self.mesh, self.program.buffer_bytes)
         wanted = {plan.kind.axes for plan in plans if plan.kind.axes}
         gathering = Groups(self.mesh, wanted, self.ranks.meshes, "gathers")
-        rank = self.ranks.inner
+        rank = self.ranks.rank_in_stage
         return LocalParameters(plans, gathering.__getitem__, self.mesh, rank, self.device)
 
     def graph(self, stage: int | None = None) -> fx.Graph:
         local = self.stages.get(min(self.stages) if stage is None else stage)
-        if local is not None and isinstance(local.run, TorchGraph):
-            return local.run.graph
+        if local is not None and isinstance(local.graph_run, TorchGraph):
+            return local.graph_run.graph
         return self.program.stages[stage or 0].graph
 
     def prepare_graph(
         self, graph: fx.Graph, halves: WeightHalves | None = None, *, is_whole: bool = False
     ) -> TorchGraph:
-        options = {"copies": self.leaves.copies(self.routes), "window": self.leaves.window}
+        copies = self.leaves.copies(self.parameter_movements)
+        options = {"copies": copies, "window": self.leaves.window}
         if not is_whole:
             return TorchGraph(self, graph, halves=halves, **options)
-        whole = None if self.local_inputs else graph
-        outputs = len(self.program.outputs)
-        options |= {"late": self._late, "outputs": outputs, "whole": whole, "mesh": self.mesh}
+        options |= {"whole": None if self.local_inputs else graph, "mesh": self.mesh}
+        options |= {"late": self._late, "outputs": len(self.program.outputs)}
         return TorchGraph(self, graph, **options)
 
     def place_tensor(self, name: str, value: Tensor, type_: TensorType) -> Tensor | None:
         """Return this rank's piece; None if no stage of this rank reads the tensor."""
-        meshes = [self.ranks.meshes[place] for place in self.ranks.of(self._readers.stages(name))]
+        places = self.ranks.places_of(self._readers.stages(name))
+        meshes = [self.ranks.meshes[place] for place in places]
         piece = self.placing.place_from_rank0(value, type_, meshes)
         return piece if piece is None else self._storage(name, piece)
 
     def place_part(
         self, name: str, like: Tensor, type_: TensorType, read: ReadPart
     ) -> Tensor | None:
-        is_here = self.ranks.place in self.ranks.of(self._readers.stages(name))
+        is_here = self.ranks.place in self.ranks.places_of(self._readers.stages(name))
         return self._storage(name, self.placing.place_part(like, type_, read)) if is_here else None
 
     def cut(self, name: str, whole: Tensor, layout: Layout) -> Tensor:
@@ -162,17 +164,18 @@ class TorchBackend(Backend):
         counted = {
             name: value
             for name, value in gradients.items()
-            if self.ranks.of(self._readers.stages(name))[0] == self.ranks.place
+            if self.ranks.places_of(self._readers.stages(name))[0] == self.ranks.place
         }
-        coordinate = self.mesh.coordinate(self.ranks.inner)
+        coordinate = self.mesh.coordinate(self.ranks.rank_in_stage)
         return norm_over_world(self.program, counted, norm_type, coordinate, self.device)
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of full tensors, or with local inputs of this rank's pieces."""
         if not self.local_inputs:
             return super().input_shapes()
+        rank = self.ranks.rank_in_stage
         return {
-            name: self.program.type_of(name).layout.local_shape(shape, self.mesh, self.ranks.inner)
+            name: self.program.type_of(name).layout.local_shape(shape, self.mesh, rank)
             for name, shape in self.program.whole_shapes.items()
         }
 
@@ -180,7 +183,7 @@ class TorchBackend(Backend):
         return super().split(inputs) if self.slices is None else self.slices.split(inputs)
 
     @property
-    def parts(self) -> int:
+    def slice_count(self) -> int:
         return 1 if self.slices is None else self.slices.parts
 
     def require_callable(self) -> None:
@@ -197,11 +200,11 @@ class TorchBackend(Backend):
         return self.world.broadcast(super().draw(program))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.program.pipelining else self.passes.no_sync()
+        return nullcontext() if self.program.pipelining else self.accumulation.no_sync()
 
     def sum_waiting(self) -> None:
         with self.guard():
-            self.passes.sum_waiting(self._sync_of)
+            self.accumulation.sum_waiting(self._sync_of)
 
     def close(self) -> None:
         super().close()
@@ -212,8 +215,9 @@ class TorchBackend(Backend):
         self._sync = None
 
     def with_same_copies(self, program: Program) -> TorchBackend:
-        options = self._options(is_plain=False) | {"leaves": self.leaves}
-        return TorchBackend(program, self.device, **options)
+        return TorchBackend(
+            program, self.device, leaves=self.leaves, **self._options(is_plain=False)
+        )
 
     def with_new_copies(self, program: Program, *, is_plain: bool = False) -> TorchBackend:
         backend = TorchBackend(program, self.device, **self._options(is_plain=is_plain))
@@ -237,23 +241,23 @@ class TorchBackend(Backend):
         for dim, axes in enumerate(layout.dims):
             for axis in axes:
                 group, size = self.groups.name((axis,)), self.mesh[axis]
-                index = self.mesh.coordinate(self.ranks.inner)[axis]
+                index = self.mesh.coordinate(self.ranks.rank_in_stage)[axis]
                 value = torch.ops.autopar.slice(value, dim, group, size, index)
         return value
 
     def _run(self, *, is_first: bool) -> Tensor:
-        reached = self.program.learned[self.program.captured.loss_index]
-        sync = self._sync = self._sync_of(reached | self.passes.waiting)
+        reached = self.program.parameters_by_output[self.program.captured.loss_index]
+        sync = self._sync = self._sync_of(reached | self.accumulation.waiting)
         self._late.clear()  # left by a step that raised
         self.leaves.window.reset()
-        self.passes.start(sync, reached, is_first=is_first)
-        sync.after(-1)
+        self.accumulation.start(sync, reached, is_first=is_first)
+        sync.action_done(-1)  # -1: before the first action
         self._carry_out()
         self._update_buffers()
         self.leaves.window.reset()
         with torch.no_grad():
             self._wait_for_sums()
-            self.passes.finish(sync, reached)
+            self.accumulation.finish(sync, reached)
         self.messages.finish()
         return self._total_loss()
 
@@ -263,19 +267,18 @@ class TorchBackend(Backend):
         while not runner.done:
             runner.advance()
 
-    def _after(self, position: int) -> None:
+    def _start_sums_after(self, position: int) -> None:
         """Start the sums that the action at `position` of a step completes."""
         sync = self._sync
         if sync is None:  # a call has no gradients
             return
-        sync.after(position)
-        is_last = position == self._last_forward
+        sync.action_done(position)
+        is_last = position == self._loss_position
         for late in self._late:
             if not (is_last and sync.adds_rider(late)):
                 self._works.append(late.start())
         self._late.clear()
         if is_last and self._line is not None:
-            # Only the last stages know the loss: its sum overlaps the last action.
             dtype, count = self.program.loss_dtype, self.schedule.all_parts
             shares = torch.zeros(count, dtype=dtype, device=self.device)
             for number, loss in self._losses().items():
@@ -300,7 +303,7 @@ class TorchBackend(Backend):
     def _broadcast_piece(self, piece: Tensor | None, type_: TensorType, place: int) -> Tensor:
         """Return the piece that the rank at `place` of this rank's line holds."""
         if piece is None or place != self.ranks.place:
-            shape = type_.layout.local_shape(type_.shape, self.mesh, self.ranks.inner)
+            shape = type_.layout.local_shape(type_.shape, self.mesh, self.ranks.rank_in_stage)
             piece = torch.empty(shape, dtype=type_.dtype, device=self.world.carrier)
         piece = piece.contiguous().to(self.world.carrier)
         if piece.numel():
@@ -330,14 +333,13 @@ class TorchBackend(Backend):
             self._syncs.clear()
             self._version = self.leaves.version
         if names not in self._syncs:
-            keys = {r: self._readers.sum_key(r) for r in self.routes.values() if r.name in names}
-            slots = [
-                (bucket_entry(route, key, self.leaves, self.mesh, self.ranks.inner), key)
-                for route, key in keys.items()
-                if self.leaves.is_trainable(route.name)
-            ]
+            leaves, rank = self.leaves, self.ranks.rank_in_stage
+            movements = [m for m in self.parameter_movements.values() if m.name in names]
+            trainable = [m for m in movements if leaves.is_trainable(m.name)]
+            keys = [(movement, self._readers.sum_key(movement)) for movement in trainable]
+            entries = [(bucket_entry(m, key, leaves, self.mesh, rank), key) for m, key in keys]
             cut = {k: self.leaves.cut_bytes(k.stages) for k, s in self._sums.items() if s.is_cut}
-            self._syncs[names] = GradientSync(slots, self._sums, cut, self.program.buffer_bytes)
+            self._syncs[names] = GradientSync(entries, self._sums, cut, self.program.buffer_bytes)
         return self._syncs[names]
 
     def _shapes(self, key: MessageKey) -> list[Shape]:
@@ -353,7 +355,7 @@ class TorchBackend(Backend):
 
     def _local_shape(self, node: fx.Node) -> tuple[int, ...]:
         at = info(node).type
-        return at.layout.local_shape(at.shape, self.mesh, self.ranks.inner)
+        return at.layout.local_shape(at.shape, self.mesh, self.ranks.rank_in_stage)
 
     def _replica_groups(self) -> dict[int, dist.ProcessGroup]:
         """Return for each stage with statistics the group of its replicas in several pipes."""
@@ -394,8 +396,8 @@ class TorchBackend(Backend):
             return outputs
         outputs = self.unstaged.forward(tensors, inputs)
         if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
-            sync = self._sync_of(frozenset().union(*self.program.learned))
-            outputs = self._calls.watch(outputs, sync, len(self.schedule.actions) - 2)
+            sync = self._sync_of(frozenset().union(*self.program.parameters_by_output))
+            outputs = self._calls.watch(outputs, sync, self._loss_position)
         else:
             window.reset()
         self._works += [late.start() for late in self._late]
@@ -411,7 +413,7 @@ class TorchGraph:
     def __init__(self, backend: TorchBackend, graph: fx.Graph, **options: Any) -> None:
         """`options`: those of `compile_graph`."""
         self._backend = backend
-        mesh, rank, device = backend.mesh, backend.ranks.inner, backend.device
+        mesh, rank, device = backend.mesh, backend.ranks.rank_in_stage, backend.device
         self.graph = localize(graph, mesh, rank, device, backend.groups.name)
         if backend.slices is not None:
             backend.slices.place_draws(self.graph)

@@ -39,7 +39,7 @@ def collect(
     collected = {}
     for name, (place, shape, dtype) in owners.items():
         if place == ranks.place:
-            whole = _full_tensor(values[name].detach(), ranks.inner, groups, device)
+            whole = _full_tensor(values[name].detach(), ranks.rank_in_stage, groups, device)
             whole = whole.clone(memory_format=torch.contiguous_format)
         else:
             whole = torch.empty(shape, dtype=dtype, device=device)

@@ -50,10 +50,10 @@ class StageRanks:
         self.lines = self.mesh.groups(self.axes)
         self.meshes = list(zip(*self.lines))
         self.place = next(at for at, ranks in enumerate(self.meshes) if rank in ranks)
-        self.inner = self.meshes[self.place].index(rank)
-        self.line = self.lines[self.inner]
+        self.rank_in_stage = self.meshes[self.place].index(rank)
+        self.line = self.lines[self.rank_in_stage]
 
-    def of(self, stages: Sequence[int]) -> tuple[int, ...]:
+    def places_of(self, stages: Sequence[int]) -> tuple[int, ...]:
         """Return the places of the pipeline that hold one of `stages` in any pipe."""
         return self.schedule.holders(stages)
 
@@ -138,13 +138,13 @@ def gradient_sums(
     """
     if not program.schedule.goes_back:
         return {}
-    place, learned = ranks.place, frozenset().union(*program.learned)
+    place, learned = ranks.place, frozenset().union(*program.parameters_by_output)
     keys = dict.fromkeys(readers.sum_key(m) for m in movements.values() if m.name in learned)
     wanted = {axes for key in keys for axes in (key.backward_axes, key.step_axes) if axes}
     scattering = Groups(program.mesh, wanted, ranks.meshes, "gradients")
     sums = {}
     for number, key in enumerate(keys):
-        places = ranks.of(key.stages)
+        places = ranks.places_of(key.stages)
         if len(places) > 1:
             group = ranks.group(places, key.all_reduce_axes, f"gradients {number}")
         else:
@@ -157,14 +157,14 @@ def gradient_sums(
                 all_reduce_group=group,
                 backward_group=scattering[key.backward_axes] if key.backward_axes else None,
                 step_group=scattering[key.step_axes] if key.step_axes else None,
-                ends=_ends(program.schedule, place, key.stages),
+                completing_actions=_completing_actions(program.schedule, place, key.stages),
                 is_accumulated=key.is_accumulated,
                 link=link if key.sums_to_host else None,
             )
     return sums
 
 
-def _ends(schedule: Schedule, place: int, stages: Sequence[int]) -> dict[int, bool]:
+def _completing_actions(schedule: Schedule, place: int, stages: Sequence[int]) -> dict[int, bool]:
     """Return the positions of actions that complete gradients of some stages, and whether each
     action is one backward pass, which computes each gradient once."""
     is_split = not schedule.split_stages.isdisjoint(stages)

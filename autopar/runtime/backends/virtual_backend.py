@@ -55,12 +55,12 @@ class VirtualGraph:
         *,
         watch: Watch | None = None,
         halves: WeightHalves | None = None,
-        sums: torch.dtype | None = None,
+        sum_dtype: torch.dtype | None = None,
     ) -> None:
         """`watch` is called with every computed value. With `halves`, which record the deferred
-        weight gradients, backward is split. `sums`: the dtype of gradient sums; None: their own."""
+        weight gradients, backward is split. `sum_dtype`: that of gradient sums; None: their own."""
         self.mesh, self.device, self._watch, self._halves = mesh, device, watch, halves
-        self._sums = sums
+        self._sum_dtype = sum_dtype
         self._offload = ActivationOffload(
             lambda movement, values, size: move(movement, values, mesh)
         )
@@ -163,7 +163,7 @@ class VirtualGraph:
         pieces = to_ranks(whole.to(device), info(node).type.layout, self.mesh)
         if info(node).sync:
             summed = Movement("identity", info(node).sync, pending=True)
-            pieces = move(summed, pieces, self.mesh, sums=self._sums)
+            pieces = move(summed, pieces, self.mesh, sums=self._sum_dtype)
         return pieces
 
     def _compile(
@@ -173,9 +173,9 @@ class VirtualGraph:
             return None
         if (movement := info(node).movement) is not None:
             (value,) = node.all_input_nodes
-            sums = None if gathered_parameter(node) is None else self._sums
+            sum_dtype = None if gathered_parameter(node) is None else self._sum_dtype
             mesh = self.mesh
-            return lambda values: move(movement, values[value], mesh, sums=sums)
+            return lambda values: move(movement, values[value], mesh, sums=sum_dtype)
         if info(node).joint is not None:
             return self._joint_call(node)
         calls, weights = [], info(node).weight_inputs
@@ -272,13 +272,12 @@ class VirtualBackend(Backend):
         if self.compiler is not None:
             return OneRankGraph(self, graph, self.compiler)
         watch = ReplicaCheck(graph, self.mesh) if self.check else None
-        constants, sums = self.program.captured.constants, self._sums
-        return VirtualGraph(
-            graph, self.mesh, self.device, constants, watch=watch, halves=halves, sums=sums
-        )
+        options: Any = {"watch": watch, "halves": halves, "sum_dtype": self._sum_dtype}
+        constants = self.program.captured.constants
+        return VirtualGraph(graph, self.mesh, self.device, constants, **options)
 
     @property
-    def _sums(self) -> torch.dtype | None:
+    def _sum_dtype(self) -> torch.dtype | None:
         precision = self.program.captured.example.precision
         return None if precision is None else precision.reduce
 
@@ -323,21 +322,21 @@ class VirtualBackend(Backend):
         tensors: Mapping[str, Tensor],
         batches: Sequence[Batch],
         wanted: range = range(0),
-        seed: float = 1.0,
+        loss_gradient: float = 1.0,
     ) -> None:
         """Begin a step, whose micro-batches' gradients add up in the dtype of sums."""
-        super()._begin(tensors, batches, wanted, seed)
+        super()._begin(tensors, batches, wanted, loss_gradient)
         for hook in self._rounding:
             hook.remove()
         self._rounding = [
             tensors[name].register_post_accumulate_grad_hook(self._round)
             for name in self.program.captured.parameters.values()
-            if self._sums is not None and name in tensors and tensors[name].requires_grad
+            if self._sum_dtype is not None and name in tensors and tensors[name].requires_grad
         ]
 
     def _round(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        parameter.grad.copy_(parameter.grad.to(self._sums))
+        parameter.grad.copy_(parameter.grad.to(self._sum_dtype))
 
     def _carry_out(self) -> None:
         run_together(self.runners)

@@ -65,7 +65,7 @@ def shard_loader(loader: Iterable[Any], module: ParallelModule) -> ShardedLoader
             got="a module that takes the global batch on every rank",
             remedy="parallelize(..., local_inputs=True), or hand it the plain loader's batches",
         )
-    share = BatchShare(batch_axes(module.program), module.program.mesh, backend.ranks.inner)
+    share = BatchShare(batch_axes(module.program), module.program.mesh, backend.ranks.rank_in_stage)
     return ShardedLoader(loader, share, backend.world)
 
 

@@ -36,9 +36,10 @@ class DirectCalls:
         program: Program,
         leaves: LocalParameters,
         world: World,
-        passes: GradientAccumulation,
+        accumulation: GradientAccumulation,
     ) -> None:
-        self._program, self._leaves, self._world, self._passes = program, leaves, world, passes
+        self._program, self._leaves, self._world = program, leaves, world
+        self._accumulation = accumulation
         self._sync: GradientSync | None = None
         self._last = 0  # the action before the backward pass
         self._pending = False  # whether a backward pass is under way
@@ -57,25 +58,25 @@ class DirectCalls:
         self._sync, self._last = sync, last
         self._pending, self._reached = False, frozenset()
         return [
-            self._with_notice(output, [slot for slot in sync.entries if slot.name in names], names)
+            self._with_notice(output, [e for e in sync.entries if e.name in names], names)
             if output.requires_grad
             else output
-            for output, names in zip(outputs, self._program.learned)
+            for output, names in zip(outputs, self._program.parameters_by_output)
         ]
 
     def _with_notice(
-        self, output: Tensor, slots: list[BucketEntry], names: frozenset[str]
+        self, output: Tensor, entries: list[BucketEntry], names: frozenset[str]
     ) -> Tensor:
         on_backward = partial(
-            self._begin_backward, get_gradient_edge(output), slots, names, self._leaves.age
+            self._begin_backward, get_gradient_edge(output), entries, names, self._leaves.age
         )
-        parameters = [slot.parameter for slot in slots]
+        parameters = [entry.parameter for entry in entries]
         return _BackwardNotice.apply(on_backward, output, self._anchor, *parameters)
 
     def _begin_backward(
         self,
         output: GradientEdge,
-        slots: list[BucketEntry],
+        entries: list[BucketEntry],
         names: frozenset[str],
         age: int,
         grad: Tensor,
@@ -96,39 +97,39 @@ class DirectCalls:
         if age != self._leaves.age:
             raise changed_before_backward()
         assert self._sync is not None
-        refuse_gradient_hooks({slot.name: slot.parameter for slot in slots})
+        refuse_gradient_hooks({entry.name: entry.parameter for entry in entries})
         self._leaves.last_backward = backward_pass_number()
         window = self._leaves.window
         window.gather_step_long()
         if not self._pending:
             call_after_backward(window.reset)
         if not will_receive_gradient(self._anchor):
-            return self._restricted_gradients(output, slots, grad)
+            return self._restricted_gradients(output, entries, grad)
         self._reached |= names
         if not self._pending:
             require_living(self._world)
             self._pending = True
-            self._passes.start(self._sync, {slot.name for slot in self._sync.entries})
-            self._sync.after(self._last)
+            self._accumulation.start(self._sync, {entry.name for entry in self._sync.entries})
+            self._sync.action_done(self._last)
             call_after_backward(self._finish)
-        return [None] * len(slots)
+        return [None] * len(entries)
 
     def _restricted_gradients(
-        self, output: GradientEdge, slots: list[BucketEntry], grad: Tensor
+        self, output: GradientEdge, entries: list[BucketEntry], grad: Tensor
     ) -> list[Tensor | None]:
         """Return the gradients of the parameters that a restricted pass reaches.
 
         The pass continues to inputs by itself; the inner pass here changes nothing else."""
-        reached = [slot for slot in slots if will_receive_gradient(slot.parameter)]
+        reached = [entry for entry in entries if will_receive_gradient(entry.parameter)]
         if not reached:
-            return [None] * len(slots)
+            return [None] * len(entries)
         assert self._sync is not None
         require_living(self._world)
-        names = frozenset(slot.name for slot in reached)
+        names = frozenset(entry.name for entry in reached)
         with stop_all_on_failure(self._world):
             self._sync.start(names)
-            self._sync.after(self._last)
-            leaves = [slot.leaf for slot in reached]
+            self._sync.action_done(self._last)
+            leaves = [entry.leaf for entry in reached]
             self._leaves.has_inner_backward = True
             try:
                 torch.autograd.backward(output, grad, retain_graph=True, inputs=leaves)
@@ -137,14 +138,14 @@ class DirectCalls:
             with torch.no_grad():
                 gradients = self._sync.finish(names)
                 self._sync.clear()
-        return [gradients.get(slot.name) for slot in slots]
+        return [gradients.get(entry.name) for entry in entries]
 
     def _finish(self) -> None:
         """Give every parameter its gradient of this backward pass."""
         assert self._sync is not None
         self._pending = False
         with torch.no_grad(), stop_all_on_failure(self._world):
-            self._passes.finish(self._sync, self._reached)
+            self._accumulation.finish(self._sync, self._reached)
             self._sync.clear()
         self._reached = frozenset()
 

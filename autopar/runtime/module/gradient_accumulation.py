@@ -35,10 +35,10 @@ class GradientAccumulation:
     def __init__(
         self,
         leaves: LocalParameters,
-        routes: Mapping[str, ParameterMovement],
+        parameter_movements: Mapping[str, ParameterMovement],
         device_mesh: DeviceMesh,
     ) -> None:
-        self._leaves, self._routes, self._device_mesh = leaves, routes, device_mesh
+        self._leaves, self._movements, self._device_mesh = leaves, parameter_movements, device_mesh
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -59,15 +59,15 @@ class GradientAccumulation:
     def start(self, sync: GradientSync, reached: Set[str], *, is_first: bool = True) -> None:
         """Begin a pass that reaches the parameters `reached`, or some of them.
 
-        The pass is not deferred if a gradient is summed already, or is set aside: then not
-        `is_first`."""
+        Sums are deferred only inside `no_sync()`, if `is_first`, and if no parameter has a summed
+        gradient. `is_first` is False if gradients were set aside."""
         waiting = self.waiting
         with torch.no_grad():
-            for slot in sync.entries if waiting else ():
-                gradient = slot.parameter.grad
-                if slot.name in waiting and gradient is not None:
-                    slot.leaf.grad = local_of(gradient).clone()
-        gradients = (slot.parameter.grad for slot in sync.entries)
+            for entry in sync.entries if waiting else ():
+                gradient = entry.parameter.grad
+                if entry.name in waiting and gradient is not None:
+                    entry.leaf.grad = local_of(gradient).clone()
+        gradients = (entry.parameter.grad for entry in sync.entries)
         waits = self._leaves.is_deferred and is_first
         is_deferred = waits and all(grad is None or is_partial(grad) for grad in gradients)
         sync.start(reached, is_deferred=is_deferred)
@@ -75,7 +75,7 @@ class GradientAccumulation:
     def finish(self, sync: GradientSync, reached: Set[str]) -> None:
         """End a pass: give the parameters `reached` their gradients."""
         parameters, unsummed = self._leaves.parameters, self._leaves.unsummed
-        reached = (self.waiting & {slot.name for slot in sync.entries}) | reached
+        reached = (self.waiting & {entry.name for entry in sync.entries}) | reached
         for name, gradient in sync.finish(reached).items():
             parameter = parameters[name]
             if name not in unsummed and is_partial(parameter.grad):  # deferred by another program
@@ -86,13 +86,13 @@ class GradientAccumulation:
             else:
                 parameter.grad += gradient
             unsummed.discard(name)
-        for slot, local in sync.take_deferred(reached):
-            parameters[slot.name].grad = self._partial(slot.name, local)
-            unsummed.add(slot.name)
+        for entry, local in sync.take_deferred(reached):
+            parameters[entry.name].grad = self._partial(entry.name, local)
+            unsummed.add(entry.name)
 
     def _partial(self, name: str, local: Tensor) -> DTensor:
-        route, parameter = self._routes[name], self._leaves.parameters[name]
-        layout = route.leaf.with_partial(route.pending)
+        movement, parameter = self._movements[name], self._leaves.parameters[name]
+        layout = movement.leaf.with_partial(movement.pending)
         return dtensor_wrapper(layout, tuple(parameter.shape), self._device_mesh)(local)
 
     def sum_waiting(self, sync_of: Callable[[frozenset[str]], GradientSync]) -> None:
@@ -104,7 +104,7 @@ class GradientAccumulation:
         if len(sync.entries) < len(waiting):
             raise InvalidInput(
                 "gradients of no_sync() are summed before their parameters are frozen",
-                got=", ".join(sorted(waiting - {slot.name for slot in sync.entries})),
+                got=", ".join(sorted(waiting - {entry.name for entry in sync.entries})),
                 remedy="a pass outside of no_sync(), or zero_grad(), before requires_grad_()",
             )
         waits, self._leaves.is_deferred = self._leaves.is_deferred, False

@@ -56,7 +56,7 @@ def require_scale(scale: object, dtype: torch.dtype) -> float:
     return float(number)
 
 
-def take_gradients(tensors: Iterable[Tensor]) -> list[tuple[nn.Parameter, Tensor | None]]:
+def set_gradients_aside(tensors: Iterable[Tensor]) -> list[tuple[nn.Parameter, Tensor | None]]:
     """Take the gradients of parameters away, except partial sums, and return both."""
     parameters = (parameter for parameter in tensors if isinstance(parameter, nn.Parameter))
     gradients = [

@@ -32,7 +32,7 @@ from autopar.runtime.module.loss_scale import (
     LossScale,
     require_scale,
     restore_gradients,
-    take_gradients,
+    set_gradients_aside,
 )
 from autopar.runtime.module.programs import Programs
 from autopar.runtime.module.refused_wrappers import RefusesWrappers
@@ -138,7 +138,7 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
         rank = backend.world.rank if isinstance(backend, TorchBackend) else 0
         self._listeners = StepListeners(rank, backend.device)
         modes = TrainingModes(self, plan.original)
-        self._tensors = ModuleTensors(self, captured.tied, program.learns)
+        self._tensors = ModuleTensors(self, captured.tied, program.was_trainable)
         backend.bind(self._tensors.values)
         self._programs = Programs(plan, backend, modes, self._tensors)
         self.copy_attributes(model, {*RESERVED_NAMES, *vars(self)})
@@ -174,7 +174,7 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
 
     @property
     def graph(self) -> Listing:
-        """Return this rank's program; prints one line a node."""
+        """Return this rank's program; on the virtual mesh, that of all ranks."""
         return Listing(self.backend.graph())
 
     @property
@@ -321,11 +321,11 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
         factor: float,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run a step with scaled gradients; if it breaks off, restore the earlier ones."""
-        scaled, is_good = self.loss_scale, True
-        before, scale = take_gradients(tensors.values()), 1.0 if scaled is None else scaled.value
+        before, scaled, is_good = set_gradients_aside(tensors.values()), self.loss_scale, True
+        scale = 1.0 if scaled is None else scaled.value
         options = {"with_outputs": with_outputs, "is_first": all(g is None for _, g in before)}
         try:
-            results = backend.step(tensors, batches, seed=factor * scale, **options)
+            results = backend.step(tensors, batches, loss_gradient=factor * scale, **options)
             if scaled is not None:
                 is_good = bool(self.backend.norm(self._gradients(), 1.0).isfinite())
         except BaseException:

@@ -56,7 +56,8 @@ class RunningProgram:
         """Return the program and backend of a step that returns outputs too."""
         if self.plan.batches is None and self.plan.pipelining is None:
             return self.plan.program, self.backend
-        return self.plan.telling_program, self.backend.with_same_copies(self.plan.telling_program)
+        program = self.plan.program_with_outputs
+        return program, self.backend.with_same_copies(program)
 
     def step_form(self, *, with_outputs: bool) -> tuple[Program, Backend]:
         """Return the program and backend of a step."""
@@ -173,7 +174,7 @@ class ModuleCall:
             return info(results[self.captured.loss_index]).val.dtype
         plan = self.running.plan
         _ = plan.captured.loss_index
-        _ = with_outputs and plan.telling_program
+        _ = with_outputs and plan.program_with_outputs
         return plan.program.loss_dtype
 
     @cached_property

@@ -199,7 +199,7 @@ def virtual_bytes(
         if tuple(value.shape) != tuple(shape):
             return value.nbytes  # a scalar of an optimizer
         layout = program.kept_layout(placeholders[name])
-        local_shape = layout.local_shape(shape, program.mesh, ranks.inner)
+        local_shape = layout.local_shape(shape, program.mesh, ranks.rank_in_stage)
         return math.prod(local_shape) * value.itemsize
 
     # The virtual mesh gathers no copies.
@@ -208,7 +208,7 @@ def virtual_bytes(
         kind: sum(
             size(name, value)
             for name, values in by_name.items()
-            if ranks.place in ranks.of(readers.stages(name))
+            if ranks.place in ranks.places_of(readers.stages(name))
             for value in values
         )
         for kind, by_name in named.items()

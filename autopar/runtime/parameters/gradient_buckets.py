@@ -62,16 +62,16 @@ class ReductionSpec:
     all_reduce_group: dist.ProcessGroup | None = None  # for gradients that no other group sums
     backward_group: dist.ProcessGroup | None = None  # reduce-scatters after each backward
     step_group: dist.ProcessGroup | None = None  # reduce-scatters at the end of the step
-    # By the actions of the step after which gradients of a backward are complete: whether that is
-    # one backward pass, which makes each gradient once.
-    ends: Mapping[int, bool]
+    # Positions that complete gradients -> True if the action is one backward pass, so arrivals can
+    # be counted.
+    completing_actions: Mapping[int, bool]
     is_accumulated: bool = False  # each backward's gradients are added to the bucket's buffer
     link: HostLink | None = None  # to the host, where the sums belong; None: they stay
 
     @property
     def last_action(self) -> int:
         """Return the action after which all gradients are complete; -1 if it precedes all."""
-        return max(self.ends, default=-1)
+        return max(self.completing_actions, default=-1)
 
     @property
     def is_cut(self) -> bool:
@@ -85,10 +85,10 @@ class ReductionSpec:
 
     @cached_property
     def reduce_actions(self) -> dict[int, bool]:
-        """Return the actions after which there is something to sum, with their value in `ends`."""
+        """Return the actions after which there is something to sum, as `completing_actions`."""
         is_every = self.backward_group is not None or self.is_accumulated
-        actions = self.ends if is_every else {self.last_action: True}
-        return {at: at >= 0 and self.ends[at] for at in actions}
+        actions = self.completing_actions if is_every else {self.last_action: True}
+        return {at: at >= 0 and self.completing_actions[at] for at in actions}
 
 
 @dataclass(eq=False)
@@ -336,7 +336,7 @@ class GradientSync:
         entries = [e for bucket in buckets for e in bucket.entries if e.name in reached]
         return list(zip(entries, take_gradients([entry.leaf for entry in entries])))
 
-    def after(self, position: int) -> None:
+    def action_done(self, position: int) -> None:
         """Sum the gradients that the step's action at `position` has completed."""
         for key in self._keys_at.get(position, ()):
             if position < 0:

@@ -28,7 +28,7 @@ class ParameterMovement(CopiedParameter):
 
 def parameter_movements(program: Program) -> dict[str, ParameterMovement]:
     """Return the movements of all parameters of a program by name."""
-    learned = frozenset().union(*program.learned)
+    learned = frozenset().union(*program.parameters_by_output)
     precision = program.captured.example.precision
     readers = {
         program.placeholders[node.name]: known
