@@ -169,9 +169,8 @@ class BatchCutter:
         mutations = {
             buffer: self.copies[node].name for buffer, node in zip(self.captured.mutations, mutated)
         }
-        leaves, spec = (self.loss,), pytree.tree_structure(0)
-        if self.with_outputs:
-            leaves, spec = self.captured.output_leaves, self.captured.output_spec
+        spec = self.captured.output_spec if self.with_outputs else pytree.tree_structure(0)
+        leaves = self.captured.output_leaves if self.with_outputs else (self.loss,)
         return replace(
             self.captured,
             graph=self.graph,

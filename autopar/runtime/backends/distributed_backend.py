@@ -173,11 +173,9 @@ class TorchBackend(Backend):
         """Return the shapes of full tensors, or with local inputs of this rank's pieces."""
         if not self.local_inputs:
             return super().input_shapes()
-        rank = self.ranks.rank_in_stage
-        return {
-            name: self.program.type_of(name).layout.local_shape(shape, self.mesh, rank)
-            for name, shape in self.program.whole_shapes.items()
-        }
+        mesh, rank, type_of = self.mesh, self.ranks.rank_in_stage, self.program.type_of
+        shapes = self.program.whole_shapes.items()
+        return {n: type_of(n).layout.local_shape(shape, mesh, rank) for n, shape in shapes}
 
     def split(self, inputs: Batch) -> list[dict[str, Tensor]]:
         return super().split(inputs) if self.slices is None else self.slices.split(inputs)
@@ -215,9 +213,8 @@ class TorchBackend(Backend):
         self._sync = None
 
     def with_same_copies(self, program: Program) -> TorchBackend:
-        return TorchBackend(
-            program, self.device, leaves=self.leaves, **self._options(is_plain=False)
-        )
+        options = self._options(is_plain=False)
+        return TorchBackend(program, self.device, leaves=self.leaves, **options)
 
     def with_new_copies(self, program: Program, *, is_plain: bool = False) -> TorchBackend:
         backend = TorchBackend(program, self.device, **self._options(is_plain=is_plain))
