@@ -64,7 +64,7 @@ def test_only_buckets_that_are_reached_are_summed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gradient_buckets, "dtensors_like", lambda parameters, values: values)
     leaves = {name: torch.zeros(2, requires_grad=True) for name in ("a1", "a2", "b1")}
     entries = [(BucketEntry(n, leaf, leaf, leaf.nbytes), n[0]) for n, leaf in leaves.items()]
-    sync = GradientSync(entries, dict.fromkeys("ab", ReductionSpec(ends={0: True})))
+    sync = GradientSync(entries, dict.fromkeys("ab", ReductionSpec(completing_actions={0: True})))
     sync.start({"a1"})
     leaves["a1"].grad = torch.ones(2)
     gradients = sync.finish({"a1"})
