@@ -1,5 +1,8 @@
 """A pipeline schedule as plain data: for each rank, an ordered list of actions.
 
+Here a *rank* is one place of the pipeline; with other mesh axes it stands for one rank at each
+position inside a stage.
+
 >>> F, B = Action("F", 0, 1, (2,)), Action("B", 1, 0, (4, 5))
 >>> print(F, B)
 1F2 0B4+5@1
