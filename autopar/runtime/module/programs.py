@@ -64,19 +64,17 @@ class Programs(Sequence[RunningProgram]):
             example.args, example.kwargs, modes.now, frozenset[str](), is_step=True
         )
         self._last = RunningProgram(plan, backend, signature, both=True)
-        self._all = [self._last]
-        self._every = [self._last]  # with a program for each size
+        self._listed = [self._last]
+        self._with_all_sizes = [self._last]
         self._known: dict[CallSignature, RunningProgram] = {}
         self._numbers: dict[CallSignature, int] = {}  # of this rank's calls, in order
-        self._agreed: dict[
-            tuple[int, ...], RunningProgram
-        ] = {}  # programs by the numbers of all ranks
+        self._by_rank_numbers: dict[tuple[int, ...], RunningProgram] = {}
         if plan.dynamic is not None:
             across = plan.dynamic.across(example.model, example.args, example.kwargs)
             self._start_sizes(self._last, across)
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._listed)
 
     @overload
     def __getitem__(self, at: int) -> RunningProgram: ...
@@ -85,11 +83,11 @@ class Programs(Sequence[RunningProgram]):
     def __getitem__(self, at: slice) -> list[RunningProgram]: ...
 
     def __getitem__(self, at: int | slice) -> RunningProgram | list[RunningProgram]:
-        return self._all[at]
+        return self._listed[at]
 
     def __str__(self) -> str:
         rows = [("", "call", "mode", "micro-batches", "mesh")]
-        for number, running in enumerate(self._all):
+        for number, running in enumerate(self._listed):
             plan, text = running.plan, running.signature.text
             if running.sizes is not None:
                 text += f", sizes of {plan.dynamic} ({running.sizes.count} so far)"
@@ -99,12 +97,12 @@ class Programs(Sequence[RunningProgram]):
 
     def bind(self, values: Mapping[str, Tensor]) -> None:
         """Have all programs read the tensors that the module holds now."""
-        for running in self._every:
+        for running in self._with_all_sizes:
             running.backend.bind(values)
 
     def close(self) -> None:
         """Release all programs."""
-        for running in self._every:
+        for running in self._with_all_sizes:
             running.close()
 
     def program_for(
@@ -119,11 +117,11 @@ class Programs(Sequence[RunningProgram]):
     def accept(self, args: tuple, kwargs: Mapping[str, Any], *, is_step: bool) -> ModuleCall:
         """Return the record of a call on this rank; refuse transforms and odd tensors."""
         refuse_transforms()
-        for running in self._every:
+        for running in self._with_all_sizes:
             running.backend.require_callable()
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         if not all(is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
-            check_call(self._all[0].plan.original.example.model, args, kwargs, THIS)
+            check_call(self._listed[0].plan.original.example.model, args, kwargs, THIS)
         return ModuleCall(args, kwargs, self._modes.now, self._tensors.unfrozen, is_step)
 
     def exchange_numbers(self, call: ModuleCall) -> None:
@@ -131,9 +129,9 @@ class Programs(Sequence[RunningProgram]):
 
         That is so with local inputs and in pipelines, of which a rank sees a part, and once
         several programs are known."""
-        first = self._all[0]
+        first = self._listed[0]
         backend, sees_part = first.backend, first.plan.pipelining or first.backend.local_inputs
-        if _is_among_others(backend) and (sees_part or len(self._every) > 1):
+        if _is_among_others(backend) and (sees_part or len(self._with_all_sizes) > 1):
             number = self._numbers.setdefault(call.signature, len(self._numbers))
             with backend.guard(agreed=True):
                 call.numbers = backend.world.gather_numbers(number)
@@ -146,24 +144,24 @@ class Programs(Sequence[RunningProgram]):
 
     def _look_together(self, call: ModuleCall, numbers: tuple[int, ...]) -> bool:
         """Return whether a known program serves the calls that the ranks made."""
-        known = self._agreed.get(numbers)
+        known = self._by_rank_numbers.get(numbers)
         if known is not None and self._assign(call, known):
             return True
         self._exchange_signatures(call)
-        return any(self._assign(call, known) for known in self._every if known.matches(call))
+        return any(self._assign(call, p) for p in self._with_all_sizes if p.matches(call))
 
     def _exchange_signatures(self, call: ModuleCall) -> None:
         """Exchange signatures of a call: slices join to whole inputs, and a parameter learns if it
         learns on a rank that holds it."""
-        first, backend = self._all[0], self._all[0].backend
+        first, backend = self._listed[0], self._listed[0].backend
         is_staged = first.plan.pipelining is not None
         messages = backend.exchange_call(call.signature.message, str(call.signature))
         shapes, call.unfrozen = _require_alike(
             messages, of_pieces=backend.local_inputs, of_stages=is_staged
         )
         if backend.local_inputs:
-            call.whole = join_call(first.plan, call.args, call.kwargs, shapes)
-        args, kwargs = call.whole or (call.args, call.kwargs)
+            call.global_inputs = join_call(first.plan, call.args, call.kwargs, shapes)
+        args, kwargs = call.global_inputs or (call.args, call.kwargs)
         call.signature = CallSignature.of(
             args, kwargs, call.training, call.unfrozen, is_step=call.is_step
         )
@@ -174,7 +172,7 @@ class Programs(Sequence[RunningProgram]):
         if call.inputs is not None:
             return True
         known = self._known.get(call.signature)
-        candidates = self._every if known is None else [known]
+        candidates = self._with_all_sizes if known is None else [known]
         return any(self._assign(call, candidate) for candidate in candidates)
 
     def _assign(self, call: ModuleCall, running: RunningProgram) -> bool:
@@ -186,20 +184,20 @@ class Programs(Sequence[RunningProgram]):
         if call.numbers is None:
             self._last = self._known[call.signature] = running
         else:
-            self._agreed[call.numbers] = running
+            self._by_rank_numbers[call.numbers] = running
         return True
 
     def _capture(self, call: ModuleCall) -> None:
-        first = self._all[0]
+        first = self._listed[0]
         original, backend = first.plan.original, first.backend
         check_call(original.example.model, call.args, call.kwargs, THIS)
         _require_data(call)
-        if backend.local_inputs and call.whole is None:
+        if backend.local_inputs and call.global_inputs is None:
             self._exchange_signatures(call)
-        args, kwargs = call.whole or (call.args, call.kwargs)
+        args, kwargs = call.global_inputs or (call.args, call.kwargs)
         if (dynamic := first.plan.dynamic) is not None:
             dynamic.require(original.example.model, args, kwargs)
-            call.across = dynamic.across(original.example.model, args, kwargs)
+            call.size_family_key = dynamic.across(original.example.model, args, kwargs)
         modes = self._modes.by_path
         with reporter(first.plan.progress) as report:
             report("capture", type(original.example.model).__name__)
@@ -211,29 +209,27 @@ class Programs(Sequence[RunningProgram]):
         if not self._is_other(call, captured):
             return
         call.captured = captured
-        if call.numbers is None and call.whole is None:
+        if call.numbers is None and call.global_inputs is None:
             self._exchange_signatures(call)
 
     def _is_other(self, call: ModuleCall, captured: Captured) -> bool:
         """Return whether a captured program is new. Modes that change no operator make none."""
         fingerprint = fingerprint_of(captured)
-        for running in self._every:
+        for running in self._with_all_sizes:
             if running.takes(call) and not fingerprint.differences(running.plan.fingerprint):
                 running.modes.add(call.training)
                 running.unfrozen |= call.unfrozen
                 return not self._assign(call, running)
-        ranges = (running.sizes for running in self._all if running.sizes is not None)
-        families = (
-            sizes for sizes in ranges if sizes.includes(call, call.across, fingerprint.form)
-        )
-        call.sizes = next(families, None)
+        ranges = (running.sizes for running in self._listed if running.sizes is not None)
+        key, form = call.size_family_key, fingerprint.form
+        call.sizes = next((sizes for sizes in ranges if sizes.includes(call, key, form)), None)
         return True
 
     def build(self, call: ModuleCall) -> RunningProgram:
         """Return the program of a call, planned by all ranks together if it is new."""
         if call.running is not None:
             return call.running
-        first, captured = self._all[0], call.captured
+        first, captured = self._listed[0], call.captured
         assert captured is not None
         plan, backend, is_step = first.plan, first.backend, call.is_step
         sizes = call.sizes
@@ -261,13 +257,13 @@ class Programs(Sequence[RunningProgram]):
             running = RunningProgram(
                 new_plan, backend.with_new_copies(new_plan.program), call.signature, both=both
             )
-        self._every.append(running)
+        self._with_all_sizes.append(running)
         if sizes is not None:
             running.sizes = sizes
             sizes.add(running, new_plan.fingerprint.form)
         else:
-            self._all.append(running)
-            self._start_sizes(running, call.across)
+            self._listed.append(running)
+            self._start_sizes(running, call.size_family_key)
             self._warn_of_many()
         is_assigned = self._assign(call, running)
         assert is_assigned
@@ -280,8 +276,8 @@ class Programs(Sequence[RunningProgram]):
 
         `capture_inside` derives it from the captured program. Its results are whole; on processes
         all ranks make it together."""
-        if running.inside is None:
-            first = self._all[0]
+        if running.routing_program is None:
+            first = self._listed[0]
             with first.backend.local_checks():
                 captured = capture_inside(running.plan.original)
             is_local = first.backend.local_inputs
@@ -294,8 +290,8 @@ class Programs(Sequence[RunningProgram]):
                 inner_plan = stage_companion(first.plan, inner_plan, is_step=False)
             with first.backend.guard():
                 inner_backend = first.backend.with_new_copies(inner_plan.program, is_plain=True)
-                running.inside = inner_plan, inner_backend
-        return running.inside
+                running.routing_program = inner_plan, inner_backend
+        return running.routing_program
 
     def _start_sizes(self, running: RunningProgram, across: Hashable) -> None:
         if running.plan.dynamic is not None:
@@ -303,19 +299,19 @@ class Programs(Sequence[RunningProgram]):
             running.sizes = SizeFamily(running, across, forms, {*running.modes})
 
     def _warn_of_many(self) -> None:
-        if len(self._all) == WARN_ABOVE + 1:
+        if len(self._listed) == WARN_ABOVE + 1:
             sizes = sum(
-                running.sizes.count - 1 for running in self._all if running.sizes is not None
+                running.sizes.count - 1 for running in self._listed if running.sizes is not None
             )
             also = f", and {sizes} more of other sizes" if sizes else ""
-            forward = self._all[0].plan.original.example.model.forward
-            changing = changing_values([running.signature for running in self._all], forward)
+            forward = self._listed[0].plan.original.example.model.forward
+            changing = changing_values([running.signature for running in self._listed], forward)
             remedy = "Inputs of few sizes, as by padding, need few"
             if changing:
                 remedy = f"{' and '.join(changing)} had several values, and each value makes a "
                 remedy += "program: hand over what changes as a tensor, as torch.tensor(value)"
             warnings.warn(
-                f"{len(self._all)} programs were made of this module{also}, each captured and "
+                f"{len(self._listed)} programs were made of this module{also}, each captured and "
                 f"planned for a call that differs: print(module.programs) lists them. {remedy}",
                 stacklevel=frames_to_caller(),
             )

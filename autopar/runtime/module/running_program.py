@@ -36,7 +36,7 @@ class RunningProgram:
         self.unfrozen = signature.unfrozen
         self.shapes = backend.input_shapes()
         self.sizes: SizeFamily | None = None  # the programs of its plan, if sizes vary
-        self.inside: tuple[Plan, Backend] | None = None  # for values inside of it
+        self.routing_program: tuple[Plan, Backend] | None = None  # for expert_balance
         self._bounded: dict[str, tuple[Tensor, int]] = {}  # clamped parameters and their ages
 
     @property
@@ -75,7 +75,7 @@ class RunningProgram:
 
     def close(self) -> None:
         """Release the backends of all forms."""
-        forms = (vars(self).get(form) for form in ("call_form", "outputs_form", "inside"))
+        forms = (vars(self).get(form) for form in ("call_form", "outputs_form", "routing_program"))
         for backend in (self.backend, *(form[1] for form in forms if form is not None)):
             backend.close()
         self._bounded.clear()
@@ -91,7 +91,7 @@ class RunningProgram:
 
     def matches(self, call: ModuleCall) -> bool:
         """Return whether it serves a call whose signatures all ranks have exchanged."""
-        if not self.serves(call) or call.whole is None:
+        if not self.serves(call) or call.global_inputs is None:
             return self.serves(call)
         other = call.signature
         return other == replace(
@@ -113,14 +113,14 @@ class SizeFamily:
     """The programs of one plan whose inputs have sizes of a declared range."""
 
     first: RunningProgram
-    across: Hashable  # key that all their calls share
+    size_family_key: Hashable  # key that all their calls share
     forms: set[Hashable]  # fingerprints of operators without sizes
     modes: set[tuple[bool, ...]]
     count: int = 1
 
-    def includes(self, call: ModuleCall, across: Hashable, form: Hashable) -> bool:
+    def includes(self, call: ModuleCall, size_family_key: Hashable, form: Hashable) -> bool:
         """Return whether a call belongs to the family, also in modes that change no operator."""
-        is_theirs = self.first.takes(call) and across == self.across
+        is_theirs = self.first.takes(call) and size_family_key == self.size_family_key
         if not is_theirs or not call.unfrozen <= self.first.unfrozen:
             return False
         return call.training in self.modes or form in self.forms
@@ -145,10 +145,10 @@ class ModuleCall:
     running: RunningProgram | None = None
     inputs: Inputs | None = None
     captured: Captured | None = None
-    across: Hashable = None  # key shared with calls of other sizes
+    size_family_key: Hashable = None  # key shared with calls of other sizes
     sizes: SizeFamily | None = None  # the family that it belongs to
     numbers: tuple[int, ...] | None = None  # of the ranks' calls, if exchanged
-    whole: tuple[tuple, Mapping[str, Any]] | None = None  # whole inputs without values
+    global_inputs: tuple[tuple, Mapping[str, Any]] | None = None  # whole inputs without values
 
     @property
     def bound(self) -> Inputs:
