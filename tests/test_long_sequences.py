@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import autopar as ap
 from autopar import Mesh
 from autopar.collectives import joint_kernels
-from autopar.cost.joint_kernels import joint_call
+from autopar.cost.joint_kernels import price_joint_call
 from autopar.strategies.node_info import info
 from autopar.tensor_type import TensorType
 from tests import models
@@ -105,7 +105,7 @@ def test_a_ring_moves_what_is_predicted(
     mesh, options = Mesh(cp=count), {"mode": "propagate", "backend": "virtual"}
     module = ap.parallelize(Attention(), tuple(inputs), mesh=mesh, **options)
     (node,) = (node for node in module.plan.rewritten.nodes if info(node).joint is not None)
-    (inside,) = filter(None, (joint_call(*call, mesh) for call in info(node).calls))
+    (inside,) = filter(None, (price_joint_call(*call, mesh) for call in info(node).calls))
 
     def count_most(asked: list[joint_kernels.RingShift]) -> list[tuple[torch.Tensor, ...]]:
         moved.append(max(sum(one.nbytes for one in each.tensors) for each in asked))

@@ -13,7 +13,7 @@ import autopar as ap
 from autopar import Mesh
 from autopar.collectives import joint_kernels
 from autopar.collectives.joint_kernels import AllToAll, Steps
-from autopar.cost.joint_kernels import joint_call
+from autopar.cost.joint_kernels import price_joint_call
 from autopar.errors import InvalidInput
 from autopar.strategies import Strategy
 from autopar.strategies.node_info import info
@@ -106,7 +106,7 @@ def test_what_travels_is_what_is_predicted(name: str, args: tuple[Any, ...], cou
     learns = tuple(value.is_floating_point() for value in reference.values)
     sizes = tuple(value.element_size() for value in reference.values)
     facts = Facts(reference.rule, sizes, learns, (torch.float64,), is_view=False)
-    inside = joint_call(facts, strategy, mesh)
+    inside = price_joint_call(facts, strategy, mesh)
     assert inside is not None
     ways = inside.traffic.forward + inside.traffic.backward
     assert [size for _, size in ways] == [max(each) for each in zip(*sent, *got, strict=True)]

@@ -34,8 +34,8 @@ class ParameterCopy:
 
     fine: Layout
     coarse: Layout
-    lasts: bool  # to the end of a step
-    goes_up: bool  # from the host to the device
+    is_step_long: bool  # to the end of a step
+    from_host: bool  # from the host to the device
     on_host: bool  # the copy is there
 
 
@@ -48,7 +48,7 @@ class CopiedParameter:
     dtype: torch.dtype  # of its copies and the leaf
     is_cast: bool  # to that dtype
     places: ParameterPlacement
-    taken: int  # of the gathers and casts behind the placeholder, by the runtime
+    runtime_copies: int  # gathers and casts behind the placeholder that the runtime does
     leaf: Layout
     pending: tuple[str, ...]  # over which the leaf's gradient is a partial sum
     readers: ParameterReaders
@@ -135,16 +135,16 @@ def copied_parameters(
 class CopyGroupKey(NamedTuple):
     """The facts that copies share which are gathered together."""
 
-    is_last: bool  # of the ways of a parameter: these copies are leaves
-    lasts: bool  # to the end of a step
+    is_leaf: bool  # these copies are leaves, the last of a parameter
+    is_step_long: bool  # to the end of a step
     axes: tuple[str, ...]  # over which they are gathered
-    goes_up: bool  # from the host to the device
+    from_host: bool  # from the host to the device
     on_host: bool  # these copies are there
     dtype: torch.dtype
     stages: tuple[int, ...]  # that read them: the ranks of these have them all
 
     def way(self, parameter: CopiedParameter) -> ParameterCopy:
-        return parameter.copied[-1 if self.is_last else 0]
+        return parameter.copied[-1 if self.is_leaf else 0]
 
     def bytes(self, parameters: Iterable[CopiedParameter], mesh: Mesh) -> int:
         """Return the bytes of the largest pieces of these parameters' copies."""
@@ -179,9 +179,9 @@ def copy_groups(
         for copy in parameter.copied:
             axes = in_mesh_order({*copy.fine.axes} - {*copy.coarse.axes}, mesh)
             is_leaf = copy == parameter.copied[-1]
-            stages = parameter.readers.stages
+            stages, dtype = parameter.readers.stages, parameter.dtype
             key = CopyGroupKey(
-                is_leaf, copy.lasts, axes, copy.goes_up, copy.on_host, parameter.dtype, stages
+                is_leaf, copy.is_step_long, axes, copy.from_host, copy.on_host, dtype, stages
             )
             kinds.setdefault(key, []).append(parameter)
     groups = []
@@ -217,7 +217,7 @@ def copy_groups_of_nodes(
 
 def live_copy_bytes(groups: Iterable[CopyGroup], mesh: Mesh) -> float:
     """Return the bytes of copies made for each use: two groups are alive at a time."""
-    sizes = [float(group.bytes(mesh)) for group in groups if not group.kind.lasts]
+    sizes = [float(group.bytes(mesh)) for group in groups if not group.kind.is_step_long]
     return min(sum(sizes), LIVE_GROUPS * max(sizes, default=0.0))
 
 

@@ -32,7 +32,7 @@ class JointCall(NamedTuple):
     traffic: CommVolume
 
 
-def joint_call(facts: Facts, strategy: Strategy, mesh: Mesh) -> JointCall | None:
+def price_joint_call(facts: Facts, strategy: Strategy, mesh: Mesh) -> JointCall | None:
     """Return the joint kernel that a strategy uses, with its communication; None where each rank
     computes by itself."""
     kernel_call = KernelCall.of(facts.rule, strategy)
@@ -60,7 +60,7 @@ def joint_call(facts: Facts, strategy: Strategy, mesh: Mesh) -> JointCall | None
 
 def joint_collectives(facts: Facts, strategy: Strategy, mesh: Mesh) -> list[Collective]:
     """Return the collectives inside a call, forward and, where a gradient flows, backward."""
-    if (call := joint_call(facts, strategy, mesh)) is None:
+    if (call := price_joint_call(facts, strategy, mesh)) is None:
         return []
     kernel, axes, traffic = call
     ways: list[tuple[When, str, tuple[tuple[str, Any], ...]]] = [
@@ -89,7 +89,7 @@ def joint_message_cost(
 ) -> NodeCost:
     """Return the seconds that a joint kernel adds to its computing: messages that computing does
     not hide, and computing in pieces. Zero for any other call."""
-    call = joint_call(facts, strategy, price.mesh)
+    call = price_joint_call(facts, strategy, price.mesh)
     if call is None:
         return NodeCost()
     kernel, axes, traffic = call

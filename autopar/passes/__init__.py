@@ -28,7 +28,7 @@ from autopar.passes.layout_types import assign_types
 from autopar.passes.linear_reductions import hide_reductions
 from autopar.passes.localize import localize
 from autopar.passes.parameter_gathers import gather_parameters
-from autopar.passes.pass_setting import LocalSetting, ParameterCopies, Setting
+from autopar.passes.pass_context import LocalContext, ParameterCopies, RewriteContext
 from autopar.passes.recombine import recombine
 from autopar.passes.recompute_marks import mark_recomputed
 from autopar.passes.times import mark_times
@@ -38,7 +38,7 @@ from autopar.strategies.node_info import info
 __all__ = [
     "LOCAL_PASSES",
     "PASSES",
-    "LocalSetting",
+    "LocalContext",
     "ParameterCopies",
     "change_recomputation",
     "change_state_places",
@@ -54,9 +54,9 @@ PassFunction = Callable[[fx.Graph, Any], fx.Graph]
 class Pass:
     """Describe one step of a table: its function, its place, what its result satisfies."""
 
-    run: PassFunction  # with the `Setting` of its table
-    after: tuple[PassFunction, ...]  # what must come before it
-    gives: str  # the stage whose invariants the verifier asks of the graph after it
+    run: PassFunction  # with the `RewriteContext` of its table
+    requires: tuple[PassFunction, ...]  # what must come before it
+    invariants: str  # the stage whose invariants the verifier asks of the graph after it
 
 
 PASSES = (
@@ -85,8 +85,8 @@ def rewrite(
 ) -> fx.Graph:
     """Return the program that all ranks run: every collective a node, every value typed.
     It is verified after each pass, or without `verify_each` after the last."""
-    setting = Setting(captured, decisions, price)
-    return _run(PASSES, captured.graph, setting, verify_each=verify_each)
+    context = RewriteContext(captured, decisions, price)
+    return _run(PASSES, captured.graph, context, verify_each=verify_each)
 
 
 def change_recomputation(
@@ -99,7 +99,7 @@ def change_recomputation(
     """Return a rewritten program of the same layouts with other regions recomputed.
     `repeats`: its equal blocks, if none is recomputed yet."""
     copy = copy_subgraph(graph, graph.nodes)
-    return mark_recomputed(copy, Setting(captured, decisions, price), repeats.moved_to(copy))
+    return mark_recomputed(copy, RewriteContext(captured, decisions, price), repeats.moved_to(copy))
 
 
 def change_state_places(
@@ -107,32 +107,32 @@ def change_state_places(
 ) -> fx.Graph:
     """Return a rewritten program of the same layouts with these decisions' places of states.
     Its parameters have had one place each so far."""
-    setting, copy = Setting(captured, decisions, price), copy_subgraph(graph, graph.nodes)
+    context, copy = RewriteContext(captured, decisions, price), copy_subgraph(graph, graph.nodes)
     for node in copy.find_nodes(op="placeholder"):
         if node.name in decisions.apart:
             info(node).places = decisions.apart[node.name]
     if not any(places.storage != places.working for places in decisions.apart.values()):
         return copy
-    copy = mark_times(measure_movements(gather_parameters(copy, setting), setting), setting)
-    copy = mark_recomputed(copy, setting)
-    verify(copy, "moved", setting.mesh)
+    copy = mark_times(measure_movements(gather_parameters(copy, context), context), context)
+    copy = mark_recomputed(copy, context)
+    verify(copy, "moved", context.mesh)
     return copy
 
 
-def run_local_passes(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
+def run_local_passes(graph: fx.Graph, context: LocalContext) -> fx.Graph:
     """Rewrite one rank's program in place, to few calls and little waiting in eager mode."""
-    return _run(LOCAL_PASSES, graph, setting)
+    return _run(LOCAL_PASSES, graph, context)
 
 
 def _run(
     table: tuple[Pass, ...],
     graph: fx.Graph,
-    setting: Setting | LocalSetting,
+    context: RewriteContext | LocalContext,
     *,
     verify_each: bool = True,
 ) -> fx.Graph:
     for pass_ in table:
-        graph = pass_.run(graph, setting)
+        graph = pass_.run(graph, context)
         if verify_each or pass_ is table[-1]:
-            verify(graph, pass_.gives, setting.mesh)
+            verify(graph, pass_.invariants, context.mesh)
     return graph

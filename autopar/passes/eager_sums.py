@@ -12,22 +12,22 @@ import torch
 from torch import fx
 
 from autopar.collectives.eager_movements import defer_sum, identity_then_sum_in_place, sum_in_place
-from autopar.passes.pass_setting import LocalSetting
+from autopar.passes.pass_context import LocalContext
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import info
 
 movements = torch.ops.autopar
 
 
-def choose_sums(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
+def choose_sums(graph: fx.Graph, context: LocalContext) -> fx.Graph:
     """Swap in the quickest function for every sum; `defer_sum` if the caller completes it."""
     for node in graph.nodes:
         is_sum = node.target is movements.all_reduce.default
-        if is_sum and _is_returned(node, setting.late) and info(node).region is None:
+        if is_sum and _is_returned(node, context.caller_sums) and info(node).region is None:
             node.target = defer_sum
-        elif setting.compiled:
+        elif context.compiled:
             continue
-        elif is_sum and _is_fresh(node.args[0], setting) and _is_of(node, node.args[0]):
+        elif is_sum and _is_fresh(node.args[0], context) and _is_of(node, node.args[0]):
             node.target = sum_in_place
         elif node.target is movements.identity.default and _has_fresh_gradient(node):
             node.target = identity_then_sum_in_place
@@ -46,8 +46,8 @@ def _is_returned(node: fx.Node, count: int) -> bool:
     )
 
 
-def _is_fresh(value: Any, setting: LocalSetting) -> bool:
-    is_apart = setting.is_split and info(value).weight_inputs is not None
+def _is_fresh(value: Any, context: LocalContext) -> bool:
+    is_apart = context.is_split and info(value).weight_inputs is not None
     return traits_of(value).makes_new and len(value.users) == 1 and not is_apart
 
 

@@ -13,7 +13,7 @@ from torch import fx
 from autopar.collectives.eager_movements import finish_sum, start_sum
 from autopar.mesh import Mesh
 from autopar.passes.flow import ancestors
-from autopar.passes.pass_setting import LocalSetting
+from autopar.passes.pass_context import LocalContext
 from autopar.strategies import localize_arguments
 from autopar.strategies.node_info import info
 
@@ -21,13 +21,14 @@ movements = torch.ops.autopar
 SMALL_SUM, SMALL_INPUT = 2**10, 2**20  # elements
 
 
-def settle_small_sums(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
+def settle_small_sums(graph: fx.Graph, context: LocalContext) -> fx.Graph:
     """Compute or start small sums that depend on inputs alone at the start of the program.
 
     A rank that has the whole inputs computes the sum itself, from further placeholders of origin
     "whole". Otherwise the sum is started first, and waited for at its first use."""
     inputs: dict[fx.Node, fx.Node] = {}
-    all_ranks = {} if setting.whole is None else {node.name: node for node in setting.whole.nodes}
+    global_nodes = () if context.global_graph is None else context.global_graph.nodes
+    all_ranks = {node.name: node for node in global_nodes}
     for node in list(graph.nodes):
         if node.target is not movements.all_reduce.default or info(node).differentiable:
             continue
@@ -36,7 +37,7 @@ def settle_small_sums(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
         if local_calls is None or info(value).val.numel() > SMALL_SUM:
             continue
         if info(node).type.layout.is_replicated and _same_on_whole(
-            local_calls, all_ranks, setting.mesh
+            local_calls, all_ranks, context.mesh
         ):
             with graph.inserting_before(node):
                 calls = [all_ranks[call.name] for call in local_calls]

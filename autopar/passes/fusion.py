@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.passes.pass_setting import Setting
+from autopar.passes.pass_context import RewriteContext
 from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
 
 
-def fuse_biases(graph: fx.Graph, setting: Setting) -> fx.Graph:
+def fuse_biases(graph: fx.Graph, context: RewriteContext) -> fx.Graph:
     """Fuse every bias that directly follows its linear operator."""
     for node in list(graph.nodes):
         if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:

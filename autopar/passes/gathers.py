@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from autopar.capture.origins import copies_behind
-from autopar.passes.pass_setting import LocalSetting
+from autopar.passes.pass_context import LocalContext
 from autopar.strategies import tensor_inputs, traits_of
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import has_rule
@@ -46,12 +46,12 @@ def watch_readers(output: Any, groups: tuple[int, ...], following: int) -> None:
     """Mark the output of a reader whose backward reads these groups again."""
 
 
-def take_gathers(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
+def take_gathers(graph: fx.Graph, context: LocalContext) -> fx.Graph:
     """Let the placeholders of parameters be the copies that the runtime makes of them."""
     for node in graph.find_nodes(op="placeholder"):
         kind, name = info(node).origin
         copies = copies_behind(node) if kind == "parameter" else []
-        copies = copies[: setting.copies.taken.get(name, 0)]
+        copies = copies[: context.copies.runtime_copies.get(name, 0)]
         if copies:
             info(node).update(type=info(copies[-1]).type, val=info(copies[-1]).val)
             copies[-1].replace_all_uses_with(node)
@@ -68,20 +68,20 @@ class _Readers:
     all: list[fx.Node] = field(default_factory=list)
 
 
-def mark_copies(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
+def mark_copies(graph: fx.Graph, context: LocalContext) -> fx.Graph:
     """Mark where each group of copies is read, and where backward reads it again."""
     by_group: dict[int, _Readers] = {}
     read_again: dict[fx.Node, set[int]] = {}
     for node in graph.find_nodes(op="placeholder"):
         kind, name = info(node).origin
-        group = setting.copies.groups.get(name) if kind == "parameter" else None
+        group = context.copies.groups.get(name) if kind == "parameter" else None
         if group is None:
             continue
         for reader, value in list(readers_of(node)):
             if reader.op == "output":
                 reader = _cloned(graph, reader, value)
             by_group.setdefault(group, _Readers(group)).all.append(reader)
-            if group not in setting.copies.lasting:
+            if group not in context.copies.step_long_groups:
                 info(reader).copies = tuple(sorted({*info(reader).copies, group}))
                 if is_read_again(reader, value):
                     read_again.setdefault(reader, set()).add(group)
@@ -89,7 +89,7 @@ def mark_copies(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
     for readers in by_group.values():
         readers.all.sort(key=positions.__getitem__)
     order = sorted(by_group.values(), key=lambda readers: positions[readers.all[0]])
-    _mark_forward(graph, order, setting.copies.lasting)
+    _mark_forward(graph, order, context.copies.step_long_groups)
     _mark_backward(graph, sorted(read_again, key=positions.__getitem__), read_again)
     return graph
 

@@ -17,7 +17,7 @@ from autopar.capture.origins import copied_parameter, made_without_inputs
 from autopar.collectives import Movement
 from autopar.layout import Placement
 from autopar.passes.insert_movements import insert_movement
-from autopar.passes.pass_setting import Setting
+from autopar.passes.pass_context import RewriteContext
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result, values_of
@@ -25,13 +25,13 @@ from autopar.strategies.results import is_result, values_of
 Axes = tuple[str, ...]
 
 
-def hoist_gradient_sync(graph: fx.Graph, setting: Setting) -> fx.Graph:
+def hoist_gradient_sync(graph: fx.Graph, context: RewriteContext) -> fx.Graph:
     """Move the summing of parameters' gradients from the graph to the end of the step."""
-    of_weights = made_without_inputs(graph, setting.captured)
+    of_weights = made_without_inputs(graph, context.captured)
     for node in reversed(list(graph.nodes)):
         values = values_of(node)
         summed = {axis for value in values for axis in _reader_axes(value)}
-        axes = tuple(axis for axis in setting.mesh if axis in summed)
+        axes = tuple(axis for axis in context.mesh if axis in summed)
         if not axes or is_result(node):
             continue
         if info(node).places is not None:

@@ -18,9 +18,9 @@ from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import is_made_of_parameters, made_without_inputs, moved_dtype
 from autopar.collectives import Movement, redistribute, redistribution_cost
 from autopar.collectives.redistribution import FREE
-from autopar.cost.joint_kernels import joint_call
+from autopar.cost.joint_kernels import price_joint_call
 from autopar.layout import Layout, Placement
-from autopar.passes.pass_setting import Setting
+from autopar.passes.pass_context import RewriteContext
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result
@@ -29,9 +29,9 @@ from autopar.tensor_type import TensorType
 T = TypeVar("T")
 
 
-def insert_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
+def insert_movements(graph: fx.Graph, context: RewriteContext) -> fx.Graph:
     """Insert the shortest movements before every reader; drop the markers."""
-    insertion = _Insertion(graph, setting)
+    insertion = _Insertion(graph, context)
     for node in list(graph.nodes):
         if not _reads_tensors(node):
             continue
@@ -55,9 +55,9 @@ class _Insertion:
     A marker is another name for the value that it marks: its readers start from that value, those
     that want another layout than the marker's by way of the marker's."""
 
-    def __init__(self, graph: fx.Graph, setting: Setting) -> None:
-        self.graph, self.mesh, self.price = graph, setting.mesh, setting.price
-        self.of_weights = made_without_inputs(graph, setting.captured)
+    def __init__(self, graph: fx.Graph, context: RewriteContext) -> None:
+        self.graph, self.mesh, self.price = graph, context.mesh, context.price
+        self.of_weights = made_without_inputs(graph, context.captured)
         self.versions: dict[fx.Node, dict[Placement, fx.Node]] = {}
         self.wanted: dict[fx.Node, set[Placement]] = {}
         self.learned: set[tuple[fx.Node, Placement]] = set()  # for whom there is a gradient
@@ -153,18 +153,18 @@ def insert_movement(graph: fx.Graph, value: fx.Node, movement: Movement) -> fx.N
     return node
 
 
-def measure_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
+def measure_movements(graph: fx.Graph, context: RewriteContext) -> fx.Graph:
     """Write on every movement the bytes it moves, and whether a gradient goes back through it.
     The bytes are those of the larger piece, before or after."""
-    mark_learning(graph, setting.captured.differentiated)
+    mark_learning(graph, context.captured.differentiated)
     for node in graph.nodes:
         if info(node).movement is not None:
             dtype, types = moved_dtype(node), (info(node.args[0]).type, info(node).type)
-            sizes = [replace(type_, dtype=dtype).local_bytes(setting.mesh) for type_ in types]
+            sizes = [replace(type_, dtype=dtype).local_bytes(context.mesh) for type_ in types]
             kinds = {info(node).movement.kind, info(node).movement.backward}  # type: ignore[union-attr]
             info(node).bytes = 0 if kinds <= {*FREE} else max(sizes)
         elif info(node).joint is not None:
-            volumes = (joint_call(*call, setting.mesh) for call in info(node).calls)
+            volumes = (price_joint_call(*call, context.mesh) for call in info(node).calls)
             info(node).bytes = int(
                 sum(size for volume in filter(None, volumes) for _, size in volume.traffic.forward)
             )

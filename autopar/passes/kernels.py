@@ -23,7 +23,7 @@ from autopar.collectives.joint_kernels import (
 from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
 from autopar.passes.insert_movements import insert_movement
-from autopar.passes.pass_setting import Setting
+from autopar.passes.pass_context import RewriteContext
 from autopar.strategies import (
     Expansion,
     KernelCall,
@@ -46,7 +46,7 @@ class _Start:
 START = _Start()
 
 
-def swap_kernels(graph: fx.Graph, setting: Setting) -> fx.Graph:
+def swap_kernels(graph: fx.Graph, context: RewriteContext) -> fx.Graph:
     """Give every operator the function that works on its pieces."""
     for node in list(graph.nodes):
         rule, strategy = info(node).rule, info(node).strategy
@@ -54,12 +54,12 @@ def swap_kernels(graph: fx.Graph, setting: Setting) -> fx.Graph:
             continue
         kernel = call.kernel
         if kernel.joint is not None:
-            node.kwargs, node.args = joint_arguments(node, info(node).type, setting.mesh), ()
+            node.kwargs, node.args = joint_arguments(node, info(node).type, context.mesh), ()
             node.target, info(node).joint = kernel.function, call
             continue
         info(node).start_of = call
         if kernel.expand is not None:
-            _expand(graph, node, call, kernel.expand, setting.mesh)
+            _expand(graph, node, call, kernel.expand, context.mesh)
         else:
             node.target = kernel.function
             node.kwargs = {**node.kwargs, "start": START}

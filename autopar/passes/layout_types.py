@@ -17,7 +17,7 @@ from autopar.capture.captured import Captured
 from autopar.cost.operator_costs import facts_of
 from autopar.layout import ALL_PLACES, Layout, Placement
 from autopar.passes.flow import copy_subgraph
-from autopar.passes.pass_setting import Setting
+from autopar.passes.pass_context import RewriteContext
 from autopar.search.decisions import Decisions
 from autopar.strategies import Strategy, tensor_inputs
 from autopar.strategies.node_info import flat_values, info
@@ -26,9 +26,9 @@ from autopar.strategies.rule import Facts
 from autopar.tensor_type import TensorType
 
 
-def assign_types(source: fx.Graph, setting: Setting) -> fx.Graph:
+def assign_types(source: fx.Graph, context: RewriteContext) -> fx.Graph:
     """Copy the captured graph, with the decisions written on its nodes."""
-    captured, decisions = setting.captured, setting.decisions
+    captured, decisions = context.captured, context.decisions
     graph = copy_subgraph(source, source.nodes)
     facts: dict[int, Facts] = {}  # of calls that are alike
     by_strategy: dict[tuple[int, Strategy], dict[str, object]] = {}  # what is said of these

@@ -19,13 +19,13 @@ from torch import fx
 
 from autopar.collectives.deferred_linears import STARTS, linears
 from autopar.cost.deferred_reductions import mergeable_linears
-from autopar.passes.pass_setting import LocalSetting
+from autopar.passes.pass_context import LocalContext
 from autopar.strategies.node_info import info
 
 
-def hide_reductions(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
+def hide_reductions(graph: fx.Graph, context: LocalContext) -> fx.Graph:
     """Join every such movement and its readers, in place."""
-    if setting.once and not setting.is_split and not setting.compiled:
+    if context.is_differentiated_once and not context.is_split and not context.compiled:
         for readers in mergeable_linears(graph.nodes):
             movement = readers[0].all_input_nodes[0]
             if movement.target in STARTS:

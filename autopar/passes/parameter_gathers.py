@@ -16,7 +16,7 @@ from autopar.collectives import redistribute
 from autopar.collectives.redistribution import Price
 from autopar.layout import Placement
 from autopar.passes.insert_movements import insert_movement
-from autopar.passes.pass_setting import Setting
+from autopar.passes.pass_context import RewriteContext
 from autopar.strategies.node_info import info
 from autopar.tensor_type import TensorType
 
@@ -35,13 +35,13 @@ class _Scattering:
         return self.price.seconds("all_reduce", axes, size) / 2  # which scatters, and gathers
 
 
-def gather_parameters(graph: fx.Graph, setting: Setting) -> fx.Graph:
+def gather_parameters(graph: fx.Graph, context: RewriteContext) -> fx.Graph:
     """Insert the gathers of parameters before their first readers."""
     gathered: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         for value in node.all_input_nodes:
             if _is_apart(value) and value not in gathered:
-                gathered[value] = _gather(graph, setting, value, node)
+                gathered[value] = _gather(graph, context, value, node)
             if value in gathered:
                 node.replace_input_with(value, gathered[value])
     for node in graph.find_nodes(op="placeholder"):
@@ -61,7 +61,7 @@ def _store(node: fx.Node) -> None:
     info(node).type = TensorType(before.shape, before.dtype, places.storage)
 
 
-def _gather(graph: fx.Graph, setting: Setting, node: fx.Node, reader: fx.Node) -> fx.Node:
+def _gather(graph: fx.Graph, context: RewriteContext, node: fx.Node, reader: fx.Node) -> fx.Node:
     """Return the last of the movements from where a parameter is stored to its working layout."""
     places, type_ = info(node).places, info(node).type
     assert places is not None
@@ -70,9 +70,9 @@ def _gather(graph: fx.Graph, setting: Setting, node: fx.Node, reader: fx.Node) -
     info(node).sync = tuple(axis for axis in info(node).sync if axis not in summed)
     _store(node)
     end, size = Placement(places.working, summed), type_.dtype.itemsize
-    price = _Scattering(setting.price)
+    price = _Scattering(context.price)
     back, learns = info(node).differentiable, info(node).learns
-    path = redistribute(places.storage, end, type_.shape, size, setting.mesh, price, back, learns)
+    path = redistribute(places.storage, end, type_.shape, size, context.mesh, price, back, learns)
     with graph.inserting_before(reader):
         for movement in path:
             node = insert_movement(graph, node, movement)

@@ -1,4 +1,4 @@
-"""Settings: what every pass gets besides the graph."""
+"""Pass contexts: what every pass gets besides the graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.search.decisions import Decisions
 
 
 @dataclass(frozen=True)
-class Setting:
+class RewriteContext:
     """Hold the program that is rewritten, what was decided about it, and what collectives cost."""
 
     captured: Captured
@@ -31,20 +31,20 @@ class Setting:
 class ParameterCopies:
     """Name the parameters of which a rank's program reads copies, by their names in the model."""
 
-    # So many gathers and casts behind a parameter are not the program's own.
-    taken: Mapping[str, int] = field(default_factory=dict)
+    # The number of gathers and casts behind a parameter that the runtime does.
+    runtime_copies: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)  # in which a copy comes
-    lasting: frozenset[int] = frozenset()  # the groups that stay to the end of a step
+    step_long_groups: frozenset[int] = frozenset()  # the groups that stay to the end of a step
 
 
 @dataclass(frozen=True)
-class LocalSetting:
+class LocalContext:
     """Hold what a pass on one rank's program gets besides it."""
 
-    whole: fx.Graph | None = None  # the program of all ranks, if this rank has the whole inputs
+    global_graph: fx.Graph | None = None  # of all ranks, if this rank has the whole inputs
     mesh: Mesh | None = None  # of these ranks
-    late: int = 0  # of so many results the caller sees to the sums
-    is_split: bool = False  # what operators with weight halves give is not theirs alone
+    caller_sums: int = 0  # the caller completes sums among this many first results
+    is_split: bool = False  # backward is split into input and weight gradients
     copies: ParameterCopies = ParameterCopies()
-    once: bool = False  # gradients have no gradients of their own
+    is_differentiated_once: bool = False  # gradients have no gradients of their own
     compiled: bool = False  # a compiler makes the calls, which are to change nothing in place

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from autopar.passes.pass_setting import LocalSetting
+from autopar.passes.pass_context import LocalContext
 from autopar.strategies import OperatorCall
 from autopar.strategies.kernels import count_targets, cross_entropy
 from autopar.strategies.node_info import info
@@ -28,7 +28,7 @@ from autopar.strategies.node_info import info
 aten = torch.ops.aten
 
 
-def recombine(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
+def recombine(graph: fx.Graph, context: LocalContext) -> fx.Graph:
     """Replace groups of calls by the one operator that they amount to, in place."""
     _join_pieces(graph, aten.select.int, _unbind)
     _join_pieces(graph, aten.slice.Tensor, _split)

@@ -20,7 +20,7 @@ from autopar.capture.regions import runs
 from autopar.cost.repeats import NO_EQUAL_BLOCKS, EqualBlocks
 from autopar.cost.saved_tensors import offload_axes, saved_by, saved_throughout, source, storage
 from autopar.mesh import Mesh
-from autopar.passes.pass_setting import Setting
+from autopar.passes.pass_context import RewriteContext
 from autopar.strategies.node_info import RecomputeRegion, info
 from autopar.strategies.registry import is_view
 from autopar.strategies.results import has_results, is_result, maker, result_index
@@ -29,14 +29,14 @@ SMALL = 1 / 16  # of the bytes of the largest value that is made again: less is 
 
 
 def mark_recomputed(
-    graph: fx.Graph, setting: Setting, repeats: EqualBlocks = NO_EQUAL_BLOCKS
+    graph: fx.Graph, context: RewriteContext, repeats: EqualBlocks = NO_EQUAL_BLOCKS
 ) -> fx.Graph:
     """Mark the nodes of every region with what runs again, and clear the marks of all others.
     `repeats`: the equal blocks of the program without its regions."""
     for node in graph.nodes:
         for fact in ("region", "remade", "dropped", "away"):
             node.meta.pop(fact, None)
-    by_region, numbers = setting.decisions.recompute, dict[str, int]()
+    by_region, numbers = context.decisions.recompute, dict[str, int]()
     if not by_region:
         return graph
     sizes: dict[RecomputeRegion, int] = {}
@@ -49,9 +49,9 @@ def mark_recomputed(
             info(node).region = region
         sizes[region] = len(nodes)
         if region.how.kind is not None and not _follow(nodes, sizes, repeats):
-            (_mark_full if region.is_full else _mark_selective)(nodes, setting.mesh)
+            (_mark_full if region.is_full else _mark_selective)(nodes, context.mesh)
         if region.how.keep != "device":
-            _mark_away(nodes, region, setting.mesh)
+            _mark_away(nodes, region, context.mesh)
     return graph
 
 

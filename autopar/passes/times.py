@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.passes.pass_setting import Setting
+from autopar.passes.pass_context import RewriteContext
 from autopar.strategies.node_info import info
 
 
-def mark_times(graph: fx.Graph, setting: Setting) -> fx.Graph:
+def mark_times(graph: fx.Graph, context: RewriteContext) -> fx.Graph:
     """Mark the calls of one period, with how often it runs."""
-    captured, is_inside, times = setting.captured, False, 1
+    captured, is_inside, times = context.captured, False, 1
     for node in graph.nodes if captured.times > 1 else ():
         if node.op != "call_function":
             continue

@@ -16,7 +16,7 @@ from autopar.cluster import Cluster
 from autopar.cluster.machines import Link, Node
 from autopar.collectives.joint_kernels import KernelGroup, ShardedDim, drive_without_messages
 from autopar.cost.cluster_price import ClusterPrice
-from autopar.cost.joint_kernels import ComputeSeconds, joint_call, joint_message_cost
+from autopar.cost.joint_kernels import ComputeSeconds, joint_message_cost, price_joint_call
 from autopar.cost.operator_costs import ShardSizes, facts_of, operator_work
 from autopar.strategies import Strategy
 from autopar.strategies.node_info import info
@@ -161,7 +161,7 @@ def of_pieces(way: str, learns: bool = True) -> tuple[Facts, Strategy]:
 def test_pieces_of_a_product_are_priced_by_the_bytes_that_they_move(way: str, learns: bool) -> None:
     (facts, strategy), mesh = of_pieces(way, learns), ap.Mesh(x=4)
     done = operator_work(facts, ShardSizes(facts.rule, [strategy], mesh))
-    inside = joint_call(facts, strategy, mesh)
+    inside = price_joint_call(facts, strategy, mesh)
     assert inside is not None
     assert inside.traffic.further is not None
     forward, backward = inside.traffic.further

@@ -10,5 +10,5 @@ from autopar.passes import LOCAL_PASSES, PASSES
 def test_passes_come_after_those_that_they_need(table):
     runs = [step.run for step in table]
     for place, step in enumerate(table):
-        assert set(step.after) <= set(runs[:place]), step.run.__name__
-        assert step.gives in STAGES
+        assert set(step.requires) <= set(runs[:place]), step.run.__name__
+        assert step.invariants in STAGES

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 import autopar as ap
 from autopar.collectives.deferred_linears import linears
 from autopar.cost.deferred_reductions import mergeable_linears
-from autopar.passes import LocalSetting, localize
+from autopar.passes import LocalContext, localize
 from autopar.passes.linear_reductions import hide_reductions
 from tests import models
 from tests.annotations import megatron, sequence
@@ -26,7 +26,7 @@ def joined(
     options = {"mode": "propagate", **options}
     plan = ap.plan(case.model, case.args, case.kwargs, mesh=mesh, **options)  # type: ignore[arg-type]
     graph = localize(plan.program.graph, plan.mesh, rank, torch.device("cpu"), "+".join)
-    hide_reductions(graph, LocalSetting(once=True, is_split=split))
+    hide_reductions(graph, LocalContext(is_differentiated_once=True, is_split=split))
     graph.lint()
     if not split:  # the plan counts on the same
         together = mergeable_linears(plan.program.graph.nodes)
@@ -98,5 +98,5 @@ def test_other_readers_and_frozen_weights_leave_it_alone(also, frozen, count) ->
     ap.shard(model.up, params={"weight": ("tp", None), "bias": ("tp",)})
     plan = ap.plan(model, (torch.randn(3, 4),), mesh=ap.Mesh(tp=2), mode="propagate")
     graph = localize(plan.program.graph, plan.mesh, 0, torch.device("cpu"), "+".join)
-    hide_reductions(graph, LocalSetting(once=True))
+    hide_reductions(graph, LocalContext(is_differentiated_once=True))
     assert sum(node.target is linears for node in graph.nodes) == count

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import autopar as ap
-from autopar.passes import LocalSetting, localize
+from autopar.passes import LocalContext, localize
 from autopar.passes.recombine import recombine, reduced_cross_entropy
 from autopar.runtime.execution.eager_program import compile_graph
 
@@ -76,7 +76,7 @@ def test_what_capture_took_apart_is_joined_and_computes_the_same(model, joined):
     before = results(fx.GraphModule({}, graph).forward, graph, model, x)
     after = results(compile_graph(graph), graph, model, x)
     torch.testing.assert_close(after, before, rtol=1e-14, atol=1e-14)
-    recombine(graph, LocalSetting())
+    recombine(graph, LocalContext())
     graph.lint()
     new = {torch.unbind, torch.split_with_sizes, reduced_cross_entropy, torch.mean}
     assert {node.target for node in graph.nodes} & new == ({joined} if joined else set())

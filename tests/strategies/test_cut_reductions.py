@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autopar.collectives import joint_kernels
-from autopar.cost.joint_kernels import joint_call
+from autopar.cost.joint_kernels import price_joint_call
 from autopar.mesh import Mesh
 from autopar.strategies import KernelCall
 from autopar.strategies.kernels.recurrences import LINEAR_SCAN
@@ -95,7 +95,7 @@ def test_what_travels_is_what_is_predicted(name: str, monkeypatch: pytest.Monkey
             continue
         moved.clear()
         reference.check(strategy, mesh)
-        inside = joint_call(facts, strategy, mesh)
+        inside = price_joint_call(facts, strategy, mesh)
         assert inside is not None
         traffic = inside.traffic
         predicted = traffic.forward + (traffic.backward if any(learns) else ())

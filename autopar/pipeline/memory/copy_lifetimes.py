@@ -41,7 +41,7 @@ class CopyLifetimes:
         self.requests: list[CopyRequest] = []
         copied = copied_parameters(graph.nodes, mesh)
         groups = copy_groups(copied.values(), mesh, buffer_bytes)
-        self.groups = [group for group in groups if not group.kind.lasts]
+        self.groups = [group for group in groups if not group.kind.is_step_long]
         self._sizes = [float(group.bytes(mesh)) for group in self.groups]
         self._place: dict[fx.Node, int] = {}
         if not self._sizes:

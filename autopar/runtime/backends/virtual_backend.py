@@ -2,6 +2,7 @@
 
 Each value is a list with one tensor for each rank. A real rank runs the same operators; movements
 and their backwards work on the lists. Parameters are stored in full: each rank reads its piece.
+Autograd adds whole gradients to `parameter.grad`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from autopar._torch.operators import python_call
 from autopar.collectives.eager_movements import EAGER, DeferredSum, defer_sum
 from autopar.mesh import Mesh
-from autopar.passes import LocalSetting, ParameterCopies, run_local_passes
+from autopar.passes import LocalContext, ParameterCopies, run_local_passes
 from autopar.passes.flow import copy_subgraph
 from autopar.pipeline.running.weight_halves import WeightHalves
 from autopar.runtime.execution.activation_offload import ActivationOffload
@@ -71,9 +71,9 @@ def compile_graph(
     returned = 0 if late is None else outputs
     is_split, copies = halves is not None, copies or ParameterCopies()
     # A program of a step, or one that is called on processes, is differentiated once.
-    options = {"once": window is not None, "compiled": compile_regions is not None}
-    setting = LocalSetting(whole, mesh, returned, is_split, copies, **options)
-    run_local_passes(quick, setting)
+    is_once = window is not None
+    options = {"is_differentiated_once": is_once, "compiled": compile_regions is not None}
+    run_local_passes(quick, LocalContext(whole, mesh, returned, is_split, copies, **options))
     if compile_regions is not None:
         split_calls = [node for node in quick.nodes if info(node).weight_inputs is not None]
         compile_regions(quick, frozenset(split_calls if is_split else ()))

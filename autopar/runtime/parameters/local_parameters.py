@@ -2,6 +2,9 @@
 
 A leaf lies in the memory of its parameter where readers want the parameter as it is stored. Else it
 is a copy, whose memory comes and goes with its group (`gathered_copies.py`).
+
+`optimizer.step()` changes parameters in place. A leaf in their memory sees it at once; copies were
+freed by `GatherWindow.reset` at the end of the step and are filled again by the next forward.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class LocalParameters:
         `group_over` returns the process group of some axes; None where nothing is gathered."""
         self._device = device
         self.link = (
-            HostLink(device) if any(plan.kind.goes_up for plan in plans) and device else None
+            HostLink(device) if any(plan.kind.from_host for plan in plans) and device else None
         )
         self.parameters: dict[str, nn.Parameter] = {}
         self.version = 0  # grows when parameters are replaced, frozen or unfrozen
@@ -122,20 +125,20 @@ class LocalParameters:
             name: number
             for number, plan in enumerate(self._plans)
             for name in plan.names
-            if plan.kind.is_last
+            if plan.kind.is_leaf
         }
-        step_long = frozenset(number for number, plan in enumerate(self._plans) if plan.kind.lasts)
-        taken = {m.name: m.taken for m in movements.values() if m.taken}
-        return ParameterCopies(taken, groups, step_long)
+        step_long = frozenset(n for n, plan in enumerate(self._plans) if plan.kind.is_step_long)
+        runtime_copies = {m.name: m.runtime_copies for m in movements.values() if m.runtime_copies}
+        return ParameterCopies(runtime_copies, groups, step_long)
 
     def _make_groups(self, replaced: set[str]) -> None:
         """Make the groups of the present tensors; a group whose tensors all stay is kept."""
         groups: list[GatheredGroup | None] = [None] * len(self._plans)
         holder: dict[str, GatheredGroup] = {}  # of the copies that others are made of
-        for number, plan in sorted(enumerate(self._plans), key=lambda item: item[1].kind.is_last):
+        for number, plan in sorted(enumerate(self._plans), key=lambda item: item[1].kind.is_leaf):
             if self.parameters.keys() >= {*plan.names}:
                 group = groups[number] = self._group(number, plan, replaced, holder)
-                if not plan.kind.is_last:
+                if not plan.kind.is_leaf:
                     holder |= dict.fromkeys(plan.names, group)
         self.window.set_groups(groups)
 
@@ -149,7 +152,7 @@ class LocalParameters:
         names = plan.names
         parameters: list[Tensor] = [self.parameters[name] for name in names]
         targets = [self._target(plan, m, is_new=m.name in replaced) for m in plan.parameters]
-        is_second = plan.kind.is_last and not plan.kind.lasts
+        is_second = plan.kind.is_leaf and not plan.kind.is_step_long
         sources = [
             self._intermediate[name] if is_second and name in holder else local_of(parameter)
             for name, parameter in zip(names, parameters)
@@ -163,7 +166,7 @@ class LocalParameters:
         group = self._group_over(plan.kind.axes) if plan.kind.axes and self._group_over else None
         needs = tuple(dict.fromkeys(holder[name] for name in names if name in holder))
         exchange = self._exchange(plan, group, targets[0]) if group is not None else None
-        is_step_long, link = plan.kind.lasts, self.link if plan.kind.goes_up else None
+        is_step_long, link = plan.kind.is_step_long, self.link if plan.kind.from_host else None
         return GatheredGroup(
             number, exchange, parameters, sources, targets, is_step_long, needs, link
         )
@@ -172,7 +175,7 @@ class LocalParameters:
         self, plan: CopyGroup[ParameterMovement], movement: ParameterMovement, *, is_new: bool
     ) -> Tensor:
         """Return the copy of a parameter, which has no memory until its group is gathered."""
-        copies, name = self.by_name if plan.kind.is_last else self._intermediate, movement.name
+        copies, name = self.by_name if plan.kind.is_leaf else self._intermediate, movement.name
         if is_new or name not in copies:
             assert self._mesh is not None
             coarse = plan.kind.way(movement).coarse
