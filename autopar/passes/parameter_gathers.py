@@ -1,6 +1,6 @@
 """Parameter gathers: a parameter that is stored more cut than its readers want it is gathered.
 
-Comes after all passes that read parameters in their working layout. The placeholder now has the
+Runs after all passes that read parameters in their working layout. The placeholder now has the
 layout of the storage; behind it stands the gather that all readers share. Its backward scatters the
 sum of the gradient over axes of the parameter's `sync`, which no longer names them.
 """

@@ -15,7 +15,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -334,11 +333,12 @@ class UnstagedRun(StageRun):
     """Runs a program without a pipeline as a single stage; every forward updates its buffers."""
 
     def __init__(self, backend: Backend) -> None:
-        program = backend.program
+        program, graph = backend.program, backend.program.graph
         loss = program.captured.loss_index if program.has_loss else None
         outputs = tuple(range(len(program.outputs)))
-        nothing: Any = {"receives": (), "sends": (), "statistics": (), "update": None}
-        stage = Stage(0, program.graph, outputs=outputs, loss=loss, **nothing)
+        stage = Stage(
+            0, graph, receives=(), sends=(), outputs=outputs, loss=loss, statistics=(), update=None
+        )
         super().__init__(backend, stage, is_whole=True)
         self._mutations, self._count = tuple(program.captured.mutations), len(program.outputs)
         self._types = [info(node).type for node in program.results]

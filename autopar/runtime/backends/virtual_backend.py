@@ -273,9 +273,10 @@ class VirtualBackend(Backend):
         if self.compiler is not None:
             return OneRankGraph(self, graph, self.compiler)
         watch = ReplicaCheck(graph, self.mesh) if self.check else None
-        options: Any = {"watch": watch, "halves": halves, "sum_dtype": self._sum_dtype}
-        constants = self.program.captured.constants
-        return VirtualGraph(graph, self.mesh, self.device, constants, **options)
+        constants, dtype = self.program.captured.constants, self._sum_dtype
+        return VirtualGraph(
+            graph, self.mesh, self.device, constants, watch=watch, halves=halves, sum_dtype=dtype
+        )
 
     @property
     def _sum_dtype(self) -> torch.dtype | None:
