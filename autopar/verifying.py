@@ -346,9 +346,6 @@ def _how_it_runs(plan: Plan) -> str:
     schedule = f", {plan.pipelining.schedule.name}" if plan.pipelining else ""
     slices = f", {counted(plan.microbatches, 'micro-batch')}" if plan.microbatches > 1 else ""
     cut = sum(not layout.is_replicated for layout in plan.layouts.values())
-    share = (
-        f"{cut} of {counted(len(plan.layouts), 'value')} cut"
-        if cut
-        else "every rank runs all of it"
-    )
+    alone = "every rank runs all of its stage" if plan.pipelining else "every rank runs all of it"
+    share = f"{cut} of {counted(len(plan.layouts), 'value')} cut" if cut else alone
     return f"{schedule}{slices}; {share}"

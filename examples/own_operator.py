@@ -34,7 +34,7 @@ def gradients(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 scaled_add.register_autograd(gradients, setup_context=keep_inputs)
-ap.register_rule("example::scaled_add", "... c, ... c, c -> ... c")
+ap.register_rule("example::scaled_add", "... c, ... c, c -> ... c", saved="1 2")
 
 
 @torch.library.custom_op("example::with_power", mutates_args=())

@@ -8,6 +8,7 @@ import pytest
 
 from autopar.errors import InvalidInput
 from autopar.pipeline import NAMES, check, schedule, simulate
+from autopar.pipeline.schedules.registry import generator
 
 
 def test_names():
@@ -117,3 +118,8 @@ def test_a_plan_for_the_measured_times_beats_one_for_equal_times():
 def test_a_tighter_limit_keeps_less():
     made = schedule("chimera-zb", stages=8, microbatches=16, limit=5)
     assert max(simulate(made).peak_activations) <= 5
+
+
+def test_a_name_that_another_module_has_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="'1f1b', which autopar.pipeline.schedules.* has regist"):
+        generator("1f1b")(lambda stages, microbatches: None)

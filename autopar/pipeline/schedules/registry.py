@@ -38,6 +38,13 @@ def generator(name: str, *weighed: dict[str, Any]) -> Callable[[Generate], Gener
     """
 
     def register(function: Generate) -> Generate:
+        known = GENERATORS.get(name)
+        if known is not None and known.generate.__module__ != function.__module__:
+            raise InvalidInput(
+                "a schedule has a name of its own",
+                got=f"{name!r}, which {known.generate.__module__} has registered",
+                remedy=f'@generator("my-{name}")',
+            )
         GENERATORS[name] = Generator(function, weighed)
         return function
 
