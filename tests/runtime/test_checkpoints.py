@@ -251,6 +251,11 @@ def test_what_cannot_be_deleted_is_in_nobodys_way(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["a"]
 
 
+def test_a_folder_that_is_not_there_has_no_checkpoint_and_stays_away(tmp_path):
+    assert not ap.is_saved(tmp_path / "run" / "last")
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_a_killed_save_began_is_deleted(tmp_path: Path) -> None:
     module, _ = made()
     killed = tmp_path / f".a.{12 * '0'}.new"

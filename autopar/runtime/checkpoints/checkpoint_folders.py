@@ -219,6 +219,8 @@ def index_of(folder: Path) -> dict[str, Any] | None:
 
 def find_folder(path: Path) -> Path | None:
     """Return the folder of the last complete checkpoint of a path; None: it has none."""
+    if not path.parent.is_dir():
+        return None
     with _renames(path.parent):  # between two renames the path would seem to have none
         if path.exists():
             return path if index_of(path) is not None else None
