@@ -6,7 +6,8 @@ is drawn, so that no kind of case is left out. A test of one long case runs on s
 The seconds are those of `cpu_seconds.txt`; the seed is the date, it is printed, and `--sample-seed`
 repeats it. `make test-full` runs everything.
 
-    @pytest.mark.sampled(100)      # of this law 100 cases run, whatever they take
+    @pytest.mark.sampled(3)        # of this law 3 cases run: they start processes, whose time
+                                   # is not that of the test
 """
 
 from __future__ import annotations

@@ -631,10 +631,13 @@ def test_a_parameter_in_the_memory_of_one_that_is_gone_is_another(recwarn: Any) 
     modules = [ap.parallelize(gone, (x,), mesh=D2, mode="data")]
     del gone
     gc.collect()
-    layers: list[nn.Module] = []
-    while not any(id(one) in numbers for layer in layers for one in layer.parameters()):
-        layers.append(nn.Linear(4, 4).double())
-        assert len(layers) < 1000, "no number was given again"
+    filling = list[nn.Parameter]()  # what else is free, until one of the numbers is given again
+    while id(weight := nn.Parameter(torch.empty(4, 4).double())) not in numbers:
+        filling.append(weight)
+        assert len(filling) < 100_000, "no number was given again"
+    nn.init.normal_(weight)
+    layers = [nn.Linear(4, 4).double(), nn.Linear(4, 4).double()]
+    layers[1].weight = weight
     model = nn.Sequential(*layers[-2:], nn.Linear(4, 4).double(), Mean())
     modules += [ap.parallelize(model, (x,), mesh=D2, mode="data") for _ in range(2)]
     assert not recwarn.list

@@ -8,6 +8,7 @@ from tests.distributed import precision
 from tests.distributed.forked import assert_all_pass
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_programs_compute_in_another_dtype(ranks: int) -> None:
     assert_all_pass(precision.cases, precision.CHECKS[ranks], ranks, ranks)

@@ -13,7 +13,7 @@ from tests.sampling import some
 
 
 def test_processes_do_what_virtual_ranks_do() -> None:
-    assert_all_pass(checks.cases, some(checks.CHECKS, 20, "processes"), 4)
+    assert_all_pass(checks.cases, some(checks.CHECKS, 14, "processes"), 4)
 
 
 def test_ranks_tell_what_they_did() -> None:
@@ -31,6 +31,7 @@ def test_each_rank_has_its_pieces_alone(tmp_path: Path) -> None:
     assert len(heard) == 3 * 4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("way", "own", "others"),
     [
@@ -54,6 +55,7 @@ def test_one_rank_fails_and_all_stop(
         assert others in (report or "nothing")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("way", "schedule", "lost"), [("kill", "1f1b", 3), ("stop", "chimera", 0)])
 def test_a_rank_lost_in_a_pipeline_ends_all_others(
     way: str, schedule: str, lost: int, tmp_path: Path

@@ -8,6 +8,7 @@ from tests.distributed import states
 from tests.distributed.forked import assert_all_pass
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_parameters_are_kept_in_pieces(ranks: int) -> None:
     assert_all_pass(states.cases, states.CHECKS[ranks], ranks, ranks)

@@ -102,6 +102,7 @@ def train(say, tags: bool):
         say(made.name)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ranks", "tags", "forms"), [(4, False, EVERY), (8, True, ON_EIGHT)], ids=["4", "8"]
 )
