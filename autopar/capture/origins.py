@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import fx
@@ -41,16 +42,16 @@ def is_made_of_parameters(value: fx.Node) -> bool:
 Shares = tuple[tuple[fx.Node, float], ...]  # parameters, with a part of each
 
 
-def summed_shares(graph: fx.Graph, captured: Captured) -> dict[fx.Node, Shares]:
+def summed_shares(graph: fx.Graph, of_weights: set[fx.Node]) -> dict[fx.Node, Shares]:
     """Return the parameters whose gradients are summed where a value's readers ask for its sum.
 
-    The value is a parameter, or follows from parameters alone. What is read of one parameter by
+    The value is one of those `made_without_inputs`. What is read of one parameter by
     several such values is summed once: each has a share by its size."""
-    of_weights, made_of = made_without_inputs(graph, captured), dict[fx.Node, set[fx.Node]]()
+    made_of = dict[fx.Node, dict[fx.Node, None]]()  # the parameters in their order
     for node in graph.nodes:
         if node in of_weights and info(node).differentiable:
             before = [made_of[v] for v in node.all_input_nodes if v in made_of]
-            made_of[node] = {node} if node.op == "placeholder" else set().union(*before)
+            made_of[node] = dict.fromkeys([node] if node.op == "placeholder" else chain(*before))
     sizes = {
         value: info(value).val.numel()
         for value in made_of
@@ -61,7 +62,7 @@ def summed_shares(graph: fx.Graph, captured: Captured) -> dict[fx.Node, Shares]:
         for parameter in made_of[value]:
             totals[parameter] += max(size, 1)
     return {
-        value: tuple((p, max(size, 1) / totals[p]) for p in totals if p in made_of[value])
+        value: tuple((p, max(size, 1) / totals[p]) for p in made_of[value])
         for value, size in sizes.items()
         if value.op != "placeholder" or info(value).state_bytes is None
     }

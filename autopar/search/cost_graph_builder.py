@@ -119,7 +119,7 @@ class CostGraphBuilder:
         self.producers: dict[str, Variable] = {}  # of values, by name
         self.single_reader_uses: dict[str, list[Use]] = {}  # of inputs, by their only readers
         self.of_weights = made_without_inputs(self.captured.graph, self.captured)
-        self.shares = summed_shares(self.captured.graph, self.captured)
+        self.shares = summed_shares(self.captured.graph, self.of_weights)
         of_parameters = partial(is_of_parameters, captured=self.captured)
         decided, self.regions = self.constraints.recompute, dict[str, RecomputeRegion]()
         self.runs = runs(self.captured.graph, decided, of_parameters) if decided else []
