@@ -6,6 +6,8 @@ full, cut; selective
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -78,3 +80,11 @@ class Recompute:
 
 # A user's setting for a module; True is "full", False None.
 RecomputeSetting = Literal["full", "selective"] | Recompute | bool | None
+
+PLAIN, SELECTIVE, FULL = Recompute(None), Recompute("selective"), Recompute("full")
+
+
+def summary(decided: Mapping[str, Recompute]) -> str:
+    """Return how many regions run again, and how, each way apart: "" if none does."""
+    counts = Counter(decided.values())
+    return "; ".join(f"{counts[how]} {how.words}" for how in sorted(counts, key=str))

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 import autopar as ap
+from autopar.candidates.alternative import Alternative
 from autopar.cost.copy_groups import copy_groups_of_nodes, live_copy_bytes
-from autopar.planner.candidate import Alternative
 from autopar.plans.step_reasons import VALUE_OF, explain_way
 from autopar.text.units import seconds_text
 from benchmarks.published_models import Decoder, Sizes, annotate

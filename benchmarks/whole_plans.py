@@ -15,7 +15,7 @@ import torch
 
 from autopar import Cluster, Mesh, Precision, plan, planning
 from autopar.capture import capture
-from autopar.planner.recomputation import summary
+from autopar.recompute import summary
 from tests import large_models
 from tests.models import Case
 

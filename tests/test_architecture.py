@@ -40,6 +40,7 @@ FLOORS = (
     {"search"},
     {"passes"},
     {"pipeline"},
+    {"candidates"},
     {"planner"},
     {"report"},
     {"plans"},

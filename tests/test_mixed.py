@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar import Cluster, Mesh
+from autopar.candidates.candidate import Candidate
 from autopar.capture import capture
 from autopar.capture import shortened as shortening
 from autopar.capture.captured import Captured
@@ -23,7 +24,6 @@ from autopar.capture.regions import blocks
 from autopar.capture.rows import Row
 from autopar.capture.shortened import shortened
 from autopar.cost.repeats import NO_EQUAL_BLOCKS
-from autopar.planner.candidate import Candidate
 from autopar.planner.mixed_problem import (
     MixedProblem,
     Offer,

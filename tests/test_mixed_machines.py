@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import autopar as ap
+from autopar.candidates.candidate import Candidate
 from autopar.capture import capture
 from autopar.cluster import Device, Link, Node
 from autopar.mesh import meshes
 from autopar.options import PlanOptions, read_request
 from autopar.pipeline.schedules import weighed_schedules
-from autopar.planner.candidate import Candidate
 from autopar.planner.choose import Planner
 from autopar.planner.offers import offers
 from autopar.planner.promises import Size

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from autopar import Cluster, Mesh
+from autopar.candidates.candidate import Candidate
 from autopar.capture import capture
 from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks
@@ -24,7 +25,6 @@ from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedules import weighed_schedules
 from autopar.pipeline.stages.cut import choose_stages
 from autopar.pipeline.stages.stretch import NotAlike
-from autopar.planner.candidate import Candidate
 from autopar.planner.choose import Planner
 from autopar.planner.deep import DeepPlanner
 from autopar.planner.mixed_problem import Mix

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import autopar as ap
+from autopar.candidates.candidate import Candidate
+from autopar.candidates.state_places import data_axes
 from autopar.capture import capture
 from autopar.cluster import Host
-from autopar.planner.candidate import Candidate
-from autopar.planner.state_places import data_axes
 from autopar.plans.plan import SavedPlan
 from autopar.states import NAMED, StateBytes
 from autopar.strategies.node_info import info

@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autopar as ap
+from autopar.candidates.candidate import Candidate
+from autopar.candidates.moved import idle_axes
 from autopar.capture import capture
 from autopar.capture.sizes import Sizes, sizes_of
 from autopar.cluster.machines import Link, Node
 from autopar.errors import InvalidInput
-from autopar.planner.candidate import Candidate
-from autopar.planner.moved import idle_axes
 from autopar.plans.plan import Plan, SavedPlan
 from autopar.plans.situation import Situation, WhatIf
 from autopar.text.units import read_rate

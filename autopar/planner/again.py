@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from autopar.candidates.candidate import Candidate
 from autopar.capture.captured import Captured
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.planner.bounds import CHEAPEST
-from autopar.planner.candidate import Candidate
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.ledger import Ledger
 from autopar.planner.mixed import mixed

@@ -16,6 +16,7 @@ from functools import cache, partial
 from torch import nn
 
 from autopar.base.garbage_collection import frozen_objects
+from autopar.candidates.candidate import Candidate
 from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks
@@ -25,7 +26,6 @@ from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.stages.stretch import NotAlike
 from autopar.planner.again import Again
 from autopar.planner.bounds import lowered, saved_by_states
-from autopar.planner.candidate import Candidate
 from autopar.planner.hosting import may_go
 from autopar.planner.ideal import Ideal
 from autopar.planner.layouts import LESS, LayoutRequest, Layouts

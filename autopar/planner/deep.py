@@ -11,12 +11,13 @@ from contextlib import suppress
 
 from torch import nn
 
+from autopar.candidates.alternative import Alternative
+from autopar.candidates.candidate import Candidate
 from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
 from autopar.capture.shortened import LEAST_BESIDE, Shortened, shortened
 from autopar.mesh import Mesh
 from autopar.pipeline.stages.stretch import NotAlike
-from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.choose import Planner
 from autopar.planner.fastest import Fastest
 from autopar.planner.patience import Ended

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from autopar.candidates.alternative import Alternative
+from autopar.candidates.candidate import Candidate
 from autopar.pipeline.stages.stretch import NotAlike
-from autopar.planner.candidate import Alternative, Candidate
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,6 @@
-"""Hosting: whether states may be on the host, what that takes at least, and what has no room there
-or on the device."""
+"""Hosting: whether states may be on the host, and what that takes at least."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from torch import nn
 
@@ -11,11 +8,9 @@ from autopar.capture.annotations import devices_of
 from autopar.capture.captured import Captured
 from autopar.capture.origins import state_bytes
 from autopar.errors import InvalidInput
-from autopar.planner.candidate import Candidate
 from autopar.planner.request import Request
 from autopar.states import States
 from autopar.strategies.node_info import info
-from autopar.text.units import bytes_text, counted
 
 
 def may_go(model: nn.Module, asked: States | None) -> bool:
@@ -43,30 +38,3 @@ def least_update(captured: Captured, request: Request) -> float:
     learned = [n for n in nodes if n.name in captured.parameters and info(n).learns]
     moved = sum(info(n).val.numel() * state_bytes(n).updated * info(n).times for n in learned)
     return max(0.0, moved / devices * (1 / host.bandwidth - 1 / cluster.device.throughput))
-
-
-def no_room_on_host(tried: Sequence[Candidate]) -> InvalidInput:
-    """Return the refusal of plans that keep more on the host of a node than it has."""
-    least = max(tried, key=lambda candidate: candidate.fullest_host.room)
-    load = least.fullest_host
-    peaks = ", peaks of devices included, which are the same memory"
-    return InvalidInput(
-        "what the ranks of a node keep on its host fits into the memory that it has for them",
-        got=f"{bytes_text(load.needed, 4)} of {counted(load.ranks, 'rank')}"
-        f"{peaks if least.cluster.device.host.is_device else ''}, where it has "
-        f"{bytes_text(load.memory, 4)}, with states {least.states} on {least.whole_mesh}",
-        remedy="cut states into more parts, keep less on the host, or give a cluster with more",
-    )
-
-
-def require_room(given: Candidate, limit: float) -> None:
-    """Refuse a plan that takes more than `limit` bytes of a device, or than its host has."""
-    if given.needed(limit) > limit:
-        raise InvalidInput(
-            "a plan fits into the memory of every device",
-            got=f"{bytes_text(given.memory.peak, 4)} on {given.whole_mesh}, where a plan keeps to "
-            f"{bytes_text(limit, 4)}",
-            remedy="make the plan again, for the memory that there is",
-        )
-    if given.fullest_host.room < 0:
-        raise no_room_on_host([given])

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache, cached_property
 
+from autopar.candidates.candidate import Candidate
 from autopar.capture.captured import Captured
 from autopar.cluster import Device
 from autopar.cost.unsharded_work import (
@@ -26,7 +27,6 @@ from autopar.cost.unsharded_work import (
 )
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.simulation.compute_lower_bound import least_time
-from autopar.planner.candidate import Candidate
 from autopar.planner.request import Request
 from autopar.planner.room import MOST_ACTIONS, Room
 

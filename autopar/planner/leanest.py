@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
+from autopar.candidates.candidate import Candidate
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import Schedule
-from autopar.planner.candidate import Candidate
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.recomputation import Regions
 from autopar.planner.staged import StagedProgram, StagedWay

@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from autopar.candidates.alternative import Alternative
+from autopar.candidates.candidate import Candidate
+from autopar.candidates.room_checks import no_room_on_host
 from autopar.capture.captured import Captured
 from autopar.errors import InvalidInput
-from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.fastest import Fastest, Kept
-from autopar.planner.hosting import no_room_on_host
 from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request
 from autopar.planner.staged import StagedWay

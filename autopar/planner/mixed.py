@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from autopar.candidates.candidate import Candidate
 from autopar.cost.footprint import CONSTANT_KINDS
 from autopar.pipeline.stages.stretch import NotAlike
-from autopar.planner.candidate import Candidate
 from autopar.planner.mixed_problem import Mix, members_of, mixed_problem
 from autopar.planner.recomputation import KINDS, PLAIN, Regions
 from autopar.planner.whole import Whole

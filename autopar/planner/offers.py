@@ -14,10 +14,11 @@ from functools import partial
 import torch.distributed as dist
 from torch import nn
 
+from autopar.candidates.alternative import Alternative
+from autopar.candidates.candidate import Candidate
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster, Device
 from autopar.errors import Interrupted, InvalidInput
-from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.deep import DeepPlanner
 from autopar.planner.fastest import Fastest
 from autopar.planner.ledger import best_first

@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 
+from autopar.candidates.candidate import Candidate
 from autopar.capture.annotations import Pin
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.stages.stretch import NotAlike
-from autopar.planner.candidate import Candidate
 from autopar.planner.ideal import Ideal
 from autopar.planner.ledger import Ledger
 from autopar.planner.promises import Promises, Size

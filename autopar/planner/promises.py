@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from autopar.candidates.candidate import Candidate
 from autopar.capture.captured import Captured
 from autopar.cost.footprint import unsharded_bytes
 from autopar.pipeline.schedules import most_chunks
-from autopar.planner.candidate import Candidate
 from autopar.planner.hosting import least_update
 from autopar.planner.ideal import Ideal
 from autopar.planner.recomputation import PLAIN

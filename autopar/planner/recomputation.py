@@ -7,7 +7,6 @@ memory asks for it, is told in `mixed_problem`.
 from __future__ import annotations
 
 import difflib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -18,10 +17,9 @@ from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks, checkpoints, found
 from autopar.cluster import Host
 from autopar.errors import InvalidInput
-from autopar.recompute import Recompute
+from autopar.recompute import FULL, PLAIN, SELECTIVE, Recompute
 from autopar.strategies.node_info import info
 
-PLAIN, SELECTIVE, FULL = Recompute(None), Recompute("selective"), Recompute("full")
 KINDS = (PLAIN, SELECTIVE, FULL)
 LEANER = (Recompute("full", "cut"), Recompute("full", "host"))  # where no others fit
 # In the stages of a pipeline, whose regions are all treated alike.
@@ -149,12 +147,6 @@ def _refused(rule: str, one: MarkedRegion, beside: str) -> InvalidInput:
         remedy="remove one of them",
         source=one.source,
     )
-
-
-def summary(decided: Mapping[str, Recompute]) -> str:
-    """How many regions run again, and how, each way apart: "" if none does."""
-    counts = Counter(decided.values())
-    return "; ".join(f"{counts[how]} {how.words}" for how in sorted(counts, key=str))
 
 
 def _prefixes(path: str) -> list[str]:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache, partial
 
+from autopar.candidates.candidate import Candidate
 from autopar.capture.annotations import Pin
 from autopar.cluster import Cluster
 from autopar.errors import InvalidInput
@@ -28,7 +29,6 @@ from autopar.pipeline.stages.cut import choose_stages
 from autopar.pipeline.stages.stage_cost import StageCost
 from autopar.pipeline.stages.stage_hardware import StageHardware
 from autopar.pipeline.stages.stage_tables import StageCosts
-from autopar.planner.candidate import Candidate
 from autopar.planner.recomputation import PLAIN, Regions
 from autopar.planner.request import Request
 from autopar.recompute import Recompute

@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from autopar.candidates.candidate import Candidate
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of, registered_as, rule_for
 from autopar.capture.normalisations.draws import instead
@@ -28,7 +29,6 @@ from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.batch_cutter import InseparableBatch
 from autopar.passes.microbatches import batch_statistics
-from autopar.planner.candidate import Candidate
 from autopar.planner.patience import Ended
 from autopar.planner.recomputation import PLAIN, Regions
 from autopar.planner.request import Request

@@ -13,17 +13,18 @@ from functools import cache, cached_property, partial
 from itertools import groupby
 from math import isclose
 
+from autopar.candidates.alternative import Alternative
+from autopar.candidates.candidate import Candidate
+from autopar.candidates.lengthened import lengthened, recomputed
 from autopar.capture.captured import Captured
 from autopar.capture.regions import label_of
 from autopar.capture.shortened import Shortened
 from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.pipeline.stages.stretch import NotAlike
-from autopar.planner.candidate import Alternative, Candidate
-from autopar.planner.lengthened import lengthened, recomputed
 from autopar.planner.mixed_problem import Mix
-from autopar.planner.recomputation import Regions, summary
+from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request
-from autopar.recompute import Recompute
+from autopar.recompute import Recompute, summary
 
 _CLOSE = 1e-6  # relative
 

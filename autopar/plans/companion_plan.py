@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+from autopar.candidates.beside import carry_beside, constraints_beside, search_beside, spread_beside
+from autopar.candidates.candidate import Candidate
 from autopar.capture.captured import Captured
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.layout import Layout
@@ -23,8 +25,6 @@ from autopar.passes.microbatches import Microbatches, batch_size, cut_batch
 from autopar.passes.restaging import cut_like
 from autopar.passes.stages import StageCut
 from autopar.pipeline.pipelining import Pipelining
-from autopar.planner.beside import carry_beside, constraints_beside, search_beside, spread_beside
-from autopar.planner.candidate import Candidate
 from autopar.plans.plan import Plan, SavedPlan
 from autopar.plans.restaged import forward_batches, resize_schedule, without_gradients
 from autopar.text.progress import reporter

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from autopar.candidates.alternative import Alternative
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.mesh import Mesh
-from autopar.planner.candidate import Alternative
 from autopar.planner.deep import DeepPlanner
 from autopar.planner.recomputation import AskedRecomputation
 from autopar.planner.request import Request

@@ -24,6 +24,8 @@ from torch import nn
 
 from autopar.base.files import write_file
 from autopar.base.schema import Mismatch, read, write
+from autopar.candidates.candidate import Candidate
+from autopar.candidates.room_checks import require_room
 from autopar.capture import capture
 from autopar.capture.captured import Captured
 from autopar.capture.dynamic import DynamicShapes
@@ -32,8 +34,6 @@ from autopar.capture.fingerprint import Fingerprint, fingerprint_of
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.errors import AutoparError, InvalidInput
 from autopar.passes.microbatches import cut_batch
-from autopar.planner.candidate import Candidate
-from autopar.planner.hosting import require_room
 from autopar.plans.operator_reasons import explain
 from autopar.plans.plan_diff import compare
 from autopar.plans.plan_pages import draw, report, trace

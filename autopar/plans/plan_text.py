@@ -15,15 +15,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from autopar.base.schema import write
+from autopar.candidates.alternative import Alternative
+from autopar.candidates.moved import idle_axes
+from autopar.candidates.trial import rows_of_trials
 from autopar.layout import ParameterPlacement
-from autopar.planner.candidate import Alternative
-from autopar.planner.moved import idle_axes
-from autopar.planner.recomputation import summary
-from autopar.planner.trial import rows_of_trials
 from autopar.plans.grouping import grouped
 from autopar.plans.plan_value import PlanValue
 from autopar.plans.saved_value import SavedValue
-from autopar.recompute import Recompute
+from autopar.recompute import Recompute, summary
 from autopar.report.weighed_plans import left_out_words, rows_of, rows_of_meshes
 from autopar.search.search_report import SearchReport
 from autopar.strategies.node_info import info

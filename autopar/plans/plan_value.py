@@ -9,6 +9,10 @@ from typing import Any, Self, TypeVar
 
 from torch import fx
 
+from autopar.candidates.alternative import Alternative
+from autopar.candidates.beside import spread_beside
+from autopar.candidates.candidate import Candidate
+from autopar.candidates.trial import Trial
 from autopar.capture.captured import Captured
 from autopar.capture.dynamic import DynamicShapes
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
@@ -19,9 +23,6 @@ from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.passes.stages import split_stages
-from autopar.planner.beside import spread_beside
-from autopar.planner.candidate import Alternative, Candidate
-from autopar.planner.trial import Trial
 from autopar.plans.fallbacks import FallbackCost, fallback_costs
 from autopar.plans.restaged import forward_batches, restage, without_gradients
 from autopar.plans.runtime_program import Program

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar.candidates.candidate import Candidate
 from autopar.capture.captured import Captured
 from autopar.errors import InvalidInput
 from autopar.passes.flow import copy_subgraph, flow_of
@@ -21,7 +22,6 @@ from autopar.passes.stages import split_stages
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule, forward_only, forward_then_backward
 from autopar.pipeline.schedules import schedule as make_schedule
-from autopar.planner.candidate import Candidate
 from autopar.plans.runtime_program import Program
 from autopar.strategies.node_info import info
 

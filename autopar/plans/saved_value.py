@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from autopar.base.schema import Count, Positive, write
+from autopar.candidates.alternative import Alternative
+from autopar.candidates.trial import Trial
 from autopar.capture.dynamic import DynamicShapes
 from autopar.capture.fingerprint import Fingerprint
 from autopar.cluster import Cluster
@@ -23,8 +25,6 @@ from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.pipeline.pipelining import Pipelining
-from autopar.planner.candidate import Alternative
-from autopar.planner.trial import Trial
 from autopar.plans.plan_value import PlanValue
 from autopar.precision import Precision
 from autopar.search.decisions import Decisions, TypedDecisions

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.base.schema import write
+from autopar.candidates.alternative import Alternative
+from autopar.candidates.candidate import Candidate
 from autopar.capture.sizes import Sizes
-from autopar.planner.candidate import Alternative, Candidate
 from autopar.report.weighed_plans import kinds_of, parts_of
 from autopar.text.tables import table, wrap_line
 from autopar.text.units import bytes_text, change_text, scaled, seconds_text

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.base.schema import write
+from autopar.candidates.alternative import Alternative
+from autopar.candidates.trial import measured
 from autopar.defaults import QUESTIONS
 from autopar.pipeline.schedule_labels import schedule_words
-from autopar.planner.candidate import Alternative
-from autopar.planner.trial import measured
 from autopar.plans.next_mesh import next_mesh
 from autopar.plans.plan_value import PlanValue
 from autopar.report.weighed_plans import left_out_words, rows_of, rows_of_meshes

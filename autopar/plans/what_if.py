@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar.candidates.candidate import Candidate
+from autopar.candidates.moved import data_axis, idle_axes, moved
 from autopar.capture.again import captured_again
 from autopar.capture.captured import Captured
 from autopar.capture.sizes import Sizes, resized, sizes_of
@@ -22,8 +24,6 @@ from autopar.cluster import Cluster
 from autopar.errors import InvalidInput, known_arguments
 from autopar.layout import Layout
 from autopar.passes.microbatches import batch_statistics
-from autopar.planner.candidate import Candidate
-from autopar.planner.moved import data_axis, idle_axes, moved
 from autopar.planner.offers import Choice, has_world
 from autopar.planner.patience import SECONDS, Patience, require_seconds
 from autopar.planner.request import AXIS, Request

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from autopar.candidates.candidate import Candidate
 from autopar.mesh import Mesh
-from autopar.planner.candidate import Candidate
 from autopar.report.traffic import Axes, LinkTraffic
 from autopar.text.drawing import WIDE, Drawing
 from autopar.text.units import bytes_text, counted, scaled

@@ -11,11 +11,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import groupby
 
+from autopar.candidates.candidate import Candidate
 from autopar.cost.footprint import CONSTANT_KINDS, AtPeak
 from autopar.pipeline.memory.memory_items import BytesByKind
 from autopar.pipeline.memory.memory_timeline import MemoryTimeline
 from autopar.pipeline.memory.step_timeline import bytes_by_call, peaks_by_action
-from autopar.planner.candidate import Candidate
 from autopar.report.step_parts import BarShare
 from autopar.text.drawing import WIDE, Axis, Drawing, legend_places
 from autopar.text.units import bytes_text, seconds_text

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import fx
 
+from autopar.candidates.candidate import Candidate
 from autopar.capture.listing import operator_of, type_text
-from autopar.planner.candidate import Candidate
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result
 

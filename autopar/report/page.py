@@ -13,9 +13,10 @@ from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader
 
+from autopar.candidates.alternative import Alternative
+from autopar.candidates.candidate import Candidate
+from autopar.candidates.trial import Trial
 from autopar.pipeline.schedule_labels import schedule_words
-from autopar.planner.candidate import Alternative, Candidate
-from autopar.planner.trial import Trial
 from autopar.report.machine_diagram import draw_machine
 from autopar.report.memory_charts import draw_memory, held_at_peak, rank_memories, shows_limit
 from autopar.report.module_tree import ModuleNode, ProgramCall, joined, module_tree

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.planner.candidate import Candidate
+from autopar.candidates.candidate import Candidate
 from autopar.report.module_tree import ModuleNode, ProgramCall, calls_of, joined
 from autopar.text.drawing import Drawing
 from autopar.text.units import bytes_text, seconds_text

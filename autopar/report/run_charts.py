@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch
 
+from autopar.candidates.candidate import Candidate
 from autopar.cost.unsharded_work import model_flops
 from autopar.errors import InvalidInput
 from autopar.pipeline.simulation.gantt import Gantt
-from autopar.planner.candidate import Candidate
 from autopar.report.trace import ACTIONS, Event
 from autopar.strategies.node_info import info
 from autopar.tensor_type import DTYPE_NAMES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.planner.candidate import Candidate
+from autopar.candidates.candidate import Candidate
 from autopar.text.drawing import WIDE, Drawing
 from autopar.text.units import seconds_text
 

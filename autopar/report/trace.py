@@ -19,10 +19,10 @@ from typing import Any, Literal
 from autopar.base.files import write_file
 from autopar.base.schema import Index, Mismatch, NotNegative
 from autopar.base.schema import read as read_data
+from autopar.candidates.candidate import Candidate
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import Action, one_stage
 from autopar.pipeline.simulation.timeline import UPDATES
-from autopar.planner.candidate import Candidate
 from autopar.report.module_tree import ProgramCall, calls_of
 
 ACTIONS, INSIDE, SUMS = range(3)  # tracks of a rank

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.candidates.candidate import Candidate
 from autopar.cluster import AxisLink
 from autopar.cost.copy_groups import in_mesh_order
 from autopar.pipeline.memory.memory_items import MemoryItem
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.simulation.step_price import pipeline_reductions
-from autopar.planner.candidate import Candidate
 
 Axes = tuple[str, ...]
 _Sent = tuple[Axes, str, float, float]  # axes, what for, bytes, and in how many

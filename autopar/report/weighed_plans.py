@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.candidates.alternative import Alternative
+from autopar.candidates.trial import Trial, measured
 from autopar.mesh import Mesh
-from autopar.planner.candidate import Alternative
-from autopar.planner.trial import Trial, measured
 from autopar.search.search_report import ConsideredMesh
 from autopar.text.drawing import WIDE, Axis, Drawing, text_width
 from autopar.text.units import bytes_text, counted, seconds_text, share_text

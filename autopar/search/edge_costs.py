@@ -130,7 +130,7 @@ class EdgeCosts:
         is_known = pending is not None and known.differentiable
         summed = tuple(pending or ()) if is_known else self.mesh.names
         axes = [axis for axis in self.mesh if axis in summed and axis not in layout.axes]
-        states = self.states if value.users else WHOLE  # as `planner/state_places.py` has it
+        states = self.states if value.users else WHOLE  # as `candidates/state_places.py` has it
         return states.places(
             layout, shape, axes, self.mesh, learns=known.learns, runs_on_host=known.on_host
         )

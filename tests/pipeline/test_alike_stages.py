@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from autopar import Cluster, Mesh, plan
+from autopar.candidates import candidate
 from autopar.passes.stages import StageCut, cut_stage
 from autopar.pipeline.memory.alike_stages import StageMemories
 from autopar.pipeline.memory.step_memory import StageMemory
-from autopar.planner import candidate
 from tests.models import gpt
 
 

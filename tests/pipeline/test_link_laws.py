@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 import autopar as ap
+from autopar.candidates.candidate import Candidate
 from autopar.cluster import Cluster, Device, Level, Link, Node
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.cost.operator_costs import ShardSizes, operator_work
 from autopar.cost.rooflines import COLLECTIVES
 from autopar.mesh import Mesh
-from autopar.planner.candidate import Candidate
 from autopar.strategies.node_info import info
 from tests.annotations import megatron
 from tests.models import gpt

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import autopar as ap
+from autopar.candidates.alternative import Alternative
 from autopar.cost.operator_costs import ShardSizes, facts_of, operator_work
-from autopar.planner.candidate import Alternative
 from autopar.strategies import Strategy, tensor_inputs
 from tests.models import Case, gpt, mlp
 from tests.pipeline.models import llama, share_captures  # noqa: F401

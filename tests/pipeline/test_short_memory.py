@@ -11,6 +11,8 @@ import pytest
 
 import autopar.cost.bucket_prices
 from autopar import Cluster, Mesh
+from autopar.candidates.candidate import Candidate
+from autopar.candidates.lengthened import longer
 from autopar.capture import capture
 from autopar.capture.regions import blocks
 from autopar.capture.shortened import shortened
@@ -20,8 +22,6 @@ from autopar.passes.microbatches import cut_batch
 from autopar.passes.stages import Stage, StageCut, cut_stage
 from autopar.pipeline.memory.memory_items import MemoryItem
 from autopar.pipeline.memory.step_memory import StageMemory
-from autopar.planner.candidate import Candidate
-from autopar.planner.lengthened import longer
 from autopar.recompute import Recompute
 from autopar.search.constraints import Constraints
 from autopar.search.layout_search import LayoutSearch

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar import Cluster, Mesh
+from autopar.candidates.candidate import Candidate
 from autopar.capture import capture
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.errors import InvalidInput
@@ -17,7 +18,6 @@ from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.memory.memory_items import MemoryItem
 from autopar.pipeline.schedules import schedule, weighed_schedules
 from autopar.pipeline.stages.stage_tables import price_stages
-from autopar.planner.candidate import Candidate
 from autopar.planner.recomputation import AskedRecomputation, Regions
 from autopar.planner.request import Request
 from autopar.planner.staged import StagedProgram, StagedWay, Tried

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import autopar as ap
+from autopar.candidates.alternative import Alternative
 from autopar.cost.time_report import Cost
-from autopar.planner.candidate import Alternative
 from autopar.plans.plan import Plan
 from autopar.text.units import bytes_text, seconds_text
 from tests import models

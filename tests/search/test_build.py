@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.candidates.candidate import Candidate
 from autopar.capture import capture
 from autopar.mesh import Mesh
-from autopar.planner.candidate import Candidate
 from autopar.search.constraints import Constraints
 from autopar.search.cost_graph_builder import CostGraphBuilder, MeshCostGraph
 from autopar.search.solution_reader import decide

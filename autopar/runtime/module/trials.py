@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from autopar._torch.process_groups import created_group_count, set_created_group_count
+from autopar.candidates.trial import Trial
 from autopar.errors import AutoparError, ExecutionError, error_text
-from autopar.planner.trial import Trial
 from autopar.plans.plan import Plan
 from autopar.runtime.backends.world import World, second_world
 from autopar.runtime.launching.failures import RankStopped, stop_all_on_failure

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
 from torch import fx
 
-from autopar.base.schema import Count
+from autopar.candidates.alternative import Alternative
+from autopar.candidates.state_places import state_places
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
 from autopar.cluster.cluster_part import ClusterPart, PipelineLine
@@ -33,8 +34,7 @@ from autopar.pipeline.memory.alike_stages import StageMemories
 from autopar.pipeline.memory.long_stages import bounds_by_place, in_three, taken_by_long_stages
 from autopar.pipeline.memory.step_memory import StageMemory, peak_in_step
 from autopar.pipeline.pipelining import Pipelining
-from autopar.pipeline.schedule import Option, one_stage
-from autopar.pipeline.schedule_labels import schedule_words
+from autopar.pipeline.schedule import one_stage
 from autopar.pipeline.simulation.message_costs import Placement, hardware_of_stages
 from autopar.pipeline.simulation.step_price import (
     held_nodes,
@@ -46,54 +46,12 @@ from autopar.pipeline.simulation.timeline import Timeline
 from autopar.pipeline.stages.held_parameters import HeldParameters
 from autopar.pipeline.stages.stage_hardware import StageHardware
 from autopar.pipeline.stages.stage_tables import StageCosts, price_stages
-from autopar.planner.recomputation import summary
-from autopar.planner.state_places import state_places
 from autopar.precision import Precision
-from autopar.recompute import Recompute
+from autopar.recompute import Recompute, summary
 from autopar.search.decisions import Decisions
 from autopar.search.search_report import SearchReport
 from autopar.search.smallest_footprint import SmallestFootprint
 from autopar.states import WHOLE, States
-from autopar.text.units import counted
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """One way to run a step that was weighed."""
-
-    mesh: Mesh
-    microbatches: Count
-    schedule: str  # "" without a pipeline
-    options: tuple[tuple[str, bool | Option], ...]
-    seconds: float  # predicted for a step
-    memory: float  # predicted bytes on the fullest device
-    fits: bool
-    # Where these seconds and bytes go: parts of `seconds`, kinds of `memory`.
-    cost: Cost = field(compare=False)
-    held: Memory = field(compare=False)
-    recompute: str = ""  # how many regions run their forward again in backward, and how
-    states: States = WHOLE
-    axis: str = ""  # of the pipeline
-
-    def said(self, *but: str) -> str:
-        """How it runs on its mesh, but for some of its fields."""
-        schedule = schedule_words(self.schedule, dict(self.options)) if self.schedule else ""
-        words = {
-            "recompute": f"recomputed ({self.recompute})" if self.recompute else "",
-            "states": "" if self.states.is_whole else f"states {self.states}",
-            "schedule": schedule,
-            "microbatches": counted(self.microbatches, "micro-batch"),
-        }
-        return ", ".join(word for name, word in words.items() if word and name not in but)
-
-    @property
-    def how(self) -> str:
-        """Without its figures."""
-        return f"{self.mesh}: {self.said()}"
-
-    def __str__(self) -> str:
-        fits = "" if self.fits else ", does not fit"
-        return f"{self.how}: {self.seconds:.4g} s, {self.memory / 1e9:.4g} GB{fits}"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import fx
 
+from autopar.candidates.candidate import Candidate
+from autopar.candidates.carried import carried, fitting
 from autopar.capture.captured import Captured
 from autopar.capture.gradients import reached
 from autopar.capture.regions import checkpoints, found
@@ -25,10 +27,7 @@ from autopar.cost.copy_groups import copied_parameters
 from autopar.defaults import Mode
 from autopar.layout import Layout, ParameterPlacement
 from autopar.passes.microbatches import Microbatches, batch_size
-from autopar.planner.candidate import Candidate
-from autopar.planner.carried import carried, fitting
-from autopar.planner.recomputation import FULL
-from autopar.recompute import Recompute
+from autopar.recompute import FULL, Recompute
 from autopar.search.constraints import (
     Constraints,
     LayoutConstraint,

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+from autopar.candidates.candidate import Candidate
 from autopar.capture.captured import Captured
 from autopar.capture.regions import label_of
 from autopar.capture.shortened import Shortened
@@ -13,7 +14,6 @@ from autopar.layout import Layout, ParameterPlacement, Placement
 from autopar.passes.microbatches import Microbatches
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.stages.stage_tables import price_stages
-from autopar.planner.candidate import Candidate
 from autopar.recompute import Recompute
 from autopar.search.decisions import Decisions, Fallback
 from autopar.strategies import Strategy, tensor_inputs

@@ -15,6 +15,9 @@ from dataclasses import replace
 
 from torch import fx
 
+from autopar.candidates.beside import constraints_beside
+from autopar.candidates.candidate import Candidate
+from autopar.candidates.carried import carried, counterparts
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_name
 from autopar.cluster import Cluster
@@ -23,9 +26,6 @@ from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import batch_size, cut_batch
-from autopar.planner.beside import constraints_beside
-from autopar.planner.candidate import Candidate
-from autopar.planner.carried import carried, counterparts
 from autopar.search.decisions import Decisions
 from autopar.states import WHOLE
 from autopar.strategies import Strategy, rule_of

@@ -1,0 +1,57 @@
+"""Alternative: one way to run a step that was weighed, with its predicted figures.
+
+candidate.alternative(limit)             # its figures, where each device has `limit` bytes
+plan.alternatives                        # those that a planner weighed
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autopar.base.schema import Count
+from autopar.cost.footprint import Memory
+from autopar.cost.time_report import Cost
+from autopar.mesh import Mesh
+from autopar.pipeline.schedule import Option
+from autopar.pipeline.schedule_labels import schedule_words
+from autopar.states import WHOLE, States
+from autopar.text.units import counted
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One way to run a step that was weighed."""
+
+    mesh: Mesh
+    microbatches: Count
+    schedule: str  # "" without a pipeline
+    options: tuple[tuple[str, bool | Option], ...]
+    seconds: float  # predicted for a step
+    memory: float  # predicted bytes on the fullest device
+    fits: bool
+    # Where these seconds and bytes go: parts of `seconds`, kinds of `memory`.
+    cost: Cost = field(compare=False)
+    held: Memory = field(compare=False)
+    recompute: str = ""  # how many regions run their forward again in backward, and how
+    states: States = WHOLE
+    axis: str = ""  # of the pipeline
+
+    def said(self, *but: str) -> str:
+        """How it runs on its mesh, but for some of its fields."""
+        schedule = schedule_words(self.schedule, dict(self.options)) if self.schedule else ""
+        words = {
+            "recompute": f"recomputed ({self.recompute})" if self.recompute else "",
+            "states": "" if self.states.is_whole else f"states {self.states}",
+            "schedule": schedule,
+            "microbatches": counted(self.microbatches, "micro-batch"),
+        }
+        return ", ".join(word for name, word in words.items() if word and name not in but)
+
+    @property
+    def how(self) -> str:
+        """Without its figures."""
+        return f"{self.mesh}: {self.said()}"
+
+    def __str__(self) -> str:
+        fits = "" if self.fits else ", does not fit"
+        return f"{self.how}: {self.seconds:.4g} s, {self.memory / 1e9:.4g} GB{fits}"
