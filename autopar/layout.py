@@ -146,6 +146,10 @@ class Layout:
             more[: len(axes)] == axes and parts_of(more) == parts_of(axes) for axes, more in pairs
         )
 
+    def nests_with(self, other: Layout) -> bool:
+        """Return whether one of two layouts equals the other, or cuts one dim of it further."""
+        return self.cuts_into(other) or other.cuts_into(self)
+
     def over_axes(self, axes: Iterable[str]) -> Layout:
         """Return this layout over `axes` alone; it is replicated over the others."""
         names = set(axes)
@@ -309,9 +313,10 @@ ON_HOST: tuple[tuple[Place, ...], ...] = (
 class ParameterPlacement:
     """The four places of a parameter: they may differ, and `tied` is where they do not.
 
-    Each is at most as cut as `optimizer`, and at least as `working`. From one to the next it is
-    one all-gather, of a gradient one reduce-scatter. Some may be on the host: of the way from
-    `optimizer` over `storage` to `working` the first part; all four where its readers run there.
+    All cut one dim further than `working`, and pieces nest. A parameter goes from `optimizer` to
+    `storage` by an all-gather, or by a slice where storage is cut further, and to `working` by an
+    all-gather. A gradient goes from one place to the next by a reduce-scatter. Some may be on the
+    host: of the way of the parameter the first part; all four where its readers run there.
     """
 
     storage: Layout  # the copy that lives through a step: gathered at its start where it differs
@@ -330,11 +335,21 @@ class ParameterPlacement:
 
     @property
     def is_nested(self) -> bool:
-        """Return whether one collective leads from each place to the next: all cut one dim."""
-        between = (self.storage, self.gradient)
-        return self.on_host in ON_HOST and all(
-            at.cuts_into(self.optimizer) and self.working.cuts_into(at) for at in between
+        """Return whether one collective, or a slice, leads from each place to the next."""
+        return (
+            self.on_host in ON_HOST
+            and self.gradient.cuts_into(self.optimizer)
+            and self.storage.nests_with(self.optimizer)
+            and self.storage.nests_with(self.gradient)
+            and self.working.cuts_into(self.storage)
+            and self.working.cuts_into(self.gradient)
         )
+
+    @property
+    def scattered_axes(self) -> tuple[str, ...]:
+        """The axes over which the gradient of a gathered copy is scattered at each use."""
+        cut = {*self.storage.axes} - {*self.working.axes}
+        return tuple(axis for axis in self.gradient.axes if axis in cut)
 
     @property
     def goes_up(self) -> tuple[Place, Place] | None:

@@ -1,7 +1,8 @@
 """States: the number of parts that a parameter, its gradient and optimizer states are cut into.
 
 They are cut over the ranks that hold replicas of a parameter and sum its gradient. A factor smaller
-than their number cuts over the innermost of them, and leaves replicas over the others.
+than their number cuts over the innermost of them, and leaves replicas over the others. So pieces
+nest: a quarter of a parameter lies in the half of it whose optimizer states the rank keeps.
 
 >>> mesh = Mesh(dp=4, tp=2)
 >>> zero1 = States.of("zero1").places(Layout("tp", None), (8, 6), ("dp",), mesh)
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations
 from typing import TYPE_CHECKING, Literal, get_args
 
 from autopar.base.schema import Count, Size, is_count
@@ -31,12 +32,20 @@ Side = Literal["device", "host"]
 BUFFER_BYTES = 25 * 2**20
 
 
+def _divides(factor: Factor, finer: Factor) -> bool:
+    """Return whether each of so many parts is cut further, or not, by the `finer` number."""
+    if factor == "all" or finer == "all":
+        return finer == "all"
+    return finer % factor == 0
+
+
 @dataclass(frozen=True)
 class States:
     """The parts into which ZeRO cuts parameters, gradients and optimizer states over replicas.
 
-    Each number of parts divides the next. Fewer parts than replicas cut over nearest neighbours, as
-    ZeRO++ (hpZ), HSDP and InternEvo do.
+    Fewer parts than replicas cut over nearest neighbours, as ZeRO++ (hpZ), HSDP and InternEvo do.
+    Of any two numbers of parts one divides the other, and those of gradients divide those of the
+    optimizer. Parameters may be cut into more parts than both.
 
     Attributes:
         parameters: Parts of the parameter that lives through a step; 1 keeps it whole, "all" cuts
@@ -77,20 +86,36 @@ class States:
                 got=f"buffer_bytes={self.buffer_bytes!r}",
                 remedy=f"buffer_bytes={BUFFER_BYTES}, which is the default",
             )
-        for (name, factor), (other, finer) in pairwise(self._factors.items()):
-            if finer != "all" and (factor == "all" or finer % factor):
-                raise InvalidInput(
-                    "each part of states is cut further by the next: the parts of parameters "
-                    "divide those of gradients, and these those of the optimizer",
-                    got=f"{name}={factor!r}, {other}={finer!r}",
-                    remedy=f"{name}={finer!r}, or a larger number for {other}",
-                )
-
+        self._require_nested()
+        if self.lifetime == "step" and not _divides(self.parameters, self.optimizer):
+            raise InvalidInput(
+                "what is gathered for a step is stored as the optimizer updates it",
+                got=f"lifetime='step', parameters={self.parameters!r}, "
+                f"optimizer={self.optimizer!r}",
+                remedy=f"optimizer={self.parameters!r}, or no lifetime",
+            )
         if self.lifetime == "step" and self.parameters == 1:
             raise InvalidInput(
                 "what is gathered for a step is stored in parts",
                 got="lifetime='step', parameters=1",
                 remedy='parameters="all" beside it, or no lifetime',
+            )
+
+    def _require_nested(self) -> None:
+        for (name, factor), (other, finer) in combinations(self._factors.items(), 2):
+            if not (_divides(factor, finer) or _divides(finer, factor)):
+                raise InvalidInput(
+                    "parts of states lie in one another: of any two numbers of parts, one divides "
+                    "the other",
+                    got=f"{name}={factor!r}, {other}={finer!r}",
+                    remedy="numbers such as 2, 4 and 8",
+                )
+        if not _divides(self.gradients, self.optimizer):
+            raise InvalidInput(
+                "an optimizer reads the gradient of all that it updates: the parts of gradients "
+                "divide those of the optimizer",
+                got=f"gradients={self.gradients!r}, optimizer={self.optimizer!r}",
+                remedy=f"gradients={self.optimizer!r}, or optimizer={self.gradients!r}",
             )
 
     def _require_sides(self) -> None:
@@ -142,7 +167,7 @@ class States:
 
     @property
     def is_cut(self) -> bool:
-        return self.optimizer != 1
+        return any(factor != 1 for factor in self._factors.values())
 
     def on_host(self, *, learns: bool = True) -> tuple[Place, ...]:
         """Return the places of a parameter that are on the host.
@@ -166,8 +191,8 @@ class States:
     ) -> ParameterPlacement:
         """Return the places of a parameter that readers start from at `working`.
 
-        The others are cut over some of `axes`. `already` is the number of parts into which
-        annotations cut it over such axes. `runs_on_host`: its readers run on the host.
+        The others are cut over some of `axes`, in one dim. `already` is the number of parts into
+        which annotations cut it over such axes. `runs_on_host`: its readers run on the host.
         """
         on_host = ALL_PLACES if runs_on_host else self.on_host(learns=learns)
         axes = tuple(axis for axis in axes if mesh[axis] > 1)
@@ -175,20 +200,22 @@ class States:
         factors = (stored, self.gradients, self.optimizer) if learns else (stored,) * 3
         left = (f if f == "all" else max(1, f // already) for f in factors)
         levels = [innermost(factor, axes, mesh) for factor in left]
-        if not levels[-1] or not shape:
+        finest = max(levels, key=len)
+        if not finest or not shape:
             return ParameterPlacement.tied(working, on_host)
         sizes = list(working.largest_shape(shape, mesh))
         for at, _ in working.parts:
             sizes[at] = 0  # what is in parts is not cut further
         if not any(sizes):
             return ParameterPlacement.tied(working, on_host)
-        dim = _dim_to_cut(sizes, mesh.degree(levels[-1]))
+        dim = _dim_to_cut(sizes, mesh.degree(finest))
         cuts: tuple[str, ...] = ()  # further axes cut further inside
-        layouts = []
-        for level in levels:
+        for level in sorted(levels, key=len):
             cuts += tuple(axis for axis in mesh if axis in level and axis not in cuts)
-            layouts.append(working.with_dim(dim, (*working.dims[dim], *cuts)))
-        storage, gradient, optimizer = layouts
+        storage, gradient, optimizer = (
+            working.with_dim(dim, (*working.dims[dim], *(cut for cut in cuts if cut in level)))
+            for level in levels
+        )
         if working.parts and [*optimizer.dims[dim]] != [
             axis for axis in mesh if axis in optimizer.dims[dim]
         ]:  # DTensor has no whole of a tensor with strides in two dims

@@ -14,6 +14,7 @@ from autopar.candidates.candidate import Candidate
 from autopar.candidates.state_places import data_axes
 from autopar.capture import capture
 from autopar.cluster import Host
+from autopar.cost.copy_groups import copy_groups_of_nodes, live_copy_bytes
 from autopar.plans.plan import SavedPlan
 from autopar.states import NAMED, StateBytes
 from autopar.strategies.node_info import info
@@ -25,6 +26,8 @@ from tests.toy import EVEN, machines
 from tests.training import assert_trains_alike
 
 PARTIAL = [ap.States(1, 1, 2), ap.States(1, 2, 4), ap.States(2, 4, 4), ap.States(2, 2, 2)]
+# Parameters are cut into more parts than what an optimizer keeps, or than gradients.
+FINER = [ap.States(4, 2, 2), ap.States(4, 1, 2), ap.States("all", 1, "all"), ap.States(2, 1, 1)]
 STEP = ap.States("all", "all", "all", lifetime="step")
 HOST = ap.States(optimizer_device="host")
 BOTH = ap.States("all", "all", "all", parameters_device="host", optimizer_device="host")
@@ -34,6 +37,9 @@ LAW = [
     *(("zero1", DP4), ("zero2", DP4), ("zero3", DP4), (STEP, DP4)),
     *((states, TWO) for states in PARTIAL),
     *((states, DP4) for states in PARTIAL[1:3]),
+    *((states, {**DP4, "microbatches": 2}) for states in FINER),
+    (ap.States(4, 2, 2), {"mesh": ap.Mesh(pp=2, dp=4), "schedule": "1f1b", "microbatches": 2}),
+    (replace(FINER[0], optimizer_device="host"), {**TWO, "microbatches": 2}),
     ("zero3", {**TWO, "microbatches": 2}),
     (PARTIAL[2], {**DP4, "microbatches": 2, "mode": "data"}),
     ("zero2", {"mesh": ap.Mesh(pp=2, dp=2), "schedule": "1f1b", "microbatches": 4}),
@@ -176,6 +182,45 @@ def test_what_moves_once_a_step_and_what_for_each_micro_batch(gpt):
         assert cost.communication - others == pytest.approx(times * size, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("states", "times"),
+    [
+        # For each micro-batch two gathers over 4 and a sum over 2; then a sum of halves over 2.
+        (ap.States(4, 2, 2), 2 * (2 * 3 / 4 + 1 / 2) + 1 / 2),
+        # A sum of whole gradients over 2, and one of halves.
+        (ap.States(4, 1, 2), 2 * 2 * 3 / 4 + 1 / 2 + 1 / 2),
+        # One sum over 4; what is stored is what was updated.
+        (ap.States(4, 1, 4), 2 * 2 * 3 / 4 + 3 / 4),
+        # Gathers over 2, a sum over 4, and a gather of halves of what was updated.
+        (ap.States(2, 1, 4), 2 * 2 * 1 / 2 + 3 / 4 + 1 / 4),
+    ],
+    ids=str,
+)
+def test_what_moves_where_parameters_are_cut_most(gpt, states, times):
+    options = {"cluster": machines(4, 1e9, 0.0), "microbatches": 2}
+    size = sum(p.numel() * p.itemsize for p in gpt.model.parameters()) / 1e9
+    base = planned(gpt, ap.Mesh(a=2, b=2), states="whole", **options).cost
+    cost = planned(gpt, ap.Mesh(a=2, b=2), states=states, **options).cost
+    moved = cost.communication - (base.communication - base.gradient_sync)
+    assert moved == pytest.approx(times * size, rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", [None, ap.Precision(torch.bfloat16)])
+def test_what_is_held_where_parameters_are_cut_most(gpt, precision):
+    """A half of a parameter with its gradient and states, and a quarter that a step computes with:
+    pieces of both are even."""
+    plan = planned(gpt, ap.Mesh(dp=4), states=ap.States(4, 2, 2), precision=precision)
+    size, copy = (sum(p.numel() for p in gpt.model.parameters()) * bytes_ for bytes_ in (8, 2))
+    memory, copy = plan.memory, copy if precision else size
+    held = memory.parameters, memory.gradients, memory.optimizer
+    gradient = size // 4 if precision else size // 2
+    assert held == (size // 2, gradient, size)
+    groups = copy_groups_of_nodes(plan.rewritten.nodes, plan.mesh, plan.states.buffer_bytes)
+    once = sum(g.bytes(plan.mesh) for g in groups if g.kind.is_step_long)
+    assert once == copy // 4
+    assert memory.gathered == once + live_copy_bytes(groups, plan.mesh)
+
+
 class Squares(nn.Sequential):
     """Layers, and the mean of the squares of what they give."""
 
@@ -290,7 +335,7 @@ def test_what_a_search_without_a_limit_adds_up_is_exact(gpt, precision):
         assert plan.cost.seconds == pytest.approx(plan.search.added_up, rel=1e-9)
 
 
-@pytest.mark.parametrize("states", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("states", ["zero1", "zero2", "zero3", FINER[2]], ids=str)
 def test_what_a_search_adds_up_is_what_the_program_costs(gpt, states):
     options = {"mode": "auto", "cluster": machines(4, 1e8, 1e-6), "states": states}
     plan = planned(gpt, ap.Mesh(a=2, b=2), **options)
@@ -426,8 +471,11 @@ def test_annotations_of_a_split_axis_mean_all_its_parts():
     [
         (lambda: ap.States(optimizer=3), "divides"),
         (lambda: ap.States(optimizer=16), "divides"),
-        (lambda: ap.States(parameters=4, gradients=2, optimizer=4), "parameters=4, gradients=2"),
-        (lambda: ap.States(parameters="all"), "parameters='all', gradients=1"),
+        (lambda: ap.States(4, 3, 12), "parameters=4, gradients=3"),
+        (lambda: ap.States(4, 1, 6), "one divides\\s+the other"),
+        (lambda: ap.States(4, 4, 2), "gradients=4, optimizer=2"),
+        (lambda: ap.States("all", "all", 4), "divide those of the optimizer"),
+        (lambda: ap.States(4, 2, 2, lifetime="step"), "optimizer=4, or no lifetime"),
         (lambda: ap.States(optimizer=0), "optimizer=0"),
         (lambda: ap.States(lifetime="week"), "'week'"),
         (lambda: ap.States(1, "all", "all", lifetime="step"), "stored in parts"),

@@ -174,7 +174,11 @@ def _unsummed(made: Candidate) -> list[str]:
     return [
         node.name
         for node, one in copied.items()
-        if node in learned and not {*one.places.optimizer.axes} <= {*one.leaf.axes, *one.pending}
+        if node in learned
+        and not (
+            {*one.places.optimizer.axes} <= {*one.leaf.axes, *one.pending}
+            and one.leaf.cuts_into(one.places.optimizer)
+        )
     ]
 
 

@@ -125,7 +125,7 @@ def taken_copies(node: fx.Node) -> list[fx.Node]:
     for copy in copies_behind(node):
         movement, after = info(copy).movement, info(copy).type.layout
         is_summed = movement is None or movement.pending or not info(node).differentiable
-        if not is_summed or not after.cuts_into(places.optimizer):
+        if not is_summed or not after.nests_with(places.optimizer):
             break
         found.append(copy)
     return found

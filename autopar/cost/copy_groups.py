@@ -30,10 +30,10 @@ NO_READERS: Mapping[fx.Node, ParameterReaders] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class ParameterCopy:
-    """A copy of a parameter from one place to the next, gathered where the layouts differ."""
+    """A copy of a parameter from one place to the next: gathered, or a slice of a coarser one."""
 
-    fine: Layout
-    coarse: Layout
+    source: Layout
+    target: Layout
     is_step_long: bool  # to the end of a step
     from_host: bool  # from the host to the device
     on_host: bool  # the copy is there
@@ -118,6 +118,18 @@ def describe_copies(
     )
 
 
+def late_sum_axes(parameter: fx.Node) -> tuple[str, ...]:
+    """Return the axes over which a parameter's gradient is a partial sum when it was scattered to
+    where it adds up: also those that storage is cut over further than that."""
+    places, sync = info(parameter).places, info(parameter).sync
+    assert places is not None
+    scattered = {*places.working.axes, *places.scattered_axes}
+    late = [axis for axis in places.storage.axes if axis not in scattered]
+    moved = [info(copy).movement for copy in taken_copies(parameter)] if late else []
+    summed = {axis for move in moved if move is not None and move.pending for axis in move.axes}
+    return (*sync, *(axis for axis in late if axis in summed))
+
+
 def copied_parameters(
     nodes: Iterable[fx.Node], mesh: Mesh, readers: Mapping[fx.Node, ParameterReaders] = NO_READERS
 ) -> dict[fx.Node, CopiedParameter]:
@@ -148,7 +160,7 @@ class CopyGroupKey(NamedTuple):
 
     def bytes(self, parameters: Iterable[CopiedParameter], mesh: Mesh) -> int:
         """Return the bytes of the largest pieces of these parameters' copies."""
-        return sum(parameter.bytes(self.way(parameter).coarse, mesh) for parameter in parameters)
+        return sum(parameter.bytes(self.way(parameter).target, mesh) for parameter in parameters)
 
 
 SomeCopied = TypeVar("SomeCopied", bound=CopiedParameter)
@@ -177,7 +189,7 @@ def copy_groups(
     kinds: dict[CopyGroupKey, list[SomeCopied]] = {}
     for parameter in parameters:
         for copy in parameter.copied:
-            axes = in_mesh_order({*copy.fine.axes} - {*copy.coarse.axes}, mesh)
+            axes = in_mesh_order({*copy.source.axes} - {*copy.target.axes}, mesh)
             is_leaf = copy == parameter.copied[-1]
             stages, dtype = parameter.readers.stages, parameter.dtype
             key = CopyGroupKey(

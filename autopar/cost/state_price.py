@@ -2,7 +2,8 @@
 
 Once a step, the copy that lives through it is gathered, and the gradient's last reduction runs. For
 each micro-batch, the copy that readers start from is gathered, forward and again backward, and the
-gradient is brought to where it adds up. Latencies are shared in groups, as in a bucket.
+gradient is brought to where it adds up. Latencies are shared in groups, as in a bucket. A copy that
+is a slice of what an optimizer updates moves nothing.
 
 Gathers before a use and sums behind backward overlap with neighbouring readers, which are assumed
 to compute about as long as the parameter's own.
@@ -100,8 +101,7 @@ class StatePrice:
         overlapped: OverlappedWork,
     ) -> NodeCost:
         """Return a parameter's cost; readers leave its gradient a partial sum over `summed`."""
-        cut = _further_axes(places.working, places.storage)
-        left = tuple(axis for axis in summed if axis not in cut)
+        left = set(summed).difference(places.scattered_axes)
         once = self.kept(places, facts, left, overlapped)
         return once + self.used(places, facts, summed, overlapped)
 
@@ -125,7 +125,9 @@ class StatePrice:
             else:
                 late += seconds
         if places.goes_up == ("optimizer", "storage"):
-            up = self._copied(places.optimizer, shape, bytes_.copy)
+            is_slice = places.optimizer.cuts_into(places.storage)
+            part = places.storage if is_slice else places.optimizer
+            up = self._copied(part, shape, bytes_.copy)
         covered, behind = self._hidden_in_turn(overlapped.forward, gathered, up)
         if not learns:
             return NodeCost(gathered=gathered, covered=covered, updated=up, behind=behind)
@@ -153,7 +155,9 @@ class StatePrice:
     def moved_once(
         self, places: ParameterPlacement, facts: ParameterFacts, sync: Collection[str]
     ) -> list[Collective]:
-        """Return the collectives of `kept`; one of them reduces the gradient in each run."""
+        """Return the collectives of `kept`; one of them reduces the gradient in each run.
+
+        `sync`: the axes over which a use leaves the gradient a partial sum."""
         shape, bytes_, learns = facts
         once = _further_axes(places.storage, places.optimizer)
         copy = self._size(places.storage, shape, bytes_.copy)
@@ -216,7 +220,7 @@ class StatePrice:
         if is_read_again:
             collectives.append(Collective("all_gather", cut, copy, "backward", GATHERS))
         if learns:
-            scattered = tuple(axis for axis in cut if axis in summed)
+            scattered = tuple(axis for axis in places.scattered_axes if axis in summed)
             collectives.append(Collective("reduce_scatter", scattered, whole, "backward", SUMS))
         return [move for move in collectives if move.axes]
 

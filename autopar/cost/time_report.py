@@ -23,6 +23,7 @@ from autopar.collectives import Movement, moved_bytes
 from autopar.collectives.redistribution import FREE
 from autopar.cost.cluster_price import ClusterPrice
 from autopar.cost.collective import Collective, When
+from autopar.cost.copy_groups import late_sum_axes
 from autopar.cost.deferred_reductions import linears_after, weight_gradient_seconds
 from autopar.cost.joint_kernels import ComputeSeconds, joint_collectives, joint_message_cost
 from autopar.cost.operator_costs import ShardSizes, operator_seconds, operator_work
@@ -207,7 +208,7 @@ class NodePrices:
 
     def stored(self, node: fx.Node, places: ParameterPlacement) -> NodeCost:
         """Return the cost of a parameter in these places."""
-        facts, sync, overlapped = _parameter_facts(node), info(node).sync, self._beside(node)
+        facts, sync, overlapped = _parameter_facts(node), late_sum_axes(node), self._beside(node)
         key = places, facts, sync, overlapped
         if key not in self._states:
             self._states[key] = self._kept(places, facts, sync, overlapped)
@@ -264,7 +265,9 @@ class NodePrices:
         if node_info.movement is not None:
             collectives += self._moved(node, node_info.movement)
         elif (places := node_info.places) is not None:
-            collectives += self.states.moved_once(places, _parameter_facts(node), node_info.sync)
+            collectives += self.states.moved_once(
+                places, _parameter_facts(node), late_sum_axes(node)
+            )
             if places.storage == places.working:
                 again = self._beside(node).learns
                 collectives += self.states.moved_for_use(

@@ -80,7 +80,8 @@ def _require_places(saved: SavedValue, name: str, places: ParameterPlacement) ->
     if not is_read or not places.is_nested or places.optimizer.partial:
         rule = (
             "a parameter is read where the plan says; where it is stored, summed and optimized, "
-            "one dim is cut further; if it is stored on the host, it is optimized there"
+            "one dim is cut further, so that pieces nest; if it is stored on the host, it is "
+            "optimized there"
         )
         _fail(rule, f"{name}: {places}")
 

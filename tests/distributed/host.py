@@ -43,6 +43,11 @@ SETTINGS = [
     ap.States(1, "all", "all", **ON_HOST),
     ap.States("all", "all", "all", **ON_HOST),
 ]
+# The copies are slices of what hosts update.
+SLICED = [
+    ap.States("all", 1, 1, optimizer_device="host"),
+    ap.States("all", 1, 1, **ON_HOST),
+]
 
 
 def trains_like_one_device(ranks: int) -> None:
@@ -52,6 +57,8 @@ def trains_like_one_device(ranks: int) -> None:
             parity(small(), states, mesh=mesh)
         else:
             parity(models.shared("gpt", layers=1), states, mesh=mesh, microbatches=2)
+    for states in SLICED:
+        parity(small(), states, mesh=mesh, microbatches=2)
     parity(
         models.shared("gpt", layers=2), SETTINGS[-1], mesh=mesh, microbatches=2, recompute="full"
     )
@@ -67,7 +74,7 @@ def computes_in_another_dtype(ranks: int) -> None:
     """The copies on either side are in the compute dtype."""
     case, mesh = models.shared("gpt", layers=1), ap.Mesh(dp=ranks)
     found = []
-    for states in ("zero3", SETTINGS[5]):
+    for states in ("zero3", SETTINGS[5], ap.States("all", 1, 1), *SLICED):
         options = {"mesh": mesh, "mode": "data", "precision": WIDE, "states": states}
         module = ap.parallelize(case.model, case.args, case.kwargs, **options)
         module.step(*case.args, **case.kwargs)

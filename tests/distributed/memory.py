@@ -42,6 +42,8 @@ WAYS = [
     ("gpt", {"microbatches": 2}),
     ("gpt", {"states": "zero2", "microbatches": 2}),
     ("gpt", {"states": "zero3", "recompute": "full"}),
+    ("gpt", {"states": ap.States("all", 1, "all"), "microbatches": 2}),
+    ("gpt", {"states": ap.States("all", 1, 1)}),
     ("gpt", {"recompute": ap.Recompute("full", keep="host")}),
     ("gpt", {"mesh": ap.Mesh(tp=2), "recompute": ap.Recompute("full", keep="cut")}),
     ("tied", {"states": "whole"}),

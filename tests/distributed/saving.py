@@ -28,6 +28,7 @@ from tests.runtime.resuming import Run, assert_alike
 WAYS: dict[str, dict[str, Any]] = {
     "one": {"mesh": Mesh(one=1), "backend": "virtual"},
     "zero3": {"mesh": Mesh(dp=4), "mode": "data", "states": "zero3"},
+    "partial": {"mesh": Mesh(dp=4), "mode": "data", "states": ap.States(4, 2, 2)},
     "1f1b": {"mesh": Mesh(pp=2, dp=2), "mode": "data", "schedule": "1f1b", "microbatches": 2},
     "tp": {"mesh": Mesh(dp=2, tp=2), "mode": "auto", "states": "whole"},
 }
@@ -53,7 +54,7 @@ def resumes_on_other_meshes() -> None:
         one.save(folder / "0")
     dist.barrier()
     one.train(2)
-    for number, name in enumerate(("zero3", "1f1b", "tp", "one")):
+    for number, name in enumerate(("zero3", "partial", "1f1b", "tp", "one")):
         torch.manual_seed(dist.get_rank())
         run = Run(case, **WAYS[name])
         run.load(folder / f"{number}")

@@ -76,6 +76,8 @@ def trains_in_parts(ranks: int) -> None:
         (ap.Mesh(dp=4), (1, 1, 2)),
         (ap.Mesh(dp=4), (2, 4, 4)),
         (ap.Mesh(a=2, b=2), (2, 2, 4)),
+        (ap.Mesh(dp=4), (4, 2, 2)),
+        (ap.Mesh(a=2, b=2), (4, 1, 2)),
     ):
         parity(case, ap.States(*factors), mesh=mesh, microbatches=2)
     for states in ("zero1", "zero3"):
@@ -105,6 +107,7 @@ def trains_as_users_do(ranks: int) -> None:
     if ranks == 4:
         pipeline = {"mesh": ap.Mesh(pp=2, dp=2), "schedule": "1f1b", "microbatches": 2}
         ways = [(ap.States(2, 4, 4), {"mesh": ap.Mesh(dp=4)}), ("zero3", pipeline)]
+        ways.append((ap.States(4, 2, 2), {"mesh": ap.Mesh(dp=4), "microbatches": 2}))
     for states, options in ways:
         module = ap.parallelize(case.model, case.args, mode="data", states=states, **options)
         assert_trains_alike(module, case)

@@ -92,7 +92,11 @@ def test_places_are_nested():
     working, cut, further = Layout("tp"), Layout(("tp", "dp")), Layout(("tp", "dp", "x"))
     assert ParameterPlacement(cut, working, working, further).is_nested
     assert ParameterPlacement(working, working, cut, further).is_nested
-    assert not ParameterPlacement(further, working, working, cut).is_nested
+    assert ParameterPlacement(further, working, working, cut).is_nested
+    assert ParameterPlacement(further, working, cut, cut).is_nested
+    assert not ParameterPlacement(cut, working, further, cut).is_nested
+    assert not ParameterPlacement(working, cut, cut, working).is_nested
+    assert not ParameterPlacement(Layout(("tp", "x")), working, working, cut).is_nested
     assert not ParameterPlacement(cut, working, working, Layout(("tp", "x"))).is_nested
     two = Layout("tp", None)
     assert not ParameterPlacement(Layout("tp", "x"), two, two, Layout(("tp", "x"), None)).is_nested

@@ -61,6 +61,7 @@ class LocalParameters:
         self._plans, self._group_over, self._mesh, self._rank = plans, group_over, mesh, rank
         self._copied = {name for plan in plans for name in plan.names}
         self._intermediate: dict[str, Tensor] = {}  # copies that others are made of
+        self._slices: dict[str, Tensor] = {}  # views of parameters that copies are made of
         self.window = GatherWindow()
         self.last_backward = -1  # the number of the pass that last reached a leaf
         self.has_inner_backward = False  # a pass inside of another is under way, for some leaves
@@ -117,6 +118,7 @@ class LocalParameters:
         self.parameters = cast(dict, ClosedModule())
         self.by_name.clear()
         self._intermediate.clear()
+        self._slices.clear()
         self.window.set_groups(())
 
     def copies(self, movements: Mapping[str, ParameterMovement]) -> ParameterCopies:
@@ -154,8 +156,8 @@ class LocalParameters:
         targets = [self._target(plan, m, is_new=m.name in replaced) for m in plan.parameters]
         is_second = plan.kind.is_leaf and not plan.kind.is_step_long
         sources = [
-            self._intermediate[name] if is_second and name in holder else local_of(parameter)
-            for name, parameter in zip(names, parameters)
+            self._intermediate[m.name] if is_second and m.name in holder else self._source(plan, m)
+            for m in plan.parameters
         ]
         old = self.window.groups[number] if self.window.groups else None
         if old is not None:
@@ -171,6 +173,19 @@ class LocalParameters:
             number, exchange, parameters, sources, targets, is_step_long, needs, link
         )
 
+    def _source(self, plan: CopyGroup[ParameterMovement], movement: ParameterMovement) -> Tensor:
+        """Return the part of this rank's piece of a parameter that a copy is made of."""
+        local, way = local_of(self.parameters[movement.name]), plan.kind.way(movement)
+        if way.source == way.target or not way.source.cuts_into(way.target):
+            return local
+        assert self._mesh is not None
+        where: dict[str, Any] = {"mesh": self._mesh, "rank": self._rank, "axes": ()}
+        cut = TensorPieces.between(way.source, way.target, movement.shape, **where)
+        piece, known = local.detach().narrow(cut.dim, *cut.bounds[0]), self._slices
+        if movement.name not in known or not known[movement.name].is_set_to(piece):
+            known[movement.name] = piece
+        return known[movement.name]
+
     def _target(
         self, plan: CopyGroup[ParameterMovement], movement: ParameterMovement, *, is_new: bool
     ) -> Tensor:
@@ -178,8 +193,9 @@ class LocalParameters:
         copies, name = self.by_name if plan.kind.is_leaf else self._intermediate, movement.name
         if is_new or name not in copies:
             assert self._mesh is not None
-            coarse = plan.kind.way(movement).coarse
-            shape = coarse.local_shape(movement.shape, self._mesh, self._rank)
+            shape = plan.kind.way(movement).target.local_shape(
+                movement.shape, self._mesh, self._rank
+            )
             local = local_of(self.parameters[name])
             where: dict[str, Any] = {"device": self._device or local.device}
             if plan.kind.on_host:
@@ -194,5 +210,5 @@ class LocalParameters:
         assert self._mesh is not None
         where: dict[str, Any] = {"mesh": self._mesh, "rank": self._rank, "axes": plan.kind.axes}
         ways = [(movement.shape, plan.kind.way(movement)) for movement in plan.parameters]
-        pieces = [TensorPieces.between(way.coarse, way.fine, s, **where) for s, way in ways]
+        pieces = [TensorPieces.between(way.target, way.source, s, **where) for s, way in ways]
         return PieceExchange(pieces, group, like.dtype, like.device)

@@ -3,6 +3,8 @@
     optimizer ──once a step──▶ storage ──for each use──▶ leaf        groups of copies
     optimizer ◀──at the end── gradient ◀──each backward── leaf       buckets of gradients
 
+Where storage is cut further than what an optimizer updates, its copy is a slice of that.
+
 The copies and their groups are decided in `cost/copy_groups.py`, which plans read as well.
 """
 
@@ -50,7 +52,8 @@ def parameter_movements(program: Program) -> dict[str, ParameterMovement]:
 
 def _require_reduced(movement: ParameterMovement) -> None:
     cut = set(movement.places.optimizer.axes) - set(movement.leaf.axes)
-    if not cut <= set(movement.pending):
+    is_read_whole = movement.leaf.cuts_into(movement.places.optimizer)
+    if not (cut <= set(movement.pending) and is_read_whole):
         raise InvalidInput(
             "the states of a parameter are cut over axes over which its gradient is summed",
             got=f"{movement.name}: {movement.places.optimizer} for gradients over "
