@@ -111,7 +111,8 @@ class EfficientNet(nn.Module):
 
 def times(steps: Tensor, width: int) -> Tensor:
     """Sines and cosines of steps of diffusion."""
-    rates = torch.exp(-math.log(10000.0) * torch.arange(width // 2) / (width // 2))
+    order = torch.arange(width // 2, dtype=steps.dtype, device=steps.device)
+    rates = torch.exp(-math.log(10000.0) * order / (width // 2))
     angles = steps[:, None] * rates[None]
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 

@@ -51,7 +51,7 @@ def measure_plan(name: str, layers: int = 0) -> dict[str, Any]:
     layers = layers or asked.layers
     cluster = Cluster.preset(asked.machines, asked.nodes)
     started = time.process_time()
-    _warm()
+    warm_up()
     case, warm = asked.make(batch=asked.batch, layers=layers), time.process_time()
     captured = warm
 
@@ -93,7 +93,7 @@ def measure_plan(name: str, layers: int = 0) -> dict[str, Any]:
     }
 
 
-def _warm() -> None:
+def warm_up() -> None:
     """Load what the first capture and the first plan of a process load."""
     case = large_models.gpt2_xl(batch=2, sequence=4, layers=1)
     plan(case.model, case.args, case.kwargs, cluster=Cluster.preset("dgx-h100"), mesh=Mesh(x=2))

@@ -90,45 +90,45 @@ class FeedForward(nn.Module):
 
 def resnet50(*, batch: int = 256, size: int = 224, classes: int = 1000) -> Case:
     """The standard network for images."""
-    images, target = _meta(batch, 3, size, size), _meta(batch, dtype=torch.long)
+    images, target = meta(batch, 3, size, size), meta(batch, dtype=torch.long)
     return _case("resnet50", lambda: ResNet50(classes), images, target)
 
 
 def classifier(*, batch: int = 256, features: int = 2048, classes: int = 131072) -> Case:
     """A classifier over more classes than features."""
-    inputs, target = _meta(batch, features), _meta(batch, dtype=torch.long)
+    inputs, target = meta(batch, features), meta(batch, dtype=torch.long)
     return _case("classifier", lambda: Classifier(features, classes), inputs, target)
 
 
 def feed_forward(*, batch: int, width: int, pairs: int = 2) -> Case:
     """Linear layers with a mean squared error."""
-    x = _meta(batch, width)
+    x = meta(batch, width)
     return _case("feed-forward", lambda: FeedForward(width, pairs), x, x)
 
 
 def gpt2_xl(*, batch: int = 64, sequence: int = 1024, layers: int = 48) -> Case:
     """GPT-2 with 1.5 billion parameters."""
-    return _gpt2("gpt2-xl", batch, sequence, layers, hidden=1600, heads=25)
+    return gpt2("gpt2-xl", batch, sequence, layers, hidden=1600, heads=25)
 
 
 def gpt3(*, batch: int = 256, sequence: int = 2048, layers: int = 96) -> Case:
     """GPT-3 with 175 billion parameters."""
-    return _gpt2("gpt3", batch, sequence, layers, hidden=12288, heads=96)
+    return gpt2("gpt3", batch, sequence, layers, hidden=12288, heads=96)
 
 
 def gpt_1t(*, batch: int = 3072, sequence: int = 2048, layers: int = 128) -> Case:
     """A GPT with 1,008 billion parameters."""
-    return _gpt2("gpt-1t", batch, sequence, layers, hidden=25600, heads=160)
+    return gpt2("gpt-1t", batch, sequence, layers, hidden=25600, heads=160)
 
 
 def llama3(*, batch: int = 64, sequence: int = 4096, layers: int = 32) -> Case:
     """Llama 3 with 8 billion parameters."""
-    return _llama("llama3", batch, sequence, layers, hidden=4096, inner=14336, heads=32)
+    return llama("llama3", batch, sequence, layers, hidden=4096, inner=14336, heads=32)
 
 
 def llama3_70b(*, batch: int = 64, sequence: int = 131072, layers: int = 80) -> Case:
     """Llama 3.1 with 70 billion parameters, by default at all the length that it has."""
-    return _llama("llama3-70b", batch, sequence, layers, hidden=8192, inner=28672, heads=64)
+    return llama("llama3-70b", batch, sequence, layers, hidden=8192, inner=28672, heads=64)
 
 
 def mixtral(*, batch: int = 1024, sequence: int = 4096, layers: int = 56) -> Case:
@@ -146,7 +146,7 @@ def mixtral(*, batch: int = 1024, sequence: int = 4096, layers: int = 56) -> Cas
         max_position_embeddings=65536,
         use_cache=False,
     )
-    return _language("mixtral", lambda: transformers.MixtralForCausalLM(config), batch, sequence)
+    return language("mixtral", lambda: transformers.MixtralForCausalLM(config), batch, sequence)
 
 
 class Block(nn.Module):
@@ -202,12 +202,13 @@ def long_llama(*, sequence: int, batch: int = 1, layers: int = 32) -> Case:
     """The shape of Llama 3 with 8 billion parameters, for any length."""
     with torch.device("meta"):
         model = Decoder(layers, 128256, 4096, 14336, 32, 8).to(torch.bfloat16).train()
-    ids = _meta(batch, sequence, dtype=torch.long)
-    turns = (_meta(sequence, 128, dtype=torch.bfloat16) for _ in range(2))
+    ids = meta(batch, sequence, dtype=torch.long)
+    turns = (meta(sequence, 128, dtype=torch.bfloat16) for _ in range(2))
     return Case("long-llama", model, (ids, ids, *turns))
 
 
-def _gpt2(name: str, batch: int, sequence: int, layers: int, hidden: int, heads: int) -> Case:
+def gpt2(name: str, batch: int, sequence: int, layers: int, *, hidden: int, heads: int) -> Case:
+    """Return a GPT-2 of any size, computing in bfloat16."""
     transformers = _transformers()
     config = transformers.GPT2Config(
         n_embd=hidden,
@@ -219,12 +220,21 @@ def _gpt2(name: str, batch: int, sequence: int, layers: int, hidden: int, heads:
         attn_pdrop=0.0,
         use_cache=False,
     )
-    return _language(name, lambda: transformers.GPT2LMHeadModel(config), batch, sequence)
+    return language(name, lambda: transformers.GPT2LMHeadModel(config), batch, sequence)
 
 
-def _llama(
-    name: str, batch: int, sequence: int, layers: int, hidden: int, inner: int, heads: int
+def llama(
+    name: str,
+    batch: int,
+    sequence: int,
+    layers: int,
+    *,
+    hidden: int,
+    inner: int,
+    heads: int,
+    key_heads: int = 8,
 ) -> Case:
+    """Return a Llama of any size, computing in bfloat16."""
     transformers = _transformers()
     config = transformers.LlamaConfig(
         vocab_size=128256,
@@ -232,17 +242,18 @@ def _llama(
         intermediate_size=inner,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=8,
+        num_key_value_heads=key_heads,
         max_position_embeddings=max(8192, sequence),
         use_cache=False,
     )
-    return _language(name, lambda: transformers.LlamaForCausalLM(config), batch, sequence)
+    return language(name, lambda: transformers.LlamaForCausalLM(config), batch, sequence)
 
 
-def _language(name: str, make: Callable[[], nn.Module], batch: int, sequence: int) -> Case:
+def language(name: str, make: Callable[[], nn.Module], batch: int, sequence: int) -> Case:
+    """Return a causal language model of transformers on the meta device, with a batch of ids."""
     with torch.device("meta"):
         model = make().to(torch.bfloat16).train()
-    ids = _meta(batch, sequence, dtype=torch.long)
+    ids = meta(batch, sequence, dtype=torch.long)
     return Case(name, model, (), {"input_ids": ids, "labels": ids})
 
 
@@ -251,5 +262,6 @@ def _case(name: str, make: Callable[[], nn.Module], *args: Tensor) -> Case:
         return Case(name, make().train(), args)
 
 
-def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a tensor without values."""
     return torch.empty(shape, dtype=dtype, device="meta")
