@@ -268,7 +268,7 @@ def _in_one_microbatch(
 ) -> Request:
     """Return the request with one micro-batch: more, which nobody asked for, change the loss."""
     with suppress(InvalidInput):
-        uncut = replace(read_request(replace(options, microbatches=1)), wanted=request.wanted)
+        uncut = read_request(replace(options, microbatches=1))
         if uncut.microbatches == 1:
             return uncut
     schedule = request.schedule

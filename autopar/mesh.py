@@ -40,6 +40,11 @@ class Mesh:
         self.names: tuple[str, ...] = tuple(axes)
         self.shape: tuple[int, ...] = tuple(map(int, axes.values()))
 
+    @classmethod
+    def of_sizes(cls, sizes: Iterable[int]) -> Mesh:
+        """Return a mesh whose axes nobody has named."""
+        return cls(**dict(zip(AXIS_NAMES, sizes)))
+
     @cached_property
     def size(self) -> int:
         return math.prod(self.shape)
@@ -167,7 +172,7 @@ def meshes(devices: int, most_axes: int, per_node: int) -> tuple[Mesh, ...]:
     """
     every = [sizes for sizes in _factorisations(devices) if len(sizes) <= most_axes]
     even = [sizes for sizes in every if _respects_nodes(sizes, per_node)]
-    unsorted = (Mesh(**dict(zip(AXIS_NAMES, sizes))) for sizes in even or every)
+    unsorted = map(Mesh.of_sizes, even or every)
     return tuple(sorted(unsorted, key=lambda mesh: len(mesh.names)))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -124,7 +125,7 @@ def make_plans(
     profile: int | None = None,
 ) -> list[Plan]:
     """Return the fastest plans that differ, the best first: at most `profile`, or one."""
-    request = replace(read_request(options), wanted=profile or 1)
+    request = read_request(options)
     with reporter(options.progress) as report:
         report("capture", type(model).__name__)
         dynamic = _declared(model, args, kwargs, options)
@@ -135,18 +136,17 @@ def make_plans(
             require_loss(captured, profile)
         admitted = replace(admit(captured, request, options), patience=patience)
         uses_every_device = options.cluster is None or has_world()
-        choice = Choice(model, captured, admitted, report, uses_every_device)
+        choose = partial(Choice, model, captured, uses_every_device=uses_every_device)
+        choice = choose(request=admitted, report=report)
         try:
-            best, planner = choice.best()
+            ways = choice.best(profile or 1)
         except InseparableBatch as error:
             if admitted.microbatches is not None:
                 raise
-            choice = Choice(
-                model, captured, replace(admitted, microbatches=1), report, uses_every_device
-            )
-            best, planner = choice.best()
+            choice = choose(request=replace(admitted, microbatches=1), report=report)
+            ways = choice.best(profile or 1)
             warn(f"the step has one micro-batch, and each stage waits for others: {error.got}")
-        others = choice.kept.others
+    best, _ = ways[0]
     tell(captured, best)
     if request.mode == "data":
         tell_of_uncut(best)
@@ -158,7 +158,7 @@ def make_plans(
         Plan.of(
             candidate,
             mode=request.mode,
-            limit=limit,
+            limit=planner.request.limit,
             constraints=planner.constraints(
                 candidate.captured, candidate.decisions.recompute, candidate.mesh
             ),
@@ -168,7 +168,7 @@ def make_plans(
             strict=options.strict,
             progress=options.progress or False,
         )
-        for candidate, limit in ((best, planner.request.limit), *others)
+        for candidate, planner in ways
     ]
 
 

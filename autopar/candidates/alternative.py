@@ -6,6 +6,7 @@ plan.alternatives                        # those that a planner weighed
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autopar.base.schema import Count
@@ -55,3 +56,8 @@ class Alternative:
     def __str__(self) -> str:
         fits = "" if self.fits else ", does not fit"
         return f"{self.how}: {self.seconds:.4g} s, {self.memory / 1e9:.4g} GB{fits}"
+
+
+def best_first(ways: Iterable[Alternative]) -> tuple[Alternative, ...]:
+    """Return ways that fit first; of those that take as long, the one that was weighed first."""
+    return tuple(sorted(ways, key=lambda one: (not one.fits, float(f"{one.seconds:.9g}"))))

@@ -44,7 +44,7 @@ class Example:
         return {path: module.training for path, module in modules}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Captured:
     """The graph that capture hands on; nothing later changes it.
 

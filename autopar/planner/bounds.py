@@ -1,46 +1,297 @@
-"""Bounds: how much less than with whole states a step may take with cut ones.
+"""Lower bounds: what every way to run a step takes, whatever its layouts are.
 
-They may be faster: backward hides no more of an all-reduce than it computes, while of cut states
-forward hides the gathers.
+    bounds = Bounds(captured, request, regions)
+    bounds.seconds(question)     # no answer to it takes less; infinite: none fits
+    bounds.note(question, 0.1)   # its layouts alone take so long, as their search has proved
+
+Each bound is derived where it is computed. `seconds` adds those that may be added:
+
+- compute: each operator is cut over all ranks of a stage at best, and stages share the work evenly;
+- waiting: the shortest time of the schedule, however work is spread over stages (`least_time`);
+- traffic: what a search for layouts on the same mesh has proved, which holds for smaller
+  micro-batches, too, and less what cut states may hide;
+- memory: what forward keeps is cut over all ranks at best; what does not fit runs again, or goes to
+  the host, the cheapest first. Where not even that is enough, nothing fits.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from functools import cache, cached_property, lru_cache, partial
 from itertools import combinations
+from typing import NamedTuple
+
+from torch import fx
 
 from autopar.capture.captured import Captured
-from autopar.capture.origins import state_bytes
-from autopar.cluster import Cluster
+from autopar.capture.origins import is_of_parameters, state_bytes
+from autopar.capture.regions import runs
+from autopar.cluster import Cluster, Device
 from autopar.cost.cluster_price import ClusterPrice
-from autopar.errors import Interrupted
+from autopar.cost.footprint import unsharded_bytes
+from autopar.cost.operator_costs import facts_of
+from autopar.cost.saved_tensors import SavedTensors, saved_values, source
+from autopar.cost.unsharded_work import (
+    UnshardedWork,
+    runs_each_microbatch,
+    spread_seconds,
+    unsharded_work,
+)
 from autopar.mesh import Mesh
-from autopar.planner.layouts import LayoutRequest, Layouts
+from autopar.pipeline.memory.activation_counts import peak_counts
+from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.simulation.compute_lower_bound import least_time
+from autopar.planner.question import Question
+from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request
-from autopar.search.layout_search import OutOfTime
-from autopar.search.search_report import SearchReport
+from autopar.recompute import FULL, PLAIN, Recompute
 from autopar.states import States
 from autopar.strategies.node_info import info
+from autopar.strategies.registry import tensor_inputs
+from autopar.strategies.rule import Facts
 
 CHEAPEST = States.of("zero1")  # of states that are cut: the others move no less
+_SLACK = 1e-6  # relative, of a solver that rounds
+
+
+class Saving(NamedTuple):
+    """Bytes that some regions need not keep, and the least seconds that it takes to do without."""
+
+    bytes_: float
+    seconds: float
+
+
+class Bounds:
+    """What the ways to run one program take at least."""
+
+    def __init__(self, captured: Captured, request: Request, regions: Regions) -> None:
+        self._captured, self._request, self._regions = captured, request, regions
+        self._cluster = request.cluster
+        self._device = self._cluster.strongest(range(self._cluster.devices))
+        # Of what was asked for by name nothing is left to choose.
+        self._is_free = len(regions.kinds) > 1 and not regions.fixed
+        self._known: dict[tuple[int, Mesh], dict[int, float]] = {}
+        self.run, self.again, self.kept = cache(self._run), cache(self._again), cache(self._kept)
+        self._least_time, self._saved = cache(least_time), cache(self._saved_by_states)
+
+    def seconds(self, question: Question, schedule: Schedule | None = None) -> float:
+        """Return the seconds that a step takes at least; infinity if none fits. `schedule`: the
+        actions of the question's schedule, if they were listed."""
+        stages, parts = question.stages, question.microbatches
+        inner = question.meshes[0].size
+        pieces, is_staged = parts * inner, question.schedule is not None
+        if not self.fits(question, schedule):
+            return math.inf
+        times = parts / stages  # a rank runs its share of each micro-batch
+        again = self.least_again(question, schedule)
+        once = self.run(pieces, is_staged=is_staged) + again
+        least = max(times * once, self._traffic(question) + times * again)
+        if schedule is not None and schedule.all_parts == parts:
+            least = max(least, self._least_time(schedule) * once)
+        return least + (self.update if question.is_hosted else 0.0)
+
+    def note(self, question: Question, seconds: float) -> None:
+        """Keep what the search for layouts has proved: on each of the question's meshes no step
+        with whole states and nothing recomputed takes less."""
+        for mesh in question.meshes:
+            known = self._known.setdefault((question.stages, mesh), {})
+            known[question.microbatches] = max(seconds, known.get(question.microbatches, 0.0))
+
+    def _traffic(self, question: Question) -> float:
+        """Return the least that is known of layouts: smaller micro-batches take no less in all."""
+        least = math.inf
+        for mesh in question.meshes:
+            known = self._known.get((question.stages, mesh), {}).items()
+            fewer = (s for count, s in known if question.microbatches % count == 0)
+            least = min(least, max(fewer, default=0.0))
+        if question.states.is_cut and least and self._request.states is None:
+            least -= max(self._saved(mesh) for mesh in question.meshes) / question.stages
+        return max(0.0, least)
+
+    def fits(self, question: Question, schedule: Schedule | None = None) -> bool:
+        """Return whether some layouts may fit: each tensor cut over all ranks of a stage."""
+        limit, inner = self._request.roomiest, question.meshes[0].size
+        if not self._is_free or limit == math.inf:
+            return True
+        kind = question.recompute if isinstance(question.recompute, Recompute) else FULL
+        states = 0.0 if question.is_hosted else self.states
+        if kind.kind == "full" or kind.keep == "host":
+            return states / inner / question.stages <= limit
+        kept = self.kept(kind) / question.microbatches / inner
+        if schedule is None or not kept:
+            return (kept + states / inner) / question.stages <= limit
+        return kept * most_held(schedule, not kind.is_plain, states / inner / kept) <= limit
+
+    def least_again(self, question: Question, schedule: Schedule | None = None) -> float:
+        """Return the seconds that one micro-batch takes more, at least, on all stages together."""
+        kind, pieces = question.recompute, question.microbatches * question.meshes[0].size
+        if isinstance(kind, Recompute):
+            return self.again(pieces, kind)
+        if question.schedule is None:
+            missing = self.kept(PLAIN) / question.microbatches - self.left(question.is_hosted)
+            return self._least_for(missing * question.microbatches, pieces)
+        return 0.0
+
+    def left(self, is_hosted: bool) -> float:
+        """Return the bytes that all ranks have together, besides what they keep between steps."""
+        limit = self._request.roomiest * self._cluster.devices
+        return limit - (0.0 if is_hosted else self.states)
+
+    def _least_for(self, missing: float, pieces: int) -> float:
+        """Return the least seconds for a micro-batch that `missing` bytes are not kept. Bytes are
+        spared one by one, the cheapest first: no choice of whole regions takes less."""
+        if missing <= 0 or not self._is_free:
+            return 0.0
+        seconds = 0.0
+        for saving in sorted(self._savings(pieces), key=lambda one: one.seconds / one.bytes_):
+            share = min(1.0, missing / saving.bytes_)
+            seconds, missing = seconds + share * saving.seconds, missing - share * saving.bytes_
+            if missing <= 0:
+                break
+        return seconds * (1 - _SLACK)
+
+    def _savings(self, pieces: int) -> Iterable[Saving]:
+        """Return what regions spare if they run again, or if a host keeps it, whichever is less."""
+        host, shown = self._device.host, 2 * (1 - self._device.overlap)
+        for region in self._parts:
+            some = self.seconds_of(region.cheap_work, pieces)
+            more = max(0.0, self.seconds_of(region.work, pieces) - some)
+            for size, again in ((region.cheap, some), (region.dear, more)):
+                moved = math.inf if host.is_device else shown * host.copied(size / pieces, 0)
+                if size:
+                    yield Saving(size, min(again, moved))
+
+    @cached_property
+    def update(self) -> float:
+        """The seconds by which a step is longer, at least, where hosts update all that learns: each
+        device's host a part that is no larger than the others'."""
+        nodes = self._captured.graph.find_nodes(op="placeholder")
+        learned = [n for n in nodes if n.name in self._captured.parameters and info(n).learns]
+        moved = sum(info(n).val.numel() * state_bytes(n).updated * info(n).times for n in learned)
+        speeds = 1 / self._device.host.bandwidth - 1 / self._cluster.device.throughput
+        return max(0.0, moved / self._cluster.devices * speeds)
+
+    @cached_property
+    def states(self) -> float:
+        """The bytes that all ranks keep together of parameters, from step to step."""
+        asked = self._request.states
+        if asked is not None and asked.is_on_host:
+            return 0.0
+        sizes = unsharded_bytes(self._captured)
+        return sum(sizes.values()) - sizes["gradients"]  # which come when the rest has gone
+
+    def _run(self, pieces: int, *, is_staged: bool = False) -> float:
+        """Return the seconds, forward and backward, of one run on a part of each operator's work:
+        on the fastest devices, where stages may be large on these."""
+        device = self._device if is_staged else self._cluster.device
+        return sum(spread_seconds(self._work, pieces, device))
+
+    def average_run(self, pieces: int) -> float:
+        """Return the same where each device has as much of the work as it is fast."""
+        kinds = Counter[Device]()
+        for node, used in zip(self._cluster.nodes, self._cluster.used_of_nodes):
+            kinds[node.device] += used
+        seconds = {kind: sum(spread_seconds(self._work, pieces, kind)) for kind in kinds}
+        if not all(seconds.values()):
+            return 0.0
+        return self._cluster.devices / sum(n / seconds[kind] for kind, n in kinds.items())
+
+    def _again(self, pieces: int, kind: Recompute) -> float:
+        """Return the seconds of what runs again of a micro-batch if all regions are treated so."""
+        if kind.kind is None or not self._is_free:
+            return 0.0
+        works = (one.work if kind.kind == "full" else one.cheap_work for one in self._parts)
+        return sum(self.seconds_of(work, pieces) for work in works)
+
+    def seconds_of(self, work: UnshardedWork, pieces: int) -> float:
+        """Return the seconds of a forward of some work, cut into `pieces`, on the best device."""
+        return spread_seconds(work, pieces, self._device)[0]
+
+    def _kept(self, kind: Recompute) -> float:
+        """Return the bytes that all ranks keep together of a step, at least."""
+        if kind.kind == "full":
+            return 0.0
+        dropped = self._cheap if kind.kind else set[fx.Node]()
+        return float(sum(size for (node, _), size in self._values.items() if node not in dropped))
+
+    def _saved_by_states(self, mesh: Mesh) -> float:
+        """Return the seconds that cut states save at most, with any layouts on a mesh."""
+        return most_saved(self._captured, self._cluster, [mesh])
+
+    @cached_property
+    def _work(self) -> UnshardedWork:
+        nodes = filter(runs_each_microbatch, self._captured.operators)
+        return unsharded_work(self._captured, nodes)
+
+    @cached_property
+    def _values(self) -> dict[tuple[fx.Node, int], int]:
+        return saved_values(self._captured)
+
+    @cached_property
+    def _runs(self) -> list[list[fx.Node]]:
+        of_parameters = partial(is_of_parameters, captured=self._captured)
+        return [nodes for _, nodes in runs(self._captured.graph, self._regions.free, of_parameters)]
+
+    @cached_property
+    def _facts(self) -> dict[str, Facts | None]:
+        rules = ((node, self._captured.priced[node.name]) for node in self._captured.operators)
+        return {n.name: facts_of(n, rule, tensor_inputs(n)) for n, rule in rules if rule}
+
+    @cached_property
+    def _cheap(self) -> set[fx.Node]:
+        """The calls that may run again where regions keep only what is dear to make: cheap ones,
+        made of what is there. `passes/recompute_marks.py` decides so, given layouts."""
+        there = {node for node, _ in saved_values(self._captured, at_most=True)}
+        cheap = set[fx.Node]()
+        for node in (node for nodes in self._runs for node in nodes):
+            known, sources = self._facts.get(node.name), map(source, node.all_input_nodes)
+            is_there = all(n.op == "placeholder" or n in there or n in cheap for n in sources)
+            if is_there and known and known.is_cheap and not known.is_view:
+                cheap.add(node)
+        return cheap
+
+    @cached_property
+    def _parts(self) -> list[_Region]:
+        """The regions. What a region keeps goes for nothing if nothing in it has to run again."""
+        kept, saved = Counter[fx.Node](), SavedTensors(self._facts, {}, {})
+        for (node, _), size in self._values.items():
+            kept[node] += size
+        regions = []
+        for nodes in self._runs:
+            names = saved.remade(nodes)
+            again = [n for n in nodes if n.name in names and runs_each_microbatch(n)]
+            some = [n for n in again if n in self._cheap and kept[n]]
+            dear = float(sum(kept[n] for n in nodes if n not in self._cheap))
+            cheap = float(sum(kept[n] for n in nodes if n in self._cheap))
+            work, cheap_work = (unsharded_work(self._captured, calls) for calls in (again, some))
+            regions.append(_Region(dear, cheap, work, cheap_work))
+        return regions
+
+
+class _Region(NamedTuple):
+    """What runs again together, if it does."""
+
+    dear: float  # bytes that it keeps of what is dear to make: all ranks together
+    cheap: float  # of what is cheap
+    work: UnshardedWork  # of all that then runs again
+    cheap_work: UnshardedWork  # of what is cheap alone
 
 
 def most_saved(captured: Captured, cluster: Cluster, meshes: Sequence[Mesh]) -> float:
-    """The seconds of a step that cut states save at most, with any layouts on any of `meshes`.
+    """Return the seconds of a step that cut states save at most, with any layouts on any mesh.
 
     One all-reduce becomes two movements that together seldom take less, and forward hides some of
     the second. No parameter is larger than a whole one.
     """
-    prices = {
+    prices = [
         (price, axes)
         for mesh in meshes
         for price in [ClusterPrice(cluster, mesh, CHEAPEST.buffer_bytes)]
         for count in range(1, len(mesh.names) + 1)
         for axes in combinations(mesh.names, count)
-    }
+    ]
 
     def saved(size: float) -> float:
         def of(price: ClusterPrice, axes: tuple[str, ...]) -> float:
@@ -50,48 +301,32 @@ def most_saved(captured: Captured, cluster: Cluster, meshes: Sequence[Mesh]) -> 
 
         return max((of(*way) for way in prices), default=0.0)
 
-    learned = [
-        node
-        for node in captured.graph.find_nodes(op="placeholder")
-        if node.name in captured.parameters and info(node).learns
-    ]
     sizes = Counter[int]()
-    for node in learned:
-        size = info(node).val.numel() * max(state_bytes(node).copy, state_bytes(node).gradient)
-        sizes[size] += info(node).times
+    for node in captured.graph.find_nodes(op="placeholder"):
+        if node.name in captured.parameters and info(node).learns:
+            held = max(state_bytes(node).copy, state_bytes(node).gradient)
+            sizes[info(node).val.numel() * held] += info(node).times
     return sum(saved(float(size)) * count for size, count in sizes.items())
 
 
-def lowered(
-    known: SearchReport,
-    states: States,
-    asked: LayoutRequest,
-    layouts: Layouts,
-    is_huge: bool,
-    least: float,
-) -> SearchReport:
-    """What is known of a plan with these `states`, with a bound for all cut ones if it was chosen
-    to have some.
+@lru_cache(1 << 9)
+def most_held(made: Schedule, recompute: bool, states: float) -> float:
+    """Return how often some rank holds at least what all stages keep of one micro-batch together,
+    however they share it, and their `states`, which are so many times that."""
+    from ortools.linear_solver import pywraplp  # as slow to load as all of autopar
 
-    The layouts of the cheapest are looked for; where they are not, as of huge programs, or the
-    search for them ends early, it is by what cut states save at most, and not below the `least`
-    that operators take.
-    """
-    if layouts.request.states is not None or not states.is_cut:
-        return known
-    stages = 1 if asked.line is None else asked.line.stages
-    asked = replace(asked, states=CHEAPEST)
-    with suppress(KeyboardInterrupt, Interrupted, OutOfTime):
-        search = None if is_huge else layouts.find(asked)[0].search
-        if search is not None and not search.interrupted:
-            return known.lowered(search.bound / stages)
-    saved = saved_by_states(asked, layouts.request) / stages
-    return known.lowered(max(known.bound - saved, least))
-
-
-def saved_by_states(asked: LayoutRequest, request: Request) -> float:
-    """The seconds that cut states save at most of what is known with whole ones; none, if it was
-    asked for some."""
-    if request.states is not None:
-        return 0.0
-    return most_saved(asked.captured, asked.machines(request.cluster), asked.offered)
+    program = pywraplp.Solver.CreateSolver("GLOP")
+    most = program.NumVar(0, program.infinity(), "")
+    kept, stored = ([program.NumVar(0, 1, "") for _ in range(made.stages)] for _ in range(2))
+    program.Add(sum(kept) == 1)
+    program.Add(sum(stored) == 1)
+    moments = (
+        tuple((at, counts[0]) for at, counts in live.items())
+        for live in peak_counts(made, recompute=recompute)
+    )
+    for held in dict.fromkeys(moments):
+        share = states / made.pipes  # each pipe has a copy of a stage, or a part of it
+        program.Add(most >= sum(count * kept[at] + share * stored[at] for at, count in held))
+    program.Minimize(most)
+    is_solved = program.Solve() == pywraplp.Solver.OPTIMAL
+    return float(program.Objective().Value()) * (1 - _SLACK) if is_solved else 0.0

@@ -1,16 +1,12 @@
-"""Hosting: whether states may be on the host, and what that takes at least."""
+"""Hosting: whether states may be on the host."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from autopar.capture.annotations import devices_of
-from autopar.capture.captured import Captured
-from autopar.capture.origins import state_bytes
 from autopar.errors import InvalidInput
-from autopar.planner.request import Request
 from autopar.states import States
-from autopar.strategies.node_info import info
 
 
 def may_go(model: nn.Module, asked: States | None) -> bool:
@@ -27,14 +23,3 @@ def may_go(model: nn.Module, asked: States | None) -> bool:
             source=stays[0][1],
         )
     return not stays
-
-
-def least_update(captured: Captured, request: Request) -> float:
-    """The seconds by which a step is longer, at least, where hosts update all that learns: each
-    device's host a part that is no larger than others'."""
-    cluster, devices = request.cluster, request.cluster.devices
-    host = cluster.strongest(range(devices)).host
-    nodes = captured.graph.find_nodes(op="placeholder")
-    learned = [n for n in nodes if n.name in captured.parameters and info(n).learns]
-    moved = sum(info(n).val.numel() * state_bytes(n).updated * info(n).times for n in learned)
-    return max(0.0, moved / devices * (1 / host.bandwidth - 1 / cluster.device.throughput))

@@ -6,6 +6,7 @@ large one's devices, may be worth less than they cost. Each offer has a choice o
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,17 +15,14 @@ from functools import partial
 import torch.distributed as dist
 from torch import nn
 
-from autopar.candidates.alternative import Alternative
+from autopar.candidates.alternative import Alternative, best_first
 from autopar.candidates.candidate import Candidate
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster, Device
 from autopar.errors import Interrupted, InvalidInput
-from autopar.planner.deep import DeepPlanner
-from autopar.planner.fastest import Fastest
-from autopar.planner.ledger import best_first
+from autopar.planner.loop import Planner
 from autopar.planner.patience import Ended
 from autopar.planner.request import Request
-from autopar.search.layout_search import NothingFaster
 from autopar.text.progress import Report
 
 
@@ -66,65 +64,65 @@ class Choice:
         captured: Captured,
         request: Request,
         report: Report,
-        is_all: bool,
+        *,
+        uses_every_device: bool,
     ) -> None:
-        """`is_all`: all devices are to be used."""
         self.request = request
-        self._planner_of = partial(DeepPlanner, model, captured, report=report)
-        is_free = request.mesh is None and request.mode == "auto" and not is_all
+        self._planner_of = partial(Planner, model, captured, report=report)
+        is_free = request.mesh is None and request.mode == "auto" and not uses_every_device
         self._offers = list(offers(request.cluster)) if is_free else [request.cluster]
-        self._planners: list[DeepPlanner] = []
-        self.kept = Fastest(request.wanted)  # the fastest of all planners
+        self.planners: list[Planner] = []
         self.ended: Ended = ""  # early
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
         """All that was weighed, the best first."""
-        return best_first(one for planner in self._planners for one in planner.alternatives)
+        return best_first(one for planner in self.planners for one in planner.alternatives)
 
     @property
     def left_out(self) -> Counter[str]:
-        """What bounds ruled out."""
-        return sum((planner.left_out for planner in self._planners), Counter())
+        """How many questions bounds ruled out."""
+        return sum((planner.left_out for planner in self.planners), Counter())
 
-    def best(self) -> tuple[Candidate, DeepPlanner]:
-        """The fastest way to run a step, and who found it."""
-        found: tuple[Candidate, DeepPlanner] | None = None
-        refused: list[Exception] = []
+    @property
+    def asked(self) -> list[str]:
+        """Every question with its answer and the rule that asked it, in order."""
+        return [str(one) for planner in self.planners for one in planner.asked]
+
+    def best(self, wanted: int = 1) -> list[tuple[Candidate, Planner]]:
+        """Return the best ways to run a step that differ, at most so many, and who found them."""
+        ways: list[tuple[Candidate, Planner]] = []
+        refused: list[InvalidInput] = []
         for cluster in self._offers:
-            asked = replace(self._on(cluster), fastest=self.kept.cutoff)
-            if found is not None and asked.patience.is_over():
+            fastest = ways[wanted - 1][0].seconds if len(ways) >= wanted else math.inf
+            request = replace(self._on(cluster), fastest=fastest)
+            if ways and request.patience.is_over():
                 self.ended = "time"
                 break
-            planner = self._planner_of(request=asked)
-            self._planners.append(planner)
+            planner = self._planner_of(request=request)
+            self.planners.append(planner)
             try:
-                candidate = planner.best()
+                ways += [(candidate, planner) for candidate in planner.best(wanted)]
             except InvalidInput as error:
                 refused.append(error)
-            except NothingFaster:
-                pass
-            except (KeyboardInterrupt, Interrupted):
-                self.ended = "Ctrl-C"
-                if found is None:
+            except Interrupted:
+                if not ways:
                     raise
-            else:
-                self.kept.add(*planner.kept.found)
-                if found is None or candidate.seconds < found[0].seconds:
-                    found = candidate, planner
+            if len(self.planners) > 1:
+                ways.sort(key=lambda way: way[0].seconds)
             self.ended = self.ended or planner.ended
             if self.ended:
                 break
-        if found is None:
+        if not ways:
             raise refused[0]
-        best, by = found
-        is_told = len(self._planners) == len(self._offers) and by is self._planners[-1]
-        if self.ended and not is_told:  # of what its planner left
-            best = best.changed(best.search and best.search.cut_short())
-        return best, by
+        best, by = ways[0]
+        is_told = len(self.planners) == len(self._offers) and by is self.planners[-1]
+        if self.ended and not is_told and best.search:  # of what its planner left
+            ways[0] = best.changed(best.search.cut_short()), by
+        return ways[:wanted]
 
     def _on(self, cluster: Cluster) -> Request:
-        """The same request on these machines, whose memory is theirs."""
+        """Return the same request on these machines, whose memory is theirs."""
         asked = self.request
         is_own = asked.limit == asked.cluster.device.memory
         limit = cluster.device.memory if is_own else asked.limit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,7 +12,6 @@ from autopar.cluster.cluster_part import PipelineLine
 from autopar.defaults import Mode
 from autopar.mesh import Mesh, meshes
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.schedules import weighed_schedules
 from autopar.planner.patience import FOREVER, Patience
 from autopar.planner.recomputation import AskedRecomputation
 from autopar.states import HOSTED, NAMED, WHOLE, States
@@ -21,9 +20,6 @@ AXIS = "pp"  # of a pipeline, if nobody calls it otherwise
 MOST_AXES = 3  # of a mesh without a pipeline
 MOST_INNER_AXES = 2  # of a mesh inside each stage
 MOST_STAGES = 64  # that are tried unasked
-ROUNDS = (1, 2, 4, 8)  # micro-batches tried, in multiples of the number of stages
-MOST_ACTIONS = 1 << 12  # stages times micro-batches, of what is tried unasked
-MOST_PARTS = 64  # micro-batches tried without a pipeline
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,6 @@ class Request:
     recompute: AskedRecomputation = field(default_factory=AskedRecomputation)
     states: States | None = None
     fastest: float = math.inf  # seconds: what takes as long is not wanted
-    wanted: int = 1  # how many of the fastest ways
     patience: Patience = FOREVER
 
     @property
@@ -69,19 +64,13 @@ class Request:
         is_own = self.memory == self.cluster.device.memory
         return most if is_own else self.memory
 
-    def sizes(self) -> Iterator[tuple[int, int]]:
-        """Numbers of stages and of micro-batches to try."""
+    @property
+    def stage_counts(self) -> Sequence[int]:
+        """The numbers of stages to try."""
         devices = self.cluster.devices
-        most = min(devices, MOST_STAGES)
-        counts = [n for n in range(1, most + 1) if devices % n == 0]
-        for count in [self.stages] if self.stages else counts:
-            if self.microbatches is not None:
-                yield count, self.microbatches
-            elif count == 1:
-                yield from ((1, 1 << power) for power in range(MOST_PARTS.bit_length()))
-            else:
-                rows = (count * rounds for rounds in ROUNDS)
-                yield from ((count, parts) for parts in rows if count * parts <= MOST_ACTIONS)
+        if self.stages:
+            return [self.stages]
+        return [n for n in range(1, min(devices, MOST_STAGES) + 1) if devices % n == 0]
 
     def meshes(self, stages: int, microbatches: int = 1) -> Sequence[Mesh]:
         """The meshes to try inside each of so many stages."""
@@ -125,10 +114,3 @@ class Request:
             return Mesh(**{str(self.axis): stages, **inner.sizes})
         parts = [part for axis in self.mesh for part in inner.split_axes(axis) or (axis,)]
         return Mesh(**{part: (inner if part in inner else self.mesh)[part] for part in parts})
-
-    def schedules(self, stages: int, microbatches: int, blocks: int = 0) -> Sequence[Schedule]:
-        """The schedules to try, those that exist for these numbers, of a program of so many equal
-        blocks."""
-        if self.schedule is not None:
-            return [self.schedule]
-        return weighed_schedules(stages, microbatches, blocks)

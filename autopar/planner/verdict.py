@@ -13,8 +13,7 @@ nothing(found, request, regions, captured)    where all that was found is too la
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -24,18 +23,12 @@ from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of, registered_as, rule_for
 from autopar.capture.normalisations.draws import instead
 from autopar.capture.randomness import is_random
-from autopar.capture.sizes import rows_of
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.passes.batch_cutter import InseparableBatch
 from autopar.passes.microbatches import batch_statistics
 from autopar.planner.patience import Ended
-from autopar.planner.recomputation import PLAIN, Regions
-from autopar.planner.request import Request
 from autopar.search.decisions import Fallback
-from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
 from autopar.solver.cp_sat_residual import relative_gap
-from autopar.states import HOSTED
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results, maker
 from autopar.text.source_lines import frames_to_caller
@@ -161,34 +154,6 @@ def refuse_random(captured: Captured, mesh: Mesh, microbatches: int) -> None:
         )
 
 
-def no_size(reasons: Mapping[str, InvalidInput], request: Request) -> InvalidInput:
-    """What is said where no number of stages and micro-batches can be: the one reason as it is, or
-    each with the first that it holds for. A batch that no number
-    of micro-batches divides is the one reason."""
-    for error in reasons.values():
-        if isinstance(error, InseparableBatch):
-            return error
-    sizes: dict[str, list[str]] = {}
-    for size, error in reasons.items():
-        sizes.setdefault(error.rule, []).append(size)
-    if len({(error.rule, str(error.got)) for error in reasons.values()}) == 1:
-        return [*reasons.values()][-1]
-    often = sorted(sizes.items(), key=lambda one: -len(one[1]))  # what holds for most, first
-    remedies = [str(reasons[of[0]].remedy) for _, of in often[:1]]
-    if request.given:
-        remedies.append(f"leave {' or '.join(request.given)} out, which is then chosen")
-    return InvalidInput(
-        "a model can be run in some number of stages and micro-batches",
-        got="\n".join(f"{_first_of(of)}: {rule}: {reasons[of[0]].got}" for rule, of in often),
-        remedy="; or ".join(remedies) or None,
-    )
-
-
-def _first_of(sizes: Sequence[str]) -> str:
-    more = f" (and {counted(len(sizes) - 1, 'other')})" if len(sizes) > 1 else ""
-    return f"{sizes[0]}{more}"
-
-
 def named_statistics(statistics: Sequence[fx.Node]) -> str:
     """Batch norms by their modules."""
     names = list(dict.fromkeys(info(node).module or "the model" for node in statistics))
@@ -211,23 +176,3 @@ def cut_short(ended: Ended, seconds: float, best: Candidate) -> str:
 def warn(message: str) -> None:
     """Tell of something at the user's line."""
     warnings.warn(message, stacklevel=frames_to_caller())
-
-
-def too_large(ways: Sequence[Candidate], memory: float) -> list[SmallestFootprint]:
-    """What those ways need that take more than `memory`."""
-    found = [way.footprint(way.alternative(memory)) for way in ways]
-    return [footprint for footprint in found if footprint.memory > memory]
-
-
-def nothing(
-    found: Sequence[SmallestFootprint], request: Request, regions: Regions, captured: Captured
-) -> NothingFits:
-    """No way fits: these are too large."""
-    # Where plans were priced, what layouts need at least says no more.
-    least = min(found, key=lambda footprint: (footprint.is_bound, footprint.memory))
-    plain = regions.kinds == (PLAIN,) and bool(regions.free)
-    states = request.states is not None and request.states not in HOSTED
-    untried = ('recompute="auto"',) * plain + ('states="auto"',) * states
-    example = captured.example
-    rows = rows_of(example.args, example.kwargs)
-    return NothingFits.of(request.memory, replace(least, untried=untried, rows=rows or 0))

@@ -7,7 +7,7 @@ from contextlib import suppress
 from autopar.candidates.alternative import Alternative
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.mesh import Mesh
-from autopar.planner.deep import DeepPlanner
+from autopar.planner.loop import Planner
 from autopar.planner.recomputation import AskedRecomputation
 from autopar.planner.request import Request
 from autopar.plans.plan_value import PlanValue
@@ -31,8 +31,8 @@ def next_mesh(plan: PlanValue, limit: float) -> Alternative | None:
         return None
     with suppress(InvalidInput, NothingFits, ExecutionError), reporter(plan.progress) as report:
         report("mesh", str(request))
-        planner = DeepPlanner(plan.original.example.model, plan.original, request, report)
-        return planner.best().alternative(limit)
+        planner = Planner(plan.original.example.model, plan.original, request, report)
+        return planner.best()[0].alternative(limit)
     return None
 
 

@@ -176,8 +176,8 @@ def _searched(
             require_rules(whole)
         with reporter(plan.progress) as report:
             report("search", f"{counted(cluster.devices, 'device')}")
-            choice = Choice(model, whole, request, report, has_world())
-            best, _ = choice.best()
+            choice = Choice(model, whole, request, report, uses_every_device=has_world())
+            best, _ = choice.best()[0]
         refuse_random(whole, best.whole_mesh, best.microbatches)
     except (InvalidInput, NothingFits) as error:
         return _Outcome(refused=f"{error.rule}: {error.got}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from contextlib import suppress
 from math import prod
 from typing import Any
@@ -78,6 +79,23 @@ def most_chunks(stages: int, microbatches: int, blocks: int) -> int:
     return max(2, min(blocks // stages, _MOST_WEIGHED // (stages * microbatches)))
 
 
+def weighed_names(
+    stages: int, microbatches: int, blocks: int = 0
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the names and options of the schedules to weigh for these numbers.
+
+    Schedules with chunks are tried with as many as `blocks` equal blocks allow, too.
+    """
+    names: list[tuple[str, Mapping[str, Any]]] = []
+    most = most_chunks(stages, microbatches, blocks)
+    for name, generator in sorted(GENERATORS.items()):
+        weighed = generator.weighed
+        if any(0 < options.get("chunks", 0) < most for options in weighed):
+            weighed = *weighed, {"chunks": most}
+        names += [(name, options) for options in weighed]
+    return names
+
+
 def weighed_schedules(stages: int, microbatches: int, blocks: int = 0) -> list[Schedule]:
     """Return the schedules to weigh that exist for these numbers, the plainest first.
 
@@ -85,16 +103,11 @@ def weighed_schedules(stages: int, microbatches: int, blocks: int = 0) -> list[S
     with as many as `blocks` equal blocks allow, too.
     """
     schedules: list[Schedule] = []
-    most = most_chunks(stages, microbatches, blocks)
-    for name in NAMES:
-        weighed = GENERATORS[name].weighed
-        if any(0 < options.get("chunks", 0) < most for options in weighed):
-            weighed = *weighed, {"chunks": most}
-        for options in weighed:
-            with suppress(InvalidInput):
-                candidate = schedule(name, stages=stages, microbatches=microbatches, **options)
-                check(candidate)
-                schedules.append(candidate)
+    for name, options in weighed_names(stages, microbatches, blocks):
+        with suppress(InvalidInput):
+            candidate = schedule(name, stages=stages, microbatches=microbatches, **options)
+            check(candidate)
+            schedules.append(candidate)
     schedules.sort(key=lambda s: (s.pipes, len(s.split_stages) > 0, s.chunks))
     first = {(s.placement, s.orders, s.parts): s for s in reversed(schedules)}
     return [s for s in schedules if s is first[s.placement, s.orders, s.parts]]

@@ -1,0 +1,263 @@
+"""Answers to questions: layouts are searched for, stages are cut, and the way is priced.
+
+    asker = Asker(model, captured, request, bounds, report)
+    asker.program                     # of which to ask: short, if equal blocks stand for many
+    asker.ask(question, cutoff=1.5)   # Found, TooLarge, TooSlow, OutOfTime, Refused or Unlike
+
+An answer depends on its question alone and is kept. `cutoff` spares work: a way that is sure to
+take so many seconds is answered by that bound. Questions with equal layouts share their search.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, partial
+
+from torch import nn
+
+from autopar.candidates.candidate import Candidate
+from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
+from autopar.capture.captured import Captured
+from autopar.capture.shortened import LEAST_BESIDE, Shortened, shortened
+from autopar.errors import InvalidInput
+from autopar.mesh import Mesh
+from autopar.passes.microbatches import cut_batch
+from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.stages.stretch import NotAlike
+from autopar.planner.bounds import Bounds
+from autopar.planner.layouts import LayoutRequest, Layouts
+from autopar.planner.mixed import mixed
+from autopar.planner.question import (
+    Answer,
+    Found,
+    OutOfTime,
+    Question,
+    Refused,
+    TooLarge,
+    TooSlow,
+    Unlike,
+)
+from autopar.planner.recomputation import Regions
+from autopar.planner.request import Request
+from autopar.planner.schedule_lists import listed
+from autopar.planner.staged import StagedProgram, StagedWay, Tried
+from autopar.planner.whole import Whole
+from autopar.recompute import FULL, Recompute
+from autopar.search import layout_search
+from autopar.search.constraints import Constraints, read_constraints, require_used
+from autopar.search.layout_search import NothingFaster
+from autopar.search.smallest_footprint import NothingFits
+from autopar.states import WHOLE
+from autopar.text.progress import Report
+
+HUGE = 2000  # calls of a program of which a way that is too slow gets no program of its own
+
+
+class Asker:
+    """Answers the questions about one model and request."""
+
+    def __init__(
+        self, model: nn.Module, captured: Captured, request: Request, report: Report
+    ) -> None:
+        require_used(model, captured, request.mode, request.stages)
+        self._model, self._request, self._report = model, request, report
+        self._annotations, self._pins = parameter_annotations(model), stage_pins(model)
+        self.whole_program = captured
+        short = self._shortened(captured)
+        brief = short and shortened(captured, LEAST_BESIDE)
+        self.whole = Whole(short, brief, request) if short and brief else None
+        self.program = captured if self.whole is None else self.whole.short.captured
+        self.is_huge = captured.length > HUGE
+        self._desks = cache(self._desk)
+        self._answers: dict[Question, Answer] = {}
+        self.bounds = Bounds(self.program, request, self.regions)
+
+    @property
+    def regions(self) -> Regions:
+        """The regions of the program that is asked about first."""
+        return self._desks(self.program).regions
+
+    @property
+    def least_stages(self) -> int:
+        """The fewest stages that annotations allow."""
+        return 2 if any(pin.stage > 0 for pin in self._pins) else 1
+
+    def ask(self, question: Question, cutoff: float = math.inf) -> Answer:
+        """Answer a question; with a bound, if every way takes `cutoff` seconds at least."""
+        known = self._answers.get(question)
+        if known is None or (isinstance(known, TooSlow) and known.bound < cutoff):
+            known = self._answers[question] = self._answered(question, cutoff)
+        return known
+
+    def _answered(self, question: Question, cutoff: float) -> Answer:
+        desk = self._desks(question.program)
+        try:
+            return desk.answer(question, cutoff)
+        except NothingFits as error:
+            smallest = error.smallest.in_stages(question.stages)
+            return TooLarge(smallest.memory, smallest=smallest)
+        except NothingFaster:
+            return TooSlow(cutoff)
+        except layout_search.OutOfTime:
+            return OutOfTime()
+        except NotAlike:
+            return Unlike()
+        except InvalidInput as error:
+            return Refused(error.with_traceback(None))
+
+    def finished(self, candidate: Candidate) -> Candidate | None:
+        """Return a way to run the whole program; None if it is not what the short one said."""
+        try:
+            return candidate if self.whole is None else self.whole.same(candidate)
+        except NotAlike:
+            return None
+
+    def constraints(
+        self, program: Captured, decided: Mapping[str, Recompute], mesh: Mesh
+    ) -> Constraints:
+        """Return what annotations ask for, where these regions are recomputed."""
+        if self._request.mode == "data":
+            return Constraints(recompute=decided)
+        return replace(read_constraints(program, mesh, self._annotations), recompute=decided)
+
+    def _shortened(self, captured: Captured) -> Shortened | None:
+        """Return the short program, if nothing is said of single parts of the whole."""
+        model, request = self._model, self._request
+        is_annotated = any(self._annotations) or any(self._pins) or any(marked_regions(model))
+        if request.mode != "auto" or is_annotated or request.recompute.modules:
+            return None
+        return shortened(captured)
+
+    def _desk(self, program: Captured) -> _Desk:
+        whole = self.whole if program is self.program else None
+        regions = Regions(program, self._request.recompute, marked_regions(self._model))
+        layouts = Layouts(self._request, self.constraints, self._report, whole)
+        return _Desk(self, program, regions, layouts, whole)
+
+
+class _Desk:
+    """Answers the questions about one program: the whole, or a short one that stands for it."""
+
+    def __init__(
+        self,
+        asker: Asker,
+        program: Captured,
+        regions: Regions,
+        layouts: Layouts,
+        whole: Whole | None,
+    ) -> None:
+        self._asker, self.program, self.regions = asker, program, regions
+        self._request, self._memory = asker._request, asker._request.memory
+        self._layouts, self._whole = layouts, whole
+        self._batches = cache(partial(cut_batch, program))
+        self._tried: dict[int, Tried] = {}  # what is known of layouts, with any states
+        self._staged: dict[tuple[object, ...], StagedProgram] = {}
+
+    def answer(self, question: Question, cutoff: float) -> Answer:
+        """Answer a question, or raise what layouts, stages and batches raise."""
+        laid = self._laid(question, cutoff)
+        if question.schedule is not None:
+            made = listed(question.schedule, question.stages, question.microbatches)
+            return self._in_stages(question, laid, made, cutoff)
+        if question.is_mixed:
+            return mixed(laid, self.regions, self._memory, self._whole, cutoff)
+        decided = self.regions.all(self._kind(question))
+        way = laid.recomputed(decided)
+        return self._weighed(way.changed(way.search and way.search.taken(way.seconds)), cutoff)
+
+    def _weighed(self, way: Candidate, cutoff: float) -> Answer:
+        if self._asker.is_huge and way.seconds >= cutoff:
+            return TooSlow(way.seconds)
+        if way.fits(self._memory):
+            return Found(way)
+        return TooLarge(way.needed(self._memory), way)
+
+    def _kind(self, question: Question) -> Recompute:
+        kind = question.recompute
+        return kind if isinstance(kind, Recompute) else self.regions.kinds[0]
+
+    def _laid(self, question: Question, cutoff: float) -> Candidate:
+        """Return the program with its layouts, of which no region runs again that need not."""
+        request = self.layout_request(question, cutoff)
+        laid, _ = self._layouts.find(request)
+        is_plain = request.recompute == self.regions.all(self.regions.kinds[0])
+        is_first = is_plain and (request.states.is_whole or self._request.states is not None)
+        if laid.search and not laid.search.interrupted and is_first and request.memory == math.inf:
+            self._asker.bounds.note(question, laid.search.bound / question.stages)
+        placed = laid.placed(question.states)
+        if placed is not laid and not placed.decisions.apart:
+            raise InvalidInput(
+                "states are cut over ranks that hold replicas of parameters",
+                got=f"{question.states} on {laid.mesh}, where no gradient is summed over ranks",
+                remedy='states="whole"',
+            )
+        return placed
+
+    def layout_request(self, question: Question, cutoff: float = math.inf) -> LayoutRequest:
+        """Return what is asked of the layouts of a question's program."""
+        is_straight = question.schedule is None
+        parts = question.microbatches
+        batches = None if is_straight and parts == 1 else self._batches(parts)
+        own = question.has_own_layouts
+        kind = self.regions.kinds[0]
+        if own:
+            kind = question.recompute if isinstance(question.recompute, Recompute) else FULL
+        return LayoutRequest(
+            captured=self.program if batches is None else batches.captured,
+            batches=batches,
+            offered=question.meshes,
+            memory=question.memory,
+            is_all=is_straight,
+            states=question.states if own else WHOLE,
+            recompute=self.regions.all(kind),
+            cutoff=cutoff * question.stages,
+            line=None if is_straight else self._request.line(question.stages),
+        )
+
+    def _in_stages(
+        self, question: Question, laid: Candidate, made: Schedule, cutoff: float
+    ) -> Answer:
+        """Answer by the fastest stages; if these are too large, by stages that share out memory."""
+        program = self._program_in_stages(laid, question)
+        kinds = self.regions.staged if question.is_mixed else (self._kind(question),)
+        answer: Answer = TooSlow(cutoff)
+        for kind in kinds:
+            answer = self._weighed_stages(program.fastest(made, kind), cutoff)
+            way = None
+            if isinstance(answer, TooLarge) and self._is_worth_cutting(made, answer):
+                way = program.within(made, kind, self._memory)
+            if way is not None:
+                answer = self._weighed_stages(way, cutoff)
+            if not isinstance(answer, TooLarge):
+                return answer
+        return answer
+
+    def _weighed_stages(self, way: StagedWay, cutoff: float) -> Answer:
+        if way.seconds >= cutoff and self._asker.is_huge:
+            return TooSlow(way.seconds)
+        if self._asker.is_huge and max(way.spread, way.least) > self._memory:
+            return TooLarge(max(way.spread, way.least), way)
+        return self._weighed(way.candidate, cutoff)
+
+    def _is_worth_cutting(self, made: Schedule, answer: TooLarge) -> bool:
+        """Return whether to look for stages that fit: those of large programs that share their
+        ranks take seconds."""
+        is_simple = made.pipes == made.chunks == 1 or self._request.schedule is not None
+        if self._asker.is_huge and not is_simple:
+            return False
+        return not (isinstance(answer.way, StagedWay) and answer.way.spread > self._memory)
+
+    def _program_in_stages(self, laid: Candidate, question: Question) -> StagedProgram:
+        own = laid.decisions.strategies
+        tried = self._tried.setdefault(id(own), Tried(own))
+        key = id(own), question.states, question.stages
+        if key not in self._staged:
+            regions = self.regions
+            if self._whole is not None and laid.captured.times == 1:
+                regions = self._whole.regions
+            self._staged[key] = StagedProgram(
+                laid, question.stages, self._request, regions, self._asker._pins, tried
+            )
+        return self._staged[key]

@@ -1,0 +1,275 @@
+"""Estimates: what a question is likely to be answered, in microseconds, before it is asked.
+
+    estimates = Estimates(captured, request, bounds)
+    estimates.of(question)                  # Estimate(seconds=1.7, bytes_=6e10)
+    estimates.learn(question, 1.9)    # what an answer teaches about similar questions
+
+An estimate adds up what an expert would on paper: the compute of a rank, two reductions of an
+activation for a pair of products that are cut, the sum of gradients, the bubble of the schedule,
+and the bytes of states and of what forward keeps. It orders questions, and rules out none. Answers
+correct it: by a factor for the same mesh, or else for meshes with an equal last axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from autopar.capture.captured import Captured
+from autopar.capture.origins import is_of_parameters
+from autopar.cluster import Cluster
+from autopar.cluster.cluster_part import ClusterPart
+from autopar.cost.cluster_price import ClusterPrice
+from autopar.cost.footprint import unsharded_bytes
+from autopar.mesh import Mesh
+from autopar.passes.microbatches import batch_size
+from autopar.pipeline.memory.activation_counts import peak_counts
+from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.simulation.simulator import simulate
+from autopar.planner.bounds import Bounds
+from autopar.planner.question import Question, ScheduleName
+from autopar.planner.request import Request
+from autopar.planner.schedule_lists import listed
+from autopar.recompute import FULL, PLAIN, SELECTIVE, Recompute
+from autopar.states import Factor, States
+from autopar.strategies.node_info import info
+from autopar.strategies.registry import tensor_inputs
+
+_BASE = 4  # stages of the pipeline by which a schedule is judged
+_HIDDEN = 0.7  # of a rank's compute, behind which sums and gathers hide
+_SHOWN = 0.1  # of a movement that hides
+_KEPT_BY_FULL = 0.04  # of what a program keeps, if all its regions run again
+
+
+# Of an estimate, by how alike the answers are that corrected it.
+_DOUBTS = (0.0, 0.0, 0.03, 0.06, 0.1, 0.15)
+
+
+class Estimate(NamedTuple):
+    """What a way to run a step is likely to take."""
+
+    seconds: float
+    bytes_: float  # on the fullest device
+
+
+class _Shape(NamedTuple):
+    """How a schedule behaves for each of its stages."""
+
+    bubble: float  # micro-batches' time that a rank waits, for each stage but one
+    live: float  # parts of the model's activations on the fullest rank, where one part is a
+    # micro-batch's on one of its stages, for each rank
+    pipes: int
+
+
+class Estimates:
+    """Judges the questions about one program."""
+
+    def __init__(self, captured: Captured, request: Request, bounds: Bounds) -> None:
+        self._captured, self._request, self._bounds = captured, request, bounds
+        self._rows = batch_size(captured) or 1
+        self._sizes = unsharded_bytes(captured)
+        self._products = _products(captured)
+        self._seconds, self._bytes = _Ratios(), _Ratios()
+        self._moves, self._price = cache(self._moved), cache(self._priced)
+        self._work = cache(bounds.average_run)
+
+    def of(self, question: Question) -> Estimate:
+        """Return what the best of the question's meshes is likely to take."""
+        return min(self._on(question, mesh) for mesh in question.meshes)
+
+    def doubt(self, question: Question) -> float:
+        """Return the part of its seconds by which an estimate may be too high."""
+        names = self._names(question, question.meshes[0])
+        known = next((at for at, name in enumerate(names) if name in self._seconds), len(names))
+        return _DOUBTS[known]
+
+    def learn(self, question: Question, seconds: float) -> None:
+        """Correct the estimates of similar questions by the seconds of an answer."""
+        mesh = question.meshes[0]
+        guess = self._on(question, mesh, is_plain=True)
+        self._seconds.note(self._names(question, mesh), seconds / guess.seconds)
+
+    def learn_bytes(self, question: Question, bytes_: float) -> None:
+        """Correct them by the bytes that the fullest device needs."""
+        mesh = question.meshes[0]
+        guess = self._on(question, mesh, is_plain=True)
+        self._bytes.note(self._kept_names(question, mesh), bytes_ / guess.bytes_)
+
+    def _names(self, question: Question, mesh: Mesh) -> Sequence[Hashable]:
+        """Return what ratios are kept by, the most alike first."""
+        size, last = (question.stages, mesh), mesh.shape[1:]
+        parts = question.microbatches
+        return (*size, parts, question.states), (*size, parts), size, last, "any"
+
+    def _kept_names(self, question: Question, mesh: Mesh) -> Sequence[Hashable]:
+        kind = question.is_mixed or question.recompute
+        size = question.stages, mesh, question.microbatches
+        return (*size, question.states, question.schedule, kind), (*size, kind), kind
+
+    def _on(self, question: Question, mesh: Mesh, *, is_plain: bool = False) -> Estimate:
+        """Return the estimate on one mesh; `is_plain`: as it is without any answer."""
+        stages, parts = question.stages, question.microbatches
+        data, tensor = self._degrees(mesh, parts)
+        shape = _Shape(0.0, 1.0, 1)
+        if question.schedule is not None:
+            shape = _shape(question.schedule, min(stages, _BASE))
+        pieces = parts * mesh.size
+        states = self._state_bytes(question.states, data) * shape.pipes / stages / tensor
+        live = 1.0 if question.schedule is None else min(parts, shape.live * stages)
+        share = live / pieces / stages
+        kept = {kind: self._bounds.kept(kind) * share for kind in (PLAIN, SELECTIVE)}
+        kept[FULL] = _KEPT_BY_FULL * kept[PLAIN]
+        again, bytes_ = self._recomputed(question, states, kept, pieces)
+        once = self._work(pieces) + self._moves(stages, mesh, parts) + again
+        per_stage = once / stages
+        # One micro-batch passes all stages, however few there are to hide behind.
+        seconds = max(stages, parts + shape.bubble * (stages - 1)) * per_stage
+        seconds += self._synchronised(question, mesh, per_stage, shape.pipes)
+        if question.is_hosted:
+            seconds += self._bounds.update
+        bytes_ += states
+        if is_plain:
+            return Estimate(seconds, bytes_)
+        ratio = self._seconds.of(self._names(question, mesh))
+        more = self._bytes.of(self._kept_names(question, mesh))
+        return Estimate(seconds * ratio, bytes_ * more)
+
+    def _recomputed(
+        self, question: Question, states: float, kept: dict[Recompute, float], pieces: int
+    ) -> Estimate:
+        """Return the seconds that a micro-batch takes more, and the bytes that stay."""
+        kind = question.recompute
+        if isinstance(kind, Recompute):
+            base = Recompute(kind.kind)
+            return Estimate(self._bounds.again(pieces, base), kept[base])
+        room = self._request.memory - states
+        steps = [(kept[k], self._bounds.again(pieces, k)) for k in (PLAIN, SELECTIVE, FULL)]
+        if steps[0][0] <= room:
+            return Estimate(0.0, steps[0][0])
+        for (more, cheap), (less, dear) in pairwise(steps):
+            if less <= room and less < more:
+                share = (more - room) / (more - less)
+                return Estimate(cheap + share * (dear - cheap), room)
+        return Estimate(steps[-1][1], steps[-1][0])
+
+    def _state_bytes(self, states: States, data: int) -> float:
+        """Return the bytes of parameters, gradients and optimizer states over `data` replicas."""
+
+        def over(factor: Factor) -> int:
+            return data if factor == "all" else min(factor, data)
+
+        kinds = {
+            "parameters": 0 if states.parameters_device == "host" else 1 / over(states.parameters),
+            "gradients": 1 / over(states.gradients),
+            "optimizer": 0 if states.is_on_host else 1 / over(states.optimizer),
+        }
+        return sum(self._sizes[kind] * part for kind, part in kinds.items())
+
+    def _degrees(self, mesh: Mesh, parts: int) -> tuple[int, int]:
+        """Return over how many ranks of a mesh experts cut the batch, and tensors."""
+        rows = self._rows // parts
+        data = 1
+        for size in mesh.shape[: max(1, len(mesh.shape) - 1)]:
+            if rows % (data * size):
+                break
+            data *= size
+        return data, mesh.size // data
+
+    def _moved(self, stages: int, mesh: Mesh, parts: int) -> float:
+        """Return the seconds that cut tensors of one micro-batch move in all stages together."""
+        data, tensor = self._degrees(mesh, parts)
+        if tensor == 1:
+            return 0.0
+        price = self._price(stages, mesh)
+        axes = mesh.names[-1:] if tensor == mesh.shape[-1] else mesh.names
+        return sum(
+            count * float(price.seconds("all_reduce", axes, size / parts / data))
+            for size, count in self._products
+        )
+
+    def _synchronised(self, question: Question, mesh: Mesh, per_stage: float, pipes: int) -> float:
+        """Return the seconds of gathers and sums of what is learned that a step does not hide."""
+        data, tensor = self._degrees(mesh, question.microbatches)
+        if data * pipes == 1:
+            return 0.0
+        parts, states = question.microbatches, question.states
+        size = self._sizes["gradients"] * pipes / question.stages / tensor
+        axes = mesh.names[: max(1, len(mesh.names) - 1)]
+        once = float(self._price(question.stages, mesh).seconds("all_reduce", axes, size))
+        if states.parameters != 1 and states.lifetime == "use":
+            times, hides = 1.5 * parts, parts
+        elif states.gradients != 1:
+            times, hides = 0.5 * parts + 0.5, parts
+        else:
+            times, hides = 1.0, 1
+        moved = times * once
+        return max(_SHOWN * moved, moved - _HIDDEN * hides * per_stage)
+
+    def _priced(self, stages: int, mesh: Mesh) -> ClusterPrice:
+        line, machines = self._request.line(stages), self._request.cluster
+        part: Cluster = machines if line is None or stages == 1 else ClusterPart.of(machines, line)
+        return ClusterPrice(part, mesh, States().buffer_bytes)
+
+
+class _Ratios:
+    """The factors by which answers differed from estimates: of each name the mean."""
+
+    def __init__(self) -> None:
+        self._logs: dict[Hashable, list[float]] = defaultdict(list)
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._logs
+
+    def note(self, names: Sequence[Hashable], ratio: float) -> None:
+        """Keep a factor under several names."""
+        for name in names:
+            self._logs[name].append(math.log(ratio))
+
+    def of(self, names: Sequence[Hashable]) -> float:
+        """Return the factor of the first name that is known."""
+        logs = next((self._logs[name] for name in names if name in self._logs), [0.0])
+        return math.exp(sum(logs) / len(logs))
+
+
+def _products(captured: Captured) -> list[tuple[float, int]]:
+    """Return the bytes that cut products move in a micro-batch of the whole batch, and how often.
+
+    Of a pair of them the smaller activation is summed once forward and once backward: one sum for
+    each product.
+    """
+    counts: dict[float, int] = defaultdict(int)
+    for node in captured.operators:
+        rule = captured.rules[node.name]
+        if rule is None or not rule.product or not info(node).learns:
+            continue
+        inputs = tensor_inputs(node)
+        values = [value for value in inputs if not is_of_parameters(value, captured=captured)]
+        if len(values) == len(inputs):
+            continue
+        tensors = [info(value).val for value in (*values, node)]
+        size = min(float(t.numel() * t.itemsize) for t in tensors if hasattr(t, "numel"))
+        counts[size] += info(node).times
+    return list(counts.items())
+
+
+@cache
+def _shape(name: Schedule | ScheduleName, stages: int) -> _Shape:
+    """Return the behaviour of a schedule, by a small one of the same name."""
+    if isinstance(name, Schedule):
+        made, stages = name, name.ranks
+        parts = name.all_parts
+    else:
+        parts = 2 * stages
+        made = listed(name, stages, parts)
+    third = [made.parts / made.stages / 3] * made.stages
+    twice = [2 * share for share in third]
+    step = simulate(made, forward=third, backward=twice, backward_weight=third).makespan
+    bubble = max(0.0, step * stages - parts) / max(1, stages - 1)
+    fullest = max(
+        sum(counts[0] for counts in live.values()) for live in peak_counts(made, recompute=False)
+    )
+    return _Shape(bubble, fullest / made.stages, made.pipes)

@@ -1,0 +1,94 @@
+"""Refusals: why no way to run a step can be taken, in the words of a user."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.candidates.candidate import Candidate
+from autopar.candidates.room_checks import no_room_on_host
+from autopar.capture.captured import Captured
+from autopar.errors import InvalidInput
+from autopar.passes.batch_cutter import InseparableBatch
+from autopar.capture.sizes import rows_of
+from autopar.planner.question import Question, Refused, TooLarge
+from autopar.planner.recomputation import Regions
+from autopar.planner.request import Request
+from autopar.planner.rules import Asked
+from autopar.planner.staged import StagedWay
+from autopar.recompute import PLAIN
+from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
+from autopar.states import HOSTED
+from autopar.text.units import counted
+
+
+def refusal(
+    asked: Sequence[Asked], request: Request, regions: Regions, captured: Captured
+) -> InvalidInput:
+    """Return why none of the questions has a way that fits."""
+    too_large = [one.answer for one in asked if isinstance(one.answer, TooLarge)]
+    if not too_large:
+        return _no_size(asked, request)
+    ways = [way for answer in too_large if (way := _candidate(answer)) is not None]
+    memory = request.memory
+    if on_host := [w for w in ways if w.needed(memory) <= memory and w.fullest_host.room < 0]:
+        return no_room_on_host(on_host)
+    footprints = [answer.smallest for answer in too_large if answer.smallest is not None]
+    if ways:  # where plans were priced, what layouts need at least says no more
+        least_way = min(ways, key=lambda way: way.memory.peak)
+        footprints = [least_way.footprint(least_way.alternative(memory))]
+    return _nothing_fits(footprints, request, regions, captured)
+
+
+def _candidate(answer: TooLarge) -> Candidate | None:
+    return answer.way.candidate if isinstance(answer.way, StagedWay) else answer.way
+
+
+def _nothing_fits(
+    found: Sequence[SmallestFootprint], request: Request, regions: Regions, captured: Captured
+) -> NothingFits:
+    """Return the refusal that tells the least memory of all, and what may help."""
+    least = min(found, key=lambda footprint: footprint.memory)
+    is_plain = regions.kinds == (PLAIN,) and bool(regions.free)
+    has_states = request.states is not None and request.states not in HOSTED
+    untried = ('recompute="auto"',) * is_plain + ('states="auto"',) * has_states
+    example = captured.example
+    rows = rows_of(example.args, example.kwargs)
+    return NothingFits.of(request.memory, replace(least, untried=untried, rows=rows or 0))
+
+
+def _no_size(asked: Sequence[Asked], request: Request) -> InvalidInput:
+    """Return the one reason why there is no number of stages and micro-batches, or each reason
+    with the first size that it holds for. A batch that cannot be cut at all is the one reason."""
+    errors = [(one.question, one.answer.error) for one in asked if isinstance(one.answer, Refused)]
+    for _, error in errors:
+        if isinstance(error, InseparableBatch):
+            return error
+    if len({(error.rule, str(error.got)) for _, error in errors}) == 1:
+        return errors[-1][1]
+    by_rule: dict[str, list[tuple[Question, InvalidInput]]] = defaultdict(list)
+    for question, error in errors:
+        by_rule[error.rule].append((question, error))
+    often = sorted(by_rule.values(), key=lambda one: -len(one))  # what holds for most, first
+    remedies = [str(often[0][0][1].remedy)] if often else []
+    if request.given:
+        remedies.append(f"leave {' or '.join(request.given)} out, which is then chosen")
+    return InvalidInput(
+        "a model can be run in some number of stages and micro-batches",
+        got="\n".join(map(_reason, often)),
+        remedy="; or ".join(remedies) or None,
+    )
+
+
+def _reason(errors: Sequence[tuple[Question, InvalidInput]]) -> str:
+    (question, error), *others = errors
+    more = f" (and {counted(len(others), 'other')})" if others else ""
+    return f"{size_words(question)}{more}: {error.rule}: {error.got}"
+
+
+def size_words(question: Question) -> str:
+    """Return `2 stages, 4 micro-batches`."""
+    parts = question.microbatches
+    pipeline = "no pipeline" if question.stages == 1 else counted(question.stages, "stage")
+    return pipeline + ("" if parts == 1 else f", {counted(parts, 'micro-batch')}")

@@ -1,0 +1,23 @@
+"""Schedules by their names: which are weighed, and their lists of actions when these are needed.
+
+>>> [str(name) for name in weighed(stages=2, microbatches=4)][:2]
+['1f1b', 'gpipe']
+>>> listed(ScheduleName("1f1b"), 2, 4).microbatches
+4
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.schedules import schedule
+from autopar.planner.question import ScheduleName
+
+
+@lru_cache(1 << 8)
+def listed(name: Schedule | ScheduleName, stages: int, microbatches: int) -> Schedule:
+    """Return the actions of a schedule; refuse one that does not exist for these numbers."""
+    if isinstance(name, Schedule):
+        return name
+    return schedule(name.name, stages=stages, microbatches=microbatches, **dict(name.options))
