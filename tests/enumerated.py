@@ -25,7 +25,7 @@ from autopar.capture.regions import blocks
 from autopar.mesh import Mesh, meshes
 from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.pipeline.schedules import weighed_schedules
-from autopar.planner import choose, deep
+from autopar.planner import asker
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.offers import offers
 from autopar.recompute import Recompute
@@ -152,12 +152,12 @@ def shared_searches() -> Iterator[None]:
             short[key] = make_short(captured, *beside)
         return short[key]
 
-    make_short = deep.shortened
+    make_short = asker.shortened
     with (
         patch.object(Layouts, "_searched", once),
         patch.object(Layouts, "_graphs", graphs),
-        patch.object(choose, "cut_batch", cut),
-        patch.object(deep, "shortened", shortened),
+        patch.object(asker, "cut_batch", cut),
+        patch.object(asker, "shortened", shortened),
     ):
         yield
 

@@ -16,9 +16,10 @@ from autopar.cluster import Device, Link, Node
 from autopar.mesh import meshes
 from autopar.options import PlanOptions, read_request
 from autopar.pipeline.schedules import weighed_schedules
-from autopar.planner.choose import Planner
+from autopar.planner import loop
+from autopar.planner.loop import Planner
 from autopar.planner.offers import offers
-from autopar.planner.promises import Size
+from autopar.planner.question import Question, ScheduleName
 from autopar.search.layout_search import nothing_found_yet
 from tests.models import Case, gpt, mlp
 from tests.parity import assert_equal, parallel_outcome, single_outcome
@@ -137,7 +138,7 @@ def test_each_stage_keeps_within_the_memory_of_its_own_devices() -> None:
 def test_an_interrupt_ends_the_choice_with_the_best_so_far(when: int, monkeypatch) -> None:
     kept, begun = Planner.best, list[Planner]()
 
-    def best(planner: Planner) -> Candidate:
+    def best(planner: Planner, wanted: int = 1) -> list[Candidate]:
         begun.append(planner)
         if len(begun) > when:
             raise nothing_found_yet()
@@ -158,7 +159,7 @@ def test_an_interrupt_ends_the_choice_with_the_best_so_far(when: int, monkeypatc
 def test_what_fails_on_a_part_of_the_machines_is_no_interrupt(monkeypatch) -> None:
     kept, begun = Planner.best, list[Planner]()
 
-    def best(planner: Planner) -> Candidate:
+    def best(planner: Planner, wanted: int = 1) -> list[Candidate]:
         begun.append(planner)
         if len(begun) > 1:
             raise ap.ExecutionError("a pass gives a program", got="none", remedy="mend it")
@@ -172,10 +173,10 @@ def test_what_fails_on_a_part_of_the_machines_is_no_interrupt(monkeypatch) -> No
 def test_where_no_part_of_the_machines_is_faster_none_is_said_to_be_too_small(monkeypatch) -> None:
     """The least that is needed is looked for where nothing fits, not where nothing is faster."""
 
-    def least(planner: Planner, sizes: object) -> None:
+    def least(asked: object, search: object) -> None:
         raise AssertionError("all fits")
 
-    monkeypatch.setattr(Planner, "_leanest_of", least)
+    monkeypatch.setattr(loop, "minimum_memory", least)
     for name in ("4 and 8", "5, 1 and 2"):
         assert len(list(offers(UNEVEN[name]))) > 1
         plan(mlp(layers=3), UNEVEN[name], microbatches=1)
@@ -188,9 +189,11 @@ def test_stages_promise_more_than_lock_step_with_a_slow_node() -> None:
     captured = capture(case.model, case.args, case.kwargs)
     options = PlanOptions(cluster=machines)
     planner = Planner(case.model, captured, read_request(options), lambda *told: None)
-    promised = {stages: planner._promises.of(Size(stages, 2))[0] for stages in (1, 2)}
-    assert 10 * promised[2] < promised[1]
-    assert planner.ideal.shared(16) > planner.ideal.run(16, is_staged=True)
+    straight = Question(captured, (ap.Mesh(x=8),), microbatches=2)
+    staged = Question(
+        captured, (ap.Mesh(x=4),), stages=2, microbatches=2, schedule=ScheduleName("1f1b")
+    )
+    assert 10 * planner.seconds(staged) < planner.seconds(straight)
 
 
 def outer_choices(machines: ap.Cluster, parts: int) -> list[tuple[ap.Cluster, dict]]:
