@@ -7,6 +7,7 @@ import math
 from dataclasses import fields, replace
 from functools import cache, partial
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 
@@ -18,21 +19,19 @@ from autopar.capture.regions import blocks
 from autopar.capture.shortened import LEAST_BESIDE, Shortened, shortened
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.cost.footprint import Memory
-from autopar.errors import Interrupted
 from autopar.options import PlanOptions, read_request
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedules import weighed_schedules
 from autopar.pipeline.stages.cut import choose_stages
-from autopar.pipeline.stages.stretch import NotAlike
-from autopar.planner.choose import Planner
-from autopar.planner.deep import DeepPlanner
+from autopar.planner import asker
+from autopar.planner.loop import Planner
 from autopar.planner.mixed_problem import Mix
-from autopar.planner.recomputation import FULL, PLAIN, SELECTIVE, AskedRecomputation, Regions
+from autopar.planner.recomputation import AskedRecomputation, Regions
 from autopar.planner.request import Request
 from autopar.planner.staged import StagedProgram, Tried
 from autopar.planner.whole import Whole
-from autopar.recompute import Recompute
+from autopar.recompute import FULL, PLAIN, SELECTIVE, Recompute
 from autopar.search.constraints import Constraints
 from autopar.search.layout_search import LayoutSearch
 from autopar.states import NAMED, States
@@ -217,31 +216,21 @@ def own_regions(captured: Captured) -> set[str]:
 def test_the_choice_is_that_of_the_whole_program(part: float | None) -> None:
     own = program("gpt2")
     options = PlanOptions(cluster=roomy(Cluster.local(4, measure=False)), microbatches=4)
-    free = Planner(own.case.model, own.captured, read_request(options), quiet).best()
+    free = of_whole(own, read_request(options))
     if part is not None:
         options = replace(options, memory=part * free.memory.peak)
-        free = Planner(own.case.model, own.captured, read_request(options), quiet).best()
-    asked = read_request(options)
-    found = DeepPlanner(own.case.model, own.captured, asked, quiet).best()
-    assert found.captured.times == 1
-    assert found.fits(asked.memory)
-    assert found.seconds <= free.seconds * (1 + (1e-9 if part is None else 0.01))
+        free = of_whole(own, read_request(options))
+    request = read_request(options)
+    (best,) = Planner(own.case.model, own.captured, request, quiet).best()
+    assert best.captured.times == 1
+    assert best.fits(request.memory)
+    assert best.seconds <= free.seconds * (1.01 + 1e-9)
 
 
-def test_an_interrupt_ends_the_search_on_a_program_that_does_not_stand_for_all(monkeypatch) -> None:
-    """It is not begun again on the whole one."""
-    own, begun = program("gpt2"), list[Planner]()
-
-    def best(planner: Planner) -> Candidate:
-        begun.append(planner)
-        planner.ended = "Ctrl-C"
-        raise NotAlike
-
-    monkeypatch.setattr(Planner, "best", best)
-    asked = read_request(PlanOptions(cluster=CLUSTER))
-    with pytest.raises(Interrupted, match="until it has found a plan"):
-        DeepPlanner(own.case.model, own.captured, asked, quiet).best()
-    assert len(begun) == 1
+def of_whole(own: Program, request: Request) -> Candidate:
+    """The choice without a short program."""
+    with patch.object(asker, "shortened", lambda *_: None):
+        return Planner(own.case.model, own.captured, request, quiet).best()[0]
 
 
 def quiet(phase: str, detail: str) -> None:

@@ -17,6 +17,7 @@ from functools import cache, partial
 
 from torch import nn
 
+from autopar.candidates.alternative import Alternative
 from autopar.candidates.candidate import Candidate
 from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
@@ -106,6 +107,11 @@ class Asker:
             return Unlike()
         except InvalidInput as error:
             return Refused(error.with_traceback(None))
+
+    def figures(self, candidate: Candidate) -> Alternative:
+        """Return the figures of a way, with all regions of the whole program that run again."""
+        figures = candidate.alternative(self._request.memory)
+        return figures if self.whole is None else self.whole.told(figures, candidate)
 
     def finished(self, candidate: Candidate) -> Candidate | None:
         """Return a way to run the whole program; None if it is not what the short one said."""

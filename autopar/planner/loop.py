@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from torch import nn
 
@@ -36,6 +37,7 @@ from autopar.planner.schedule_lists import listed
 from autopar.planner.templates import Templates
 from autopar.recompute import Recompute
 from autopar.search.constraints import Constraints
+from autopar.search.layout_search import OutOfTime as OutOfTimeSignal
 from autopar.search.layout_search import is_large, nothing_found_yet
 from autopar.text.progress import Report
 from autopar.text.units import seconds_text
@@ -85,10 +87,25 @@ class Planner:
             if not self.found and self.request.fastest == math.inf:
                 self._add(minimum_memory(self.asked, self), MINIMUM)
                 self._ask_all(is_last=True)
+            best = self._finished(wanted)
+            if self.found and not best:
+                # The blocks of the whole program are not as equal as those of the short one.
+                ways = [(one.question, one.rule) for one in self.asked if _is_found(one)]
+                self.found.clear()
+                for question, rule in ways:
+                    self._add([replace(question, program=self.whole_program)], rule)
+                self._ask_all(is_last=True)
+                best = self._finished(wanted)
         except (KeyboardInterrupt, Interrupted):
             self.ended = "Ctrl-C"
-            if not self.found:
+            if not (best := self._finished(wanted)):
                 raise nothing_found_yet() from None
+        if not best and (self.request.fastest == math.inf or self._refused):
+            raise refusal(self.asked, self.request, self._asker.regions, self.whole_program)
+        return best
+
+    def _finished(self, wanted: int) -> list[Candidate]:
+        """Return the best ways that differ, of the whole program, with what bounds are known."""
         best: dict[str, Candidate] = {}
         for candidate in self._by_simplicity():
             if len(best) == wanted:
@@ -96,13 +113,11 @@ class Planner:
             if (whole := self._asker.finished(candidate)) is not None:
                 how = whole.alternative(self.request.memory).how
                 best.setdefault(how, self._accounted(whole))
-        if not best and (self.request.fastest == math.inf or self._refused):
-            raise refusal(self.asked, self.request, self._asker.regions, self.whole_program)
         return list(best.values())
 
     def _ask_all(self, *, is_last: bool = False) -> None:
         """Ask until nothing that is left can be better, or the time is over."""
-        while self._queue:
+        while self._queue and self.ended != "Ctrl-C":
             if self._is_over(is_last=is_last):
                 self.ended = "time"
                 return
@@ -125,6 +140,9 @@ class Planner:
         self.asked.append(asked)
         question, answer = asked.question, asked.answer
         if isinstance(answer, Found):
+            search = answer.candidate.search
+            if search is not None and search.interrupted and not self.request.patience.is_over():
+                self.ended = "Ctrl-C"
             self.found.append(answer.candidate)
             self.found.sort(key=lambda one: one.seconds)
             self._estimates.learn(question, answer.seconds)
@@ -205,6 +223,9 @@ class Planner:
         return patience.is_over() and (has_some or (patience.is_late() and not is_last))
 
     def _look(self, phase: str, detail: str) -> None:
+        """Show what is looked at; end a long answer when the time is over."""
+        if self.found and self.request.patience.is_over():
+            raise OutOfTimeSignal
         best = f"best so far {seconds_text(self.fastest)}" if self.found else ""
         self._report(phase, "; ".join(filter(None, (detail, best))))
 
@@ -232,12 +253,18 @@ class Planner:
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
         """All that was weighed, the best first."""
-        ways = [
-            asked.answer.candidate
-            if isinstance(asked.answer, Found)
-            else getattr(asked.answer, "way", None)
-            for asked in self.asked
-        ]
-        return best_first(
-            w.alternative(self.request.memory) for w in ways if isinstance(w, Candidate)
-        )
+        ways = [_candidate(asked) for asked in self.asked]
+        return best_first(self._asker.figures(way) for way in ways if way is not None)
+
+
+def _is_found(asked: Asked) -> bool:
+    return isinstance(asked.answer, Found)
+
+
+def _candidate(asked: Asked) -> Candidate | None:
+    """Return the way that was priced to answer a question, if its program was made."""
+    answer = asked.answer
+    if isinstance(answer, Found):
+        return answer.candidate
+    way = answer.way if isinstance(answer, TooLarge) else None
+    return way if isinstance(way, Candidate) else None

@@ -9,9 +9,9 @@ from dataclasses import replace
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.room_checks import no_room_on_host
 from autopar.capture.captured import Captured
+from autopar.capture.sizes import rows_of
 from autopar.errors import InvalidInput
 from autopar.passes.batch_cutter import InseparableBatch
-from autopar.capture.sizes import rows_of
 from autopar.planner.question import Question, Refused, TooLarge
 from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request

@@ -186,11 +186,7 @@ def _split(mesh: Mesh, most: int) -> Iterator[Mesh]:
 
 def _hidden_gathers(asked: Asked, search: Progress) -> Iterator[Question]:
     question = asked.question
-    if (
-        question.states.is_whole
-        and search.request.states is None
-        and _is_best(asked, search)
-    ):
+    if question.states.is_whole and search.request.states is None and _is_best(asked, search):
         for states in search.templates.states(question.stages)[1:2]:
             yield replace(question, states=states, has_own_layouts=True)
 
