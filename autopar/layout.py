@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -158,6 +158,11 @@ class Layout:
             partial=(axis for axis in self.partial if axis in names),
         )
 
+    def renamed(self, names: Mapping[str, str]) -> Layout:
+        """Return this layout with other names of axes."""
+        dims = (tuple(names.get(axis, axis) for axis in dim) for dim in self.dims)
+        return Layout(*dims, partial=[names.get(axis, axis) for axis in self.partial])
+
     @property
     def gradient(self) -> Layout:
         """The layout of the gradient: replicas and partial sums have replicas, cuts have cuts."""
@@ -283,6 +288,10 @@ class Placement:
         """Return the placement of a replica on every rank, whose gradient is one, too."""
         return cls(Layout.replicated(ndim))
 
+    def renamed(self, names: Mapping[str, str]) -> Placement:
+        """Return this placement with other names of axes."""
+        return Placement(self.layout.renamed(names), [names.get(a, a) for a in self.pending])
+
     @property
     def dims(self) -> tuple[tuple[str, ...], ...]:
         return self.layout.dims
@@ -328,6 +337,16 @@ class ParameterPlacement:
     @classmethod
     def tied(cls, layout: Layout, on_host: tuple[Place, ...] = ()) -> ParameterPlacement:
         return cls(layout, layout, layout, layout, on_host)
+
+    def renamed(self, names: Mapping[str, str]) -> ParameterPlacement:
+        """Return these places with other names of axes."""
+        return ParameterPlacement(
+            self.storage.renamed(names),
+            self.working.renamed(names),
+            self.gradient.renamed(names),
+            self.optimizer.renamed(names),
+            self.on_host,
+        )
 
     @property
     def is_tied(self) -> bool:

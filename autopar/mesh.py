@@ -21,7 +21,9 @@ from autopar.errors import InvalidInput
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXIS_NAMES = ("x", "y", "z", "w")  # of a mesh that is chosen
+# The axes of a mesh that is chosen: they cut the batch, the experts, the sequence, and tensors.
+AXIS_NAMES = ("dp", "ep", "sp", "tp")
+_NAMES_BY_COUNT = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp"), 4: AXIS_NAMES}
 
 
 class Mesh:
@@ -42,8 +44,14 @@ class Mesh:
 
     @classmethod
     def of_sizes(cls, sizes: Iterable[int]) -> Mesh:
-        """Return a mesh whose axes nobody has named."""
-        return cls(**dict(zip(AXIS_NAMES, sizes)))
+        """Return a mesh of so many ranks along its axes, at most four, named as they mostly are
+        used: the last joins nearest neighbours."""
+        sizes = tuple(sizes)
+        return cls(**dict(zip(_NAMES_BY_COUNT[len(sizes)], sizes)))
+
+    def renamed(self, names: Mapping[str, str]) -> Mesh:
+        """Return this mesh with other names of axes."""
+        return Mesh(**{names.get(axis, axis): size for axis, size in self.sizes.items()})
 
     @cached_property
     def size(self) -> int:

@@ -190,7 +190,7 @@ def test_ctrl_c_leaves_a_bound_that_holds_too(after) -> None:
     assert made.search.bound <= plan(case, seconds=None).seconds
 
 
-@pytest.mark.parametrize("after", range(2, 6))
+@pytest.mark.parametrize("after", range(3, 7))
 def test_ctrl_c_while_layouts_that_fit_are_looked_for_is_told(after) -> None:
     case, told = CASES["gpt"](), []
     options = {"pipeline": None, "microbatches": 1, "recompute": None, "states": "whole"}

@@ -71,6 +71,7 @@ class Asker:
         self.whole = Whole(short, brief, request) if short and brief else None
         self.program = captured if self.whole is None else self.whole.short.captured
         self.is_huge = captured.length > HUGE
+        self.was_interrupted = False  # some search for layouts ended with its best so far
         self._desks = cache(self._desk)
         self._answers: dict[Question, Answer] = {}
         self.bounds = Bounds(self.program, request, self.regions)
@@ -188,6 +189,7 @@ class _Desk:
         """Return the program with its layouts, of which no region runs again that need not."""
         request = self.layout_request(question, cutoff)
         laid, _ = self._layouts.find(request)
+        self._asker.was_interrupted |= laid.search is not None and laid.search.interrupted
         is_plain = request.recompute == self.regions.all(self.regions.kinds[0])
         is_first = is_plain and (request.states.is_whole or self._request.states is not None)
         if laid.search and not laid.search.interrupted and is_first and request.memory == math.inf:

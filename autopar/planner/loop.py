@@ -61,13 +61,14 @@ class Planner:
         program, regions = self._asker.program, self._asker.regions
         self.templates = Templates(program, request, regions, len(blocks(captured)))
         self._bounds = self._asker.bounds
+        self.state_bytes = self._bounds.states
         self._estimates = Estimates(program, request, self._bounds)
         self.asked: list[Asked] = []
         self.found: list[Candidate] = []  # the fastest first
         self.left_out: Counter[str] = Counter()
         self.ended: Ended = ""
         self._queue: dict[Question, str] = {}  # with the rule that asks
-        self._seen: set[Question] = set()
+        self._seen: dict[Question, None] = {}
 
     @property
     def fastest(self) -> float:
@@ -85,16 +86,11 @@ class Planner:
         try:
             self._ask_all()
             if not self.found and self.request.fastest == math.inf:
-                self._add(minimum_memory(self.asked, self), MINIMUM)
+                self._add(minimum_memory([*self._seen], self), MINIMUM)
                 self._ask_all(is_last=True)
             best = self._finished(wanted)
             if self.found and not best:
-                # The blocks of the whole program are not as equal as those of the short one.
-                ways = [(one.question, one.rule) for one in self.asked if _is_found(one)]
-                self.found.clear()
-                for question, rule in ways:
-                    self._add([replace(question, program=self.whole_program)], rule)
-                self._ask_all(is_last=True)
+                self._ask_of_whole_program()
                 best = self._finished(wanted)
         except (KeyboardInterrupt, Interrupted):
             self.ended = "Ctrl-C"
@@ -103,6 +99,17 @@ class Planner:
         if not best and (self.request.fastest == math.inf or self._refused):
             raise refusal(self.asked, self.request, self._asker.regions, self.whole_program)
         return best
+
+    def _ask_of_whole_program(self) -> None:
+        """Ask again what was answered: the blocks of the whole program are not as equal as those of
+        the short one."""
+        answered = [one for one in self.asked if _is_found(one)]
+        self._queue.clear()
+        self.found.clear()
+        self._asker.whole = None
+        for one in answered:
+            self._add([replace(one.question, program=self.whole_program)], one.rule)
+        self._ask_all(is_last=True)
 
     def _finished(self, wanted: int) -> list[Candidate]:
         """Return the best ways that differ, of the whole program, with what bounds are known."""
@@ -134,15 +141,14 @@ class Planner:
                 self.ended = "time"
                 return
             self._learn(Asked(question, answer, rule))
+            if self._asker.was_interrupted and not self.ended:
+                self.ended = "time" if self.request.patience.is_over() else "Ctrl-C"
 
     def _learn(self, asked: Asked) -> None:
         """Keep an answer, correct the estimates by it, and add the questions that follow."""
         self.asked.append(asked)
         question, answer = asked.question, asked.answer
         if isinstance(answer, Found):
-            search = answer.candidate.search
-            if search is not None and search.interrupted and not self.request.patience.is_over():
-                self.ended = "Ctrl-C"
             self.found.append(answer.candidate)
             self.found.sort(key=lambda one: one.seconds)
             self._estimates.learn(question, answer.seconds)
@@ -157,7 +163,7 @@ class Planner:
     def _add(self, questions: Iterable[Question], rule: str) -> None:
         for question in map(self.templates.normalised, questions):
             if question not in self._seen:
-                self._seen.add(question)
+                self._seen[question] = None
                 self._queue[question] = rule
 
     def _order(self, question: Question) -> float:

@@ -11,29 +11,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Protocol
 
 from autopar.candidates.candidate import Candidate
 from autopar.capture.captured import Captured
 from autopar.mesh import Mesh
 from autopar.planner.question import (
-    MIXED,
     Answer,
     Found,
     Question,
+    Refused,
     TooLarge,
     TooSlow,
     Unlike,
 )
 from autopar.planner.request import MOST_AXES, MOST_INNER_AXES, Request
 from autopar.planner.templates import Templates
-from autopar.recompute import Recompute
+from autopar.recompute import FULL, Recompute
 from autopar.states import BUFFER_BYTES, States
 
 NEAR = 0.05  # relative to the best: ways that are so much slower may win in another form
 LESS = 0.9  # of a limit for layouts: few layouts are in between
+_PARTS = (1.0, 0.7, 0.5, 0.35)  # of the memory of a stage's devices: limits for its layouts
 _BUFFERS = (128 << 20, 512 << 20)  # bytes that travel together
-_ON_HOST = tuple(Recompute(kind, "host") for kind in ("full",))
 _IN_PIECES = (Recompute(None, "cut"), Recompute("selective", "cut"), Recompute("full", "cut"))
 
 
@@ -56,6 +57,7 @@ class Progress(Protocol):
     request: Request
     whole_program: Captured
     hosted: Sequence[States]
+    state_bytes: float  # of all parameters, from step to step
 
     @property
     def fastest(self) -> float:
@@ -76,36 +78,46 @@ class Rule:
 
 def _other_schedules(asked: Asked, search: Progress) -> Iterator[Question]:
     question = asked.question
-    if isinstance(asked.answer, Found | TooLarge | TooSlow) and question.schedule is not None:
+    is_answered = isinstance(asked.answer, Found | TooLarge | TooSlow)
+    if is_answered and question.schedule is not None and question.is_first:
         for schedule in search.templates.schedules(question.stages, question.microbatches):
             yield replace(question, schedule=schedule)
 
 
 def _cut_states(asked: Asked, search: Progress) -> Iterator[Question]:
-    if isinstance(asked.answer, TooLarge):
-        for states in search.templates.states(asked.question.stages):
-            yield replace(asked.question, states=states)
+    question = asked.question
+    if isinstance(asked.answer, TooLarge) and question.is_first:
+        for states in _after(question.states, search.templates.states(question.stages)):
+            yield replace(question, states=states)
 
 
 def _fewer_cuts(asked: Asked, search: Progress) -> Iterator[Question]:
     question = asked.question
-    if isinstance(asked.answer, Found) and question.states.is_cut:
-        for states in search.templates.states(question.stages):
-            if states == question.states:
-                break
+    if isinstance(asked.answer, Found) and question.is_first:
+        settings = search.templates.states(question.stages)
+        later = _after(question.states, settings)
+        for states in settings[: len(settings) - len(later) - 1]:
             yield replace(question, states=states)
 
 
 def _recompute(asked: Asked, search: Progress) -> Iterator[Question]:
-    if isinstance(asked.answer, TooLarge) and MIXED in search.templates.kinds:
-        yield replace(asked.question, recompute=MIXED)
+    question = asked.question
+    is_open = isinstance(asked.answer, TooLarge) and question.is_first
+    if is_open and question.recompute == search.templates.kinds[0]:
+        for kind in search.templates.kinds[1:]:
+            yield replace(question, recompute=kind)
 
 
 def _own_layouts(asked: Asked, search: Progress) -> Iterator[Question]:
     question = asked.question
-    is_plain = question.states.is_whole and question.recompute == search.templates.kinds[0]
-    if not is_plain and search.request.mode == "auto" and _is_near(asked, search, NEAR):
+    if question.memory < math.inf or search.request.mode != "auto":
+        return
+    if _is_near(asked, search, NEAR):
         yield replace(question, has_own_layouts=True)
+    if isinstance(asked.answer, Refused) and question.states.is_cut and question.is_first:
+        # The fastest layouts have no replicas; others may.
+        room = search.request.room(question.stages)
+        yield replace(question, memory=room, has_own_layouts=True)
 
 
 def _shared_layouts(asked: Asked, search: Progress) -> Iterator[Question]:
@@ -116,19 +128,16 @@ def _shared_layouts(asked: Asked, search: Progress) -> Iterator[Question]:
 
 def _leaner_layouts(asked: Asked, search: Progress) -> Iterator[Question]:
     question, answer = asked.question, asked.answer
-    if not isinstance(answer, TooLarge) or search.request.mode != "auto":
+    if not isinstance(answer, TooLarge) or search.request.mode != "auto" or answer.smallest:
         return
-    if question.memory == math.inf:
-        limit = search.request.room(question.stages)
-        yield replace(question, memory=limit, has_own_layouts=True)
-    elif question.schedule is not None and answer.smallest is None:
+    if question.recompute in search.templates.kinds and _is_near(asked, search, NEAR):
+        room = search.request.room(question.stages)
         # Stages are uneven, and keep several micro-batches: leaner layouts may leave room.
-        limit = LESS * question.memory * search.request.memory / answer.least_bytes
-        if limit > _LEANEST * search.request.room(question.stages):
-            yield replace(question, memory=limit)
-
-
-_LEANEST = 0.2  # of the memory of a stage's devices: layouts are not made leaner than that
+        wanted = min(room, LESS * question.memory * search.request.memory / answer.least_bytes)
+        limits = [part * room for part in _PARTS if part * room < question.memory]
+        if limits and (question.memory == math.inf or question.schedule is not None):
+            limit = next((limit for limit in limits if limit <= wanted), limits[-1])
+            yield replace(question, memory=limit, has_own_layouts=True)
 
 
 def _finer_meshes(asked: Asked, search: Progress) -> Iterator[Question]:
@@ -145,32 +154,41 @@ MINIMUM = "minimum memory"
 MOST_MINIMA = 3  # numbers of stages in which the least memory is looked for
 
 
-def minimum_memory(asked: Sequence[Asked], search: Progress) -> Iterator[Question]:
-    """Return what is asked where nothing fits: the layouts that take least, in a few numbers of
-    stages, with the micro-batches of which all ranks together keep least."""
-    sizes: dict[int, Question] = {}
-    for one in asked:
-        question = one.question
-        best = sizes.setdefault(question.stages, question)
-        if question.microbatches > best.microbatches:
-            sizes[question.stages] = question
-    for question in list(sizes.values())[:MOST_MINIMA]:
-        settings = [*search.templates.states(question.stages), *search.hosted]
-        for states in dict.fromkeys((settings[-1], settings[0])):
+def minimum_memory(questions: Sequence[Question], search: Progress) -> Iterator[Question]:
+    """Return what is asked where nothing fits: the layouts that take least on any mesh, in a few
+    numbers of stages, with the micro-batches of which all ranks together keep least."""
+    sizes: dict[int, dict[Mesh, Question]] = {}
+    for question in sorted(questions, key=lambda one: (one.stages, -one.microbatches)):
+        alike = sizes.setdefault(question.stages, {})
+        if not alike or next(iter(alike.values())).microbatches == question.microbatches:
+            alike |= dict.fromkeys(question.meshes, question)
+    for stages, alike in list(sizes.items())[:MOST_MINIMA]:
+        settings = [*search.templates.states(stages), *search.hosted]
+        # States that are cut are gathered: layouts that cut them themselves may take less.
+        for states, kind in product(dict.fromkeys((settings[-1], settings[0])), _LEANEST):
             yield replace(
-                question,
+                next(iter(alike.values())),
+                meshes=tuple(alike),
                 states=states,
-                recompute=search.templates.leanest,
+                recompute=kind if len(search.templates.kinds) > 1 else search.templates.kinds[0],
                 memory=1.0,
                 has_own_layouts=True,
             )
 
 
+_MORE = 1.2  # times a limit that no finished program met
+_LEANEST = (FULL, Recompute("full", "host"))
+
+
 def _minimum(asked: Asked, search: Progress) -> Iterator[Question]:
-    smallest = getattr(asked.answer, "smallest", None)
-    if asked.question.memory == 1.0 and smallest is not None:
-        limit = smallest.memory * asked.question.stages
-        yield replace(asked.question, memory=limit * (1 + 1e-9))
+    question, answer = asked.question, asked.answer
+    if asked.rule != MINIMUM or not isinstance(answer, TooLarge):
+        return
+    if answer.smallest is None:
+        return
+    least = answer.smallest.memory * question.stages * (1 + 1e-9)
+    # Finished programs may take more than the search adds up.
+    yield replace(question, memory=max(least, _MORE * question.memory))
 
 
 def _split(mesh: Mesh, most: int) -> Iterator[Mesh]:
@@ -195,27 +213,39 @@ def _buffers(asked: Asked, search: Progress) -> Iterator[Question]:
     question = asked.question
     states = question.states
     is_free = states.is_cut and search.request.states is None
+    is_free &= search.state_bytes > BUFFER_BYTES * question.stages
     if is_free and states.buffer_bytes == BUFFER_BYTES and _is_best(asked, search):
         for size in _BUFFERS:
             yield replace(question, states=replace(states, buffer_bytes=size))
 
 
 def _pieces(asked: Asked, search: Progress) -> Iterator[Question]:
-    question = asked.question
-    if isinstance(asked.answer, TooLarge) and question.is_mixed and question.schedule is not None:
+    if asked.question.schedule is not None and _is_leanest(asked, search):
         for kind in _IN_PIECES:
-            yield replace(question, recompute=kind)
+            yield replace(asked.question, recompute=kind)
 
 
 def _on_host(asked: Asked, search: Progress) -> Iterator[Question]:
-    question = asked.question
-    if not isinstance(asked.answer, TooLarge):
-        return
-    for states in search.hosted:
-        yield replace(question, states=states)
-    if question.is_mixed and question.schedule is not None:
-        for kind in _ON_HOST:
-            yield replace(question, recompute=kind)
+    if _is_leanest(asked, search):
+        for states in search.hosted:
+            yield replace(asked.question, states=states)
+        if asked.question.schedule is not None and len(search.templates.kinds) > 1:
+            yield replace(asked.question, recompute=Recompute("full", "host"))
+
+
+def _is_leanest(asked: Asked, search: Progress) -> bool:
+    """Return whether a size is too large though regions run again, with whole states or with all
+    cut: layouts without replicas have nothing to cut."""
+    question, templates = asked.question, search.templates
+    settings = templates.states(question.stages)
+    is_last = question.states in (settings[0], settings[-1])
+    is_last &= question.recompute == templates.kinds[-1]
+    return isinstance(asked.answer, TooLarge) and question.is_first and is_last
+
+
+def _after(states: States, settings: Sequence[States]) -> Sequence[States]:
+    """Return the settings that come after one; none, if it is not among them."""
+    return settings[settings.index(states) + 1 :] if states in settings else ()
 
 
 def _whole_program(asked: Asked, search: Progress) -> Iterator[Question]:

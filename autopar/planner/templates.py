@@ -37,7 +37,6 @@ class Templates:
         self.kinds: tuple[Recompute | Mixed, ...] = (regions.kinds[0],)
         if len(regions.kinds) > 1:
             self.kinds = (regions.kinds[0], MIXED)
-        self.leanest = regions.kinds[-1]
 
     def first(self, estimates: Estimates, least_stages: int, *, is_large: bool) -> list[Question]:
         """Return the best guess for each size."""

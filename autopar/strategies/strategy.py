@@ -36,6 +36,11 @@ class Strategy:
         """Return every axis that is given to a factor or a pass."""
         return tuple(a for _, axes in self.cuts for a in axes) + tuple(a for a, _ in self.passes)
 
+    def renamed(self, names: Mapping[str, str]) -> Strategy:
+        """Return this strategy with other names of axes."""
+        cuts = tuple((f, tuple(names.get(a, a) for a in axes)) for f, axes in self.cuts)
+        return Strategy(cuts, tuple(sorted((names.get(a, a), at) for a, at in self.passes)))
+
     def __str__(self) -> str:
         cuts = [f"{factor}@{'@'.join(axes)}" for factor, axes in self.cuts]
         passes = [f"pass {index}+{axis}" for axis, index in self.passes]
