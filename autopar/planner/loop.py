@@ -1,8 +1,8 @@
 """The loop over questions: it asks, the most promising first, and takes the best answer.
 
     planner = Planner(model, captured, request, report)
-    planner.best()                 # the candidate, or the refusal that says what is missing
-    planner.asked                  # every question with its answer, in order
+    planner.best()                 # the best candidates, or the refusal that says what is missing
+    planner.record.asked           # every question with its answer, in order
 
 The queue starts with the templates. Each answer corrects the estimates of what is still in it, and
 adds the questions that follow by a rule. A question whose lower bound is no better than the best so
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -23,28 +23,25 @@ from autopar.candidates.alternative import Alternative, best_first
 from autopar.candidates.candidate import Candidate
 from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks
-from autopar.errors import Interrupted
+from autopar.errors import Interrupted, InvalidInput
 from autopar.mesh import Mesh
 from autopar.planner.asker import Asker
 from autopar.planner.estimates import Estimates
 from autopar.planner.hosting import may_go
 from autopar.planner.patience import Ended
-from autopar.planner.question import Found, OutOfTime, Question, Refused, TooLarge
+from autopar.planner.question import Found, OutOfTime, Question, TooLarge
+from autopar.planner.record import Record, handicap
 from autopar.planner.refusals import refusal
 from autopar.planner.request import Request
-from autopar.planner.rules import MINIMUM, RULES, Asked, complexity, minimum_memory
+from autopar.planner.rules import MINIMUM, RULES, Asked, minimum_memory
 from autopar.planner.schedule_lists import listed
 from autopar.planner.templates import Templates
 from autopar.recompute import Recompute
+from autopar.search import layout_search
 from autopar.search.constraints import Constraints
-from autopar.search.layout_search import OutOfTime as OutOfTimeSignal
 from autopar.search.layout_search import is_large, nothing_found_yet
 from autopar.text.progress import Report
 from autopar.text.units import seconds_text
-
-EQUAL = 1e-9  # relative: what differs by less is as fast
-SIMPLER = 0.01  # relative: what a more complex plan must gain
-HOSTED = 0.1  # relative: what a plan that keeps something on the host must gain
 
 
 class Planner:
@@ -55,72 +52,43 @@ class Planner:
     ) -> None:
         self.request, self._report = request, report
         self._asker = Asker(model, captured, request, self._look)
-        self.whole_program, self.hosted = captured, request.hosted
-        if not may_go(model, request.states):
-            self.hosted = ()
+        self.whole_program = captured
+        self.hosted = request.hosted if may_go(model, request.states) else ()
         program, regions = self._asker.program, self._asker.regions
         self.templates = Templates(program, request, regions, len(blocks(captured)))
         self._bounds = self._asker.bounds
         self.state_bytes = self._bounds.states
         self._estimates = Estimates(program, request, self._bounds)
-        self.asked: list[Asked] = []
-        self.found: list[Candidate] = []  # the fastest first
-        self.left_out: Counter[str] = Counter()
+        self.record = Record(request.fastest)
         self.ended: Ended = ""
         self._queue: dict[Question, str] = {}  # with the rule that asks
         self._seen: dict[Question, None] = {}
-
-    @property
-    def fastest(self) -> float:
-        """The seconds of the best so far."""
-        return min(self.request.fastest, self.found[0].seconds if self.found else math.inf)
 
     @frozen_objects()
     def best(self, wanted: int = 1) -> list[Candidate]:
         """Return the best ways to run a step that differ, at most so many; refuse if none fits.
         None are returned if nothing is faster than what the request is to beat."""
-        is_large_program = is_large(self._asker.program)
-        least_stages = self._asker.least_stages
+        is_large_program, least_stages = is_large(self._asker.program), self._asker.least_stages
         first = self.templates.first(self._estimates, least_stages, is_large=is_large_program)
         self._add(first, "template")
+        best: list[Candidate] = []
         try:
             self._ask_all()
-            if not self.found and self.request.fastest == math.inf:
+            if not self.record.has_some:
                 self._add(minimum_memory([*self._seen], self), MINIMUM)
                 self._ask_all(is_last=True)
             best = self._finished(wanted)
-            if self.found and not best:
+            if self.record.found and not best:
                 self._ask_of_whole_program()
-                best = self._finished(wanted)
         except (KeyboardInterrupt, Interrupted):
             self.ended = "Ctrl-C"
-            if not (best := self._finished(wanted)):
-                raise nothing_found_yet() from None
-        if not best and (self.request.fastest == math.inf or self._refused):
-            raise refusal(self.asked, self.request, self._asker.regions, self.whole_program)
+        best = best or self._finished(wanted)
+        if not best and self.ended == "Ctrl-C":
+            raise nothing_found_yet()
+        if not best and (not self.record.has_some or self.record.was_refused):
+            asked, regions = self.record.asked, self._asker.regions
+            raise refusal(asked, self.request, regions, self.whole_program)
         return best
-
-    def _ask_of_whole_program(self) -> None:
-        """Ask again what was answered: the blocks of the whole program are not as equal as those of
-        the short one."""
-        answered = [one for one in self.asked if _is_found(one)]
-        self._queue.clear()
-        self.found.clear()
-        self._asker.whole = None
-        for one in answered:
-            self._add([replace(one.question, program=self.whole_program)], one.rule)
-        self._ask_all(is_last=True)
-
-    def _finished(self, wanted: int) -> list[Candidate]:
-        """Return the best ways that differ, of the whole program, with what bounds are known."""
-        best: dict[str, Candidate] = {}
-        for candidate in self._by_simplicity():
-            if len(best) == wanted:
-                break
-            if (whole := self._asker.finished(candidate)) is not None:
-                how = whole.alternative(self.request.memory).how
-                best.setdefault(how, self._accounted(whole))
-        return list(best.values())
 
     def _ask_all(self, *, is_last: bool = False) -> None:
         """Ask until nothing that is left can be better, or the time is over."""
@@ -129,16 +97,14 @@ class Planner:
                 self.ended = "time"
                 return
             question = min(self._queue, key=self._order)
-            rule = self._queue.pop(question)
-            cutoff = self._cutoff(question)
-            if self._bound(question) >= cutoff:
-                self.left_out["questions"] += 1
+            rule, cutoff = self._queue.pop(question), self.record.cutoff(question)
+            if (bound := self._bound(question)) >= cutoff:
+                self.record.ruled_out[question] = bound
                 continue
             self._look("plan", str(question))
             answer = self._asker.ask(question, cutoff)
             if isinstance(answer, OutOfTime):
-                self._queue[question] = rule
-                self.ended = "time"
+                self._queue[question], self.ended = rule, "time"
                 return
             self._learn(Asked(question, answer, rule))
             if self._asker.was_interrupted and not self.ended:
@@ -146,11 +112,9 @@ class Planner:
 
     def _learn(self, asked: Asked) -> None:
         """Keep an answer, correct the estimates by it, and add the questions that follow."""
-        self.asked.append(asked)
+        self.record.add(asked)
         question, answer = asked.question, asked.answer
         if isinstance(answer, Found):
-            self.found.append(answer.candidate)
-            self.found.sort(key=lambda one: one.seconds)
             self._estimates.learn(question, answer.seconds)
             self._estimates.learn_bytes(question, answer.candidate.memory.peak)
         elif isinstance(answer, TooLarge):
@@ -168,87 +132,75 @@ class Planner:
 
     def _order(self, question: Question) -> float:
         """Return what a question promises: its seconds, and more where it is not likely to fit."""
-        estimate, limit = self._estimates.of(question), self.request.memory
-        too_large = max(1.0, estimate.bytes_ / limit)
+        estimate = self._estimates.of(question)
+        too_large = max(1.0, estimate.bytes_ / self.request.memory)
         seconds = estimate.seconds * (1 - self._estimates.doubt(question))
-        return seconds * too_large**2 * self._handicap(question)
-
-    def seconds(self, question: Question) -> float:
-        """Return what a question is likely to take."""
-        return self._estimates.of(question).seconds
+        return seconds * too_large**2 * handicap(question)
 
     def _bound(self, question: Question) -> float:
         least = self._bounds.seconds(question)
         if least < math.inf and question.schedule is not None and not self._asker.is_huge:
             try:
                 made = listed(question.schedule, question.stages, question.microbatches)
-            except ValueError:
-                return math.inf
+            except InvalidInput:
+                return least  # the answer says so
             least = self._bounds.seconds(question, made)
         return least
 
-    def _cutoff(self, question: Question) -> float:
-        """Return the seconds that a question has to beat to be worth it."""
-        best = self.fastest
-        if self.found and self._handicap(self.found[0]) > 1:
-            best *= 1 + HOSTED
-        simple = min((complexity(one) for one in self._nearly_best()), default=0)
-        axes = sum(size > 1 for size in question.meshes[0].shape) + (question.stages > 1)
-        is_simpler = bool(self.found) and axes + question.is_hosted < simple
-        return best * (1 + SIMPLER if is_simpler else 1 - EQUAL) / self._handicap(question)
-
-    @staticmethod
-    def _handicap(way: Question | Candidate) -> float:
-        if isinstance(way, Candidate):
-            on_host = way.states.is_on_host or way.decisions.keeps_on_host
-        else:
-            kind = way.recompute
-            on_host = way.is_hosted or (isinstance(kind, Recompute) and kind.keep == "host")
-        return 1 + HOSTED if on_host else 1.0
-
-    def _nearly_best(self) -> list[Candidate]:
-        """Return what is as good as the best, but for what a simpler plan may take more."""
-        if not self.found:
-            return []
-        least = min(one.seconds * self._handicap(one) for one in self.found)
-        return [
-            one for one in self.found if one.seconds * self._handicap(one) <= least * (1 + SIMPLER)
-        ]
-
-    def _by_simplicity(self) -> Iterator[Candidate]:
-        """Return the simplest of what is about as fast as the best, then the others."""
-        near = sorted(self._nearly_best(), key=lambda one: (complexity(one), one.seconds))
-        yield from near
-        yield from (one for one in self.found if one not in near)
-
     def _is_over(self, *, is_last: bool) -> bool:
-        patience, has_some = (
-            self.request.patience,
-            bool(self.found) or self.request.fastest < math.inf,
-        )
-        return patience.is_over() and (has_some or (patience.is_late() and not is_last))
+        patience, is_late = self.request.patience, False
+        if not self.record.has_some:
+            is_late = patience.is_late() and not is_last
+        return patience.is_over() and (self.record.has_some or is_late)
 
     def _look(self, phase: str, detail: str) -> None:
         """Show what is looked at; end a long answer when the time is over."""
-        if self.found and self.request.patience.is_over():
-            raise OutOfTimeSignal
-        best = f"best so far {seconds_text(self.fastest)}" if self.found else ""
+        if self.record.found and self.request.patience.is_over():
+            raise layout_search.OutOfTime
+        seconds = seconds_text(self.record.fastest)
+        best = f"best so far {seconds}" if self.record.found else ""
         self._report(phase, "; ".join(filter(None, (detail, best))))
 
-    @property
-    def _refused(self) -> bool:
-        return any(isinstance(one.answer, TooLarge | Refused) for one in self.asked)
+    def _ask_of_whole_program(self) -> None:
+        """Ask again what was answered: the blocks of the whole program are not as equal as those of
+        the short one."""
+        answered = [*self.record.found]
+        self._queue.clear()
+        self.record.found.clear()
+        self._asker.whole = None
+        for one in answered:
+            self._add([replace(one.question, program=self.whole_program)], one.rule)
+        self._ask_all(is_last=True)
 
-    def _accounted(self, best: Candidate) -> Candidate:
-        """Return the best with what is known of the least that a step takes."""
+    def _finished(self, wanted: int) -> list[Candidate]:
+        """Return the best ways that differ, of the whole program, with what bounds are known."""
+        best: dict[str, Candidate] = {}
+        for asked in self.record.by_simplicity():
+            if len(best) == wanted or not isinstance(asked.answer, Found):
+                break
+            if (whole := self._asker.finished(asked.answer.candidate)) is not None:
+                how = whole.alternative(self.request.memory).how
+                best.setdefault(how, self._accounted(whole, asked.question))
+        return list(best.values())
+
+    def _accounted(self, best: Candidate, question: Question) -> Candidate:
+        """Return a way with what is known of the least that a step takes, and of other meshes."""
         if (search := best.search) is None:
             return best
         if best.pipelining is None:
             search = search.taken(best.seconds)
-        bound = min([search.bound, *(self._bounds.seconds(one) for one in self._queue)])
-        if self.ended:
-            return best.changed(search.cut_short(bound))
-        return best.changed(search.lowered(bound))
+        search = replace(search, considered=self.record.considered(question))
+        bound = min([search.bound, *map(self._bounds.seconds, self._queue)])
+        return best.changed(search.cut_short(bound) if self.ended else search.lowered(bound))
+
+    def seconds(self, question: Question) -> float:
+        """Return what a question is likely to take."""
+        return self._estimates.of(question).seconds
+
+    @property
+    def fastest(self) -> float:
+        """The seconds of the fastest way so far."""
+        return self.record.fastest
 
     def constraints(
         self, program: Captured, decided: Mapping[str, Recompute], mesh: Mesh
@@ -259,18 +211,9 @@ class Planner:
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
         """All that was weighed, the best first."""
-        ways = [_candidate(asked) for asked in self.asked]
-        return best_first(self._asker.figures(way) for way in ways if way is not None)
+        return best_first(map(self._asker.figures, self.record.priced()))
 
-
-def _is_found(asked: Asked) -> bool:
-    return isinstance(asked.answer, Found)
-
-
-def _candidate(asked: Asked) -> Candidate | None:
-    """Return the way that was priced to answer a question, if its program was made."""
-    answer = asked.answer
-    if isinstance(answer, Found):
-        return answer.candidate
-    way = answer.way if isinstance(answer, TooLarge) else None
-    return way if isinstance(way, Candidate) else None
+    @property
+    def left_out(self) -> Counter[str]:
+        """How many questions bounds ruled out."""
+        return Counter({"questions": len(self.record.ruled_out)})

@@ -87,7 +87,7 @@ class Choice:
     @property
     def asked(self) -> list[str]:
         """Every question with its answer and the rule that asked it, in order."""
-        return [str(one) for planner in self.planners for one in planner.asked]
+        return [str(one) for planner in self.planners for one in planner.record.asked]
 
     def best(self, wanted: int = 1) -> list[tuple[Candidate, Planner]]:
         """Return the best ways to run a step that differ, at most so many, and who found them."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Protocol
 
-from autopar.candidates.candidate import Candidate
 from autopar.capture.captured import Captured
 from autopar.mesh import Mesh
 from autopar.planner.question import (
@@ -23,7 +22,6 @@ from autopar.planner.question import (
     Question,
     Refused,
     TooLarge,
-    TooSlow,
     Unlike,
 )
 from autopar.planner.request import MOST_AXES, MOST_INNER_AXES, Request
@@ -78,8 +76,7 @@ class Rule:
 
 def _other_schedules(asked: Asked, search: Progress) -> Iterator[Question]:
     question = asked.question
-    is_answered = isinstance(asked.answer, Found | TooLarge | TooSlow)
-    if is_answered and question.schedule is not None and question.is_first:
+    if question.schedule is not None and question.is_first:
         for schedule in search.templates.schedules(question.stages, question.microbatches):
             yield replace(question, schedule=schedule)
 
@@ -284,11 +281,3 @@ RULES: Sequence[Rule] = (
     Rule(MINIMUM, "where nothing fits, the least is told of", _minimum),
     Rule("whole program", "a short program cannot say what unequal blocks take", _whole_program),
 )
-
-
-def complexity(candidate: Candidate) -> int:
-    """Return how much there is to understand: axes, a host, and states cut in part."""
-    states = candidate.states
-    axes = sum(size > 1 for size in candidate.whole_mesh.sizes.values())
-    is_hosted = states.is_on_host or candidate.decisions.keeps_on_host
-    return axes + is_hosted + bool(states.numbers)

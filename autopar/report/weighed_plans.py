@@ -13,13 +13,6 @@ from autopar.search.search_report import ConsideredMesh
 from autopar.text.drawing import WIDE, Axis, Drawing, text_width
 from autopar.text.units import bytes_text, counted, seconds_text, share_text
 
-# What bounds rule out, and what a guess does, as people call one or more of it.
-_SIZES = "number of stages and micro-batches", "numbers of stages and micro-batches"
-_RULED_OUT = {"sizes": _SIZES, "schedules": ("schedule", "schedules")}
-_GUESSED = {
-    "unlikely": _SIZES,
-    "unlike": ("way of unequal blocks", "ways of unequal blocks"),
-}
 _HEIGHT, _LEFT, _BELOW = 340.0, 76.0, 34.0
 
 
@@ -190,11 +183,5 @@ def rows_of_meshes(considered: Sequence[ConsideredMesh], chosen: Mesh) -> list[t
 
 
 def left_out_words(left_out: Mapping[str, int]) -> str:
-    """Describe how many candidates bounds ruled out, by kind, and how many a guess left out."""
-    words, guessed = (_counted(left_out, kinds) for kinds in (_RULED_OUT, _GUESSED))
-    return f"{words or 'none'}; left out by a guess: {guessed}" if guessed else words
-
-
-def _counted(counts: Mapping[str, int], kinds: Mapping[str, tuple[str, str]]) -> str:
-    counts_by_words = {words: counts[kind] for kind, words in kinds.items() if counts.get(kind)}
-    return ", ".join(f"{count:,} {words[count > 1]}" for words, count in counts_by_words.items())
+    """Describe how many questions about ways to run a step lower bounds ruled out, unasked."""
+    return counted(left_out.get("questions", 0), "question")

@@ -1,0 +1,147 @@
+"""Record: what was asked and found, which answer is best, and what another has to beat.
+
+    record = Record(request.fastest)
+    record.add(asked)
+    record.fastest              # seconds of the fastest way that fits
+    record.cutoff(question)     # what this question has to beat: a simpler way may take a bit more
+    record.by_simplicity()      # of what is about as fast the simplest first, then the others
+
+A plan is worth a further axis, states cut in part, or states on a host only if that gains enough:
+1% for what makes it harder to understand, 10% for what keeps something on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from autopar.candidates.candidate import Candidate
+from autopar.planner.question import Found, Question, Refused, TooLarge, TooSlow
+from autopar.planner.rules import Asked
+from autopar.recompute import Recompute
+from autopar.search.search_report import ConsideredMesh
+from autopar.text.units import bytes_text
+
+EQUAL = 1e-9  # relative: what differs by less is as fast
+SIMPLER = 0.01  # relative: what a more complex plan must gain
+HOSTED = 0.1  # relative: what a plan that keeps something on the host must gain
+
+
+@dataclass
+class Record:
+    """The questions about one request with their answers."""
+
+    to_beat: float = math.inf  # seconds that were found elsewhere
+    asked: list[Asked] = field(default_factory=list)  # in order
+    ruled_out: dict[Question, float] = field(default_factory=dict)  # with their bounds, unasked
+    found: list[Asked] = field(default_factory=list)  # the fastest first
+
+    def add(self, asked: Asked) -> None:
+        """Keep a question with its answer."""
+        self.asked.append(asked)
+        if isinstance(asked.answer, Found):
+            self.found.append(asked)
+            self.found.sort(key=_seconds)
+
+    @property
+    def has_some(self) -> bool:
+        """Return whether some way fits, here or elsewhere."""
+        return bool(self.found) or self.to_beat < math.inf
+
+    @property
+    def was_refused(self) -> bool:
+        """Return whether some way cannot be taken, whatever is fastest."""
+        return any(isinstance(one.answer, TooLarge | Refused) for one in self.asked)
+
+    @property
+    def fastest(self) -> float:
+        """The seconds of the fastest way that fits."""
+        return min([self.to_beat, *map(_seconds, self.found[:1])])
+
+    def cutoff(self, question: Question) -> float:
+        """Return the seconds that a question has to beat to be worth it."""
+        best = min([self.to_beat, *(_seconds(one) * _handicap(one) for one in self.found)])
+        simplest = min((complexity(_candidate(one)) for one in self._nearly_best()), default=0)
+        axes = sum(size > 1 for size in question.meshes[0].shape) + (question.stages > 1)
+        is_simpler = axes + question.is_hosted < simplest
+        return best * (1 + SIMPLER if is_simpler else 1 - EQUAL) / handicap(question)
+
+    def _nearly_best(self) -> list[Asked]:
+        """Return what is as good as the best, but for what a simpler plan may take more."""
+        costs = [_seconds(one) * _handicap(one) for one in self.found]
+        return [one for one, cost in zip(self.found, costs) if cost <= min(costs) * (1 + SIMPLER)]
+
+    def by_simplicity(self) -> Iterator[Asked]:
+        """Yield the simplest of what is about as good as the best, then the others."""
+        near = self._nearly_best()
+        yield from sorted(near, key=lambda one: (complexity(_candidate(one)), _seconds(one)))
+        yield from (one for one in self.found if one not in near)
+
+    def priced(self) -> list[Candidate]:
+        """Return the ways whose program was made, in the order in which they were asked about."""
+        ways = [
+            getattr(one.answer, "candidate", getattr(one.answer, "way", None)) for one in self.asked
+        ]
+        return [way for way in ways if isinstance(way, Candidate)]
+
+    def considered(self, chosen: Question) -> tuple[ConsideredMesh, ...]:
+        """Return what is known of each mesh with the stages and micro-batches of a question."""
+        size = chosen.stages, chosen.microbatches
+        meshes: dict[object, ConsideredMesh] = {}
+        for one in self.asked:
+            if (one.question.stages, one.question.microbatches) == size:
+                known = _considered(one)
+                before = meshes.setdefault(known.mesh, known)
+                if (before.why, before.seconds or math.inf) > (
+                    known.why,
+                    known.seconds or math.inf,
+                ):
+                    meshes[known.mesh] = known
+        for question, bound in self.ruled_out.items():
+            if (question.stages, question.microbatches) == size:
+                mesh = question.meshes[0]
+                meshes.setdefault(mesh, ConsideredMesh(mesh, bound, None, "takes at least that"))
+        return tuple(meshes.values())
+
+
+def complexity(candidate: Candidate) -> int:
+    """Return how much there is to understand: axes, a host, and states cut in part."""
+    axes = sum(size > 1 for size in candidate.whole_mesh.sizes.values())
+    return axes + _is_hosted(candidate) + bool(candidate.states.numbers)
+
+
+def handicap(question: Question) -> float:
+    """Return how many times its seconds a way counts for, because of what is on the host."""
+    kind = question.recompute
+    is_hosted = question.is_hosted or (isinstance(kind, Recompute) and kind.keep == "host")
+    return 1 + HOSTED if is_hosted else 1.0
+
+
+def _is_hosted(candidate: Candidate) -> bool:
+    return candidate.states.is_on_host or candidate.decisions.keeps_on_host
+
+
+def _handicap(asked: Asked) -> float:
+    return 1 + HOSTED if _is_hosted(_candidate(asked)) else 1.0
+
+
+def _candidate(asked: Asked) -> Candidate:
+    assert isinstance(asked.answer, Found)
+    return asked.answer.candidate
+
+
+def _seconds(asked: Asked) -> float:
+    return _candidate(asked).seconds
+
+
+def _considered(asked: Asked) -> ConsideredMesh:
+    answer, mesh = asked.answer, asked.question.meshes[0]
+    if isinstance(answer, Found):
+        return ConsideredMesh(mesh, answer.seconds, answer.candidate.memory.peak)
+    if isinstance(answer, TooSlow):
+        return ConsideredMesh(mesh, answer.bound, None, "takes at least that")
+    if isinstance(answer, TooLarge):
+        least = answer.least_bytes
+        return ConsideredMesh(mesh, None, least, f"needs at least {bytes_text(least, 4)}")
+    return ConsideredMesh(mesh, None, None, str(answer))
