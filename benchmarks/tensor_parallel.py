@@ -106,7 +106,7 @@ def around_the_axis(plan: ap.Plan, factors: Mapping[str, str]) -> ap.Plan:
         name: Strategy.of(**{joints[strategy]: "tp"}) if strategy in joints else strategy
         for name, strategy in plan.decisions.strategies.items()
     }
-    return replace(plan, decisions=replace(plan.decisions, strategies=strategies))
+    return plan.with_program(decisions=replace(plan.decisions, strategies=strategies))
 
 
 def autopar_steps(

@@ -14,6 +14,7 @@ from autopar.planner.bounds import Bounds, most_held
 from autopar.planner.loop import Planner
 from autopar.planner.question import MIXED, Found, Question
 from autopar.planner.recomputation import Regions
+from autopar.planner.record import Record
 from autopar.planner.rules import Asked
 from autopar.recompute import FULL
 from tests import large_models
@@ -49,7 +50,7 @@ def test_no_way_takes_less_than_its_bound(share: float, least: int, monkeypatch)
         learn(self, asked)
 
     monkeypatch.setattr(Planner, "_learn", learned)
-    monkeypatch.setattr(Planner, "_cutoff", lambda *_: math.inf)  # all ways are weighed
+    monkeypatch.setattr(Record, "cutoff", lambda *_: math.inf)  # all ways are weighed
     ap.plan(case.model, case.args, case.kwargs, cluster=cluster, memory=memory, seconds=30)
     assert len(checked) >= least
 

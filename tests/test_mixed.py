@@ -156,7 +156,7 @@ def captured(name: str) -> Captured:
 
 def problem_of(program: Captured, is_alone: bool = False) -> tuple[MixedProblem, Regions]:
     """`is_alone`: no region is looked at for others."""
-    laid = Candidate(program, CLUSTER, propagate(program, MESH))
+    laid = Candidate.laid_out(program, CLUSTER, propagate(program, MESH))
     regions = Regions(program, AskedRecomputation())
     ways = {kind: laid.recomputed(regions.all(kind)) for kind in KINDS}
     members = members_of(program, regions.free)

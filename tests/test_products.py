@@ -32,7 +32,7 @@ def test_it_moves_the_bytes_that_the_plan_says(monkeypatch: pytest.MonkeyPatch) 
         for name, strategy in plan.decisions.strategies.items()
     }
     decisions = dataclasses.replace(plan.decisions, strategies=strategies)
-    plan = dataclasses.replace(plan, decisions=decisions)
+    plan = plan.with_program(decisions=decisions)
     delivered = joint_kernels._deliver
 
     def count(asked: list[joint_kernels.RingShift]) -> list[tuple[torch.Tensor, ...]]:

@@ -24,6 +24,7 @@ from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedules import weighed_schedules
 from autopar.pipeline.stages.cut import choose_stages
+from autopar.pipeline.stages.stage_tables import StageCosts
 from autopar.planner import asker
 from autopar.planner.loop import Planner
 from autopar.planner.mixed_problem import Mix
@@ -92,19 +93,18 @@ def laid(name: str, layers: int = LAYERS) -> Candidate:
     batches = cut_batch(program(name, layers).short.captured, PARTS)
     search = LayoutSearch(batches.captured, CLUSTER, lambda mesh: Constraints(), None, PARTS)
     decisions = search.run([MESH]).decisions
-    return Candidate(batches.captured, CLUSTER, decisions, batches, line=LINE)
+    return Candidate.laid_out(batches.captured, CLUSTER, decisions, batches, line=LINE)
 
 
-def in_stages(way: Candidate, schedule: str) -> Candidate:
+def in_stages(way: Candidate, schedule: str, costs: StageCosts) -> Candidate:
     """The same as a pipeline, in the stages that are fastest."""
     made = next(one for one in weighed_schedules(STAGES, PARTS) if one.name == schedule)
     hardware = way.stage_hardware(made.placement, float("inf"))
-    stages = tuple(choose_stages(way.stage_line, len(hardware), hardware=hardware))
+    stages = tuple(choose_stages(costs, len(hardware), hardware=hardware))
     mesh = Mesh(pp=STAGES, **MESH.sizes)
-    shared = way.stage_line.shared_sums(stages)
-    found = way.changed(None, Pipelining("pp", mesh, made, stages, shared))
-    vars(found)["stage_line"] = way.stage_line
-    return found
+    shared = costs.shared_sums(stages)
+    pipelining = Pipelining("pp", mesh, made, stages, shared)
+    return way.changed(None, pipelining, stage_costs=costs)
 
 
 def assert_same(short: Candidate, whole: Candidate) -> None:
@@ -142,17 +142,17 @@ def test_a_step_takes_what_it_takes_of_the_whole_program(
         way = plain.recomputed(
             {region: how for region in regions if region in own_regions(own.short.captured)}
         )
-    vars(way)["stage_line"] = way.stage_costs(beside=plain.stage_line)
-    straight = replace(way, line=None)
+    costs = way.stage_costs(beside=plain.stage_line)
+    straight = way.with_program(line=None)
     whole = own.whole.of(straight)
     assert_same(straight, whole)
     bare = replace(whole.decisions, apart={}, recompute={})
-    placed = replace(whole, decisions=bare, states=States()).placed(whole.states)
+    placed = whole.with_program(decisions=bare, states=States()).placed(whole.states)
     assert whole.decisions.apart == placed.decisions.apart
     again = placed.recomputed(whole.decisions.recompute).rewritten
     assert [node.name for node in whole.rewritten.nodes] == [node.name for node in again.nodes]
     for schedule in schedules:
-        one = in_stages(way, schedule)
+        one = in_stages(way, schedule, costs)
         assert_same(one, own.whole.of(one))
 
 
@@ -197,7 +197,7 @@ def test_blocks_that_are_treated_alike_stand_for_each_other(
     name: str, states: str, runs: list[tuple[int, Recompute]]
 ) -> None:
     own = program(name, 28).whole
-    way = replace(laid(name, 28), line=None).placed(States.of(states))
+    way = laid(name, 28).with_program(line=None).placed(States.of(states))
     kinds = [kind for count, kind in runs for _ in range(count)]
     short = own.mixed(way, Mix(own.regions.free, kinds, 0.0))
     decided = {region: kind for region, kind in zip(own.regions.free, kinds) if not kind.is_plain}

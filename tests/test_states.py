@@ -288,9 +288,9 @@ def test_other_states_need_no_other_program(gpt, states):
     """Giving a rewritten program other states is rewriting it with these."""
     plan = planned(gpt, ap.Mesh(dp=4), states="whole", recompute={"layers.*": "full"})
     captured = capture(gpt.model, gpt.args, gpt.kwargs)
-    whole = Candidate(captured, machines(4, *EVEN), plan.decisions)
+    whole = Candidate.laid_out(captured, machines(4, *EVEN), plan.decisions)
     made = whole.placed(states)
-    again = replace(made)
+    again = made.with_program()
     assert again.rewritten is not made.rewritten
     for one, two in zip(made.rewritten.nodes, again.rewritten.nodes, strict=True):
         facts = [{k: str(v) for k, v in n.meta.items() if k != "val" and v} for n in (one, two)]

@@ -411,7 +411,7 @@ def test_a_sequence_beyond_the_places_that_a_model_knows_is_refused(kind, most) 
 def test_uneven_growth_and_nodes_of_several_kinds_are_refused() -> None:
     plan = made("tensor")
     with pytest.raises(InvalidInput, match="in proportion"):
-        replace(plan, cluster=machines(4)).what_if(nodes=3)
+        plan.with_program(cluster=machines(4)).what_if(nodes=3)
     fast, slow = machines().nodes[0], machines(inside=1e9).nodes[0]
     with pytest.raises(InvalidInput, match="equal ones"):
-        replace(plan, cluster=ap.Cluster((fast, slow), Link(1e-5, 1e9))).what_if(nodes=4)
+        plan.with_program(cluster=ap.Cluster((fast, slow), Link(1e-5, 1e9))).what_if(nodes=4)

@@ -20,6 +20,8 @@ from torch import fx
 
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.carried import carried, fitting
+from autopar.candidates.laid_out_program import LaidOutProgram
+from autopar.candidates.training_step import TrainingStep
 from autopar.capture.captured import Captured
 from autopar.capture.gradients import reached
 from autopar.capture.regions import checkpoints, found
@@ -156,12 +158,14 @@ def _placed(
     placeholders = {**decisions.placeholders, **buffers}
     recompute = _recomputed(source, captured)
     decisions = replace(decisions, placeholders=placeholders, apart=apart, recompute=recompute)
-    about = captured, source.cluster, decisions, batches
-    made = Candidate(*about, states=source.states, line=source.line)
+    program = LaidOutProgram.of(
+        captured, source.cluster, decisions, states=source.states, line=source.line
+    )
+    made = Candidate(TrainingStep(program, batches))
     if found := _unsummed(made):
         gathered = {key: _gathered(apart[key]) for key in found}
         decisions = replace(decisions, apart={**apart, **gathered})
-        made = replace(made, decisions=decisions)
+        made = made.with_program(decisions=decisions)
     return made
 
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import TypeVar
 
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.laid_out_program import LaidOutProgram
+from autopar.candidates.training_step import TrainingStep
 from autopar.capture.captured import Captured
 from autopar.capture.regions import label_of
 from autopar.capture.shortened import Shortened
 from autopar.layout import Layout, ParameterPlacement, Placement
 from autopar.passes.microbatches import Microbatches
-from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.stages.stage_tables import price_stages
 from autopar.recompute import Recompute
 from autopar.search.decisions import Decisions, Fallback
@@ -31,8 +32,10 @@ def lengthened(
     """The same layouts, states and stages of the whole `program`, in as many micro-batches; what is
     `decided` of its regions."""
     decisions = longer(found.decisions, short, program, decided)
-    about = program, found.cluster, decisions, batches
-    made = Candidate(*about, search=found.search, line=found.line, states=found.states)
+    laid_out = LaidOutProgram.of(
+        program, found.cluster, decisions, states=found.states, line=found.line
+    )
+    made = Candidate(TrainingStep(laid_out, batches), found.search)
     if (cut := found.pipelining) is None:
         return made
     costs, places = made.stage_costs(), found.stage_line.places
@@ -40,7 +43,8 @@ def lengthened(
     hardware = made.stage_hardware(cut.schedule.placement, float("inf"))
     stages = tuple(price_stages(costs, starts, hardware))
     shared = costs.shared_sums(stages)
-    return made.changed(found.search, Pipelining(cut.axis, cut.mesh, cut.schedule, stages, shared))
+    pipelining = replace(cut, stages=stages, shared=shared)
+    return made.changed(found.search, pipelining, stage_costs=costs)
 
 
 def longer(

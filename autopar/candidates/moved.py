@@ -18,6 +18,8 @@ from torch import fx
 from autopar.candidates.beside import constraints_beside
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.carried import carried, counterparts
+from autopar.candidates.laid_out_program import LaidOutProgram
+from autopar.candidates.training_step import TrainingStep
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_name
 from autopar.cluster import Cluster
@@ -79,8 +81,8 @@ def moved(
     decisions = _on(source.decisions, mesh)
     fixed = decisions.fixed
     if captured is not planned:
-        about = planned, cluster, decisions, source.batches
-        fixed = constraints_beside(Candidate(*about, states=source.states), captured).fixed
+        there = source.with_program(cluster=cluster, decisions=decisions, line=None)
+        fixed = constraints_beside(there, captured).fixed
     names = counterparts(planned, captured)
     made = carried(decisions, planned, captured, {}, fixed)
     if lost := list(_lost(decisions, planned, made, captured, names)):
@@ -95,7 +97,8 @@ def moved(
         given = replace(given, mesh=_with(given.mesh, ranks))
         line = PipelineLine.of(given.mesh, given.axis)
     whole_states = replace(WHOLE, buffer_bytes=source.states.buffer_bytes)
-    found = Candidate(captured, cluster, made, batches, states=whole_states, line=line)
+    program = LaidOutProgram.of(captured, cluster, made, states=whole_states, line=line)
+    found = Candidate(TrainingStep(program, batches))
     placed = found.placed(source.states)
     if placed.decisions.apart:  # or else there are no replicas left that they are cut over
         found = placed

@@ -194,7 +194,7 @@ class Flow:
                 spans[node] = min(reader_indices, default=-1), max(reader_indices, default=-1)
         return spans
 
-    @cached_property
+    @_fact
     def repeats(self) -> EqualBlocks:
         """Return the equal blocks of the program."""
         return EqualBlocks.of(self.graph)

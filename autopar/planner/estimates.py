@@ -25,6 +25,7 @@ from autopar.cluster import Cluster
 from autopar.cluster.cluster_part import ClusterPart
 from autopar.cost.cluster_price import ClusterPrice
 from autopar.cost.footprint import unsharded_bytes
+from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import batch_size
 from autopar.pipeline.memory.activation_counts import peak_counts
@@ -264,7 +265,10 @@ def _shape(name: Schedule | ScheduleName, stages: int) -> _Shape:
         parts = name.all_parts
     else:
         parts = 2 * stages
-        made = listed(name, stages, parts)
+        try:
+            made = listed(name, stages, parts)
+        except InvalidInput:
+            return _Shape(math.inf, 1.0, 1)  # it is asked about last, and says why
     third = [made.parts / made.stages / 3] * made.stages
     twice = [2 * share for share in third]
     step = simulate(made, forward=third, backward=twice, backward_weight=third).makespan

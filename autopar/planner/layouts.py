@@ -224,7 +224,7 @@ class Layouts:
 
     def _searched(self, asked: LayoutRequest) -> tuple[Candidate, float]:
         program, cluster = asked.captured, self.request.cluster
-        made = partial(Candidate, program, cluster, batches=asked.batches, line=asked.line)
+        made = partial(Candidate.laid_out, program, cluster, batches=asked.batches, line=asked.line)
         if self.request.mode != "auto":
             (mesh,) = asked.offered
             return made(decisions=propagate(program, mesh, self._constraints(asked, mesh))), 0.0

@@ -190,7 +190,7 @@ class Planner:
         if best.pipelining is None:
             search = search.taken(best.seconds)
         search = replace(search, considered=self.record.considered(question))
-        bound = min([search.bound, *map(self._bounds.seconds, self._queue)])
+        bound = min([search.bound, self.record.least, *map(self._bounds.seconds, self._queue)])
         return best.changed(search.cut_short(bound) if self.ended else search.lowered(bound))
 
     def seconds(self, question: Question) -> float:

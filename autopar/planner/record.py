@@ -6,8 +6,8 @@
     record.cutoff(question)     # what this question has to beat: a simpler way may take a bit more
     record.by_simplicity()      # of what is about as fast the simplest first, then the others
 
-A plan is worth a further axis, states cut in part, or states on a host only if that gains enough:
-1% for what makes it harder to understand, 10% for what keeps something on the host.
+A plan is worth a further axis, cut states, or states on a host only if that gains enough, or makes
+it fit: 1% for what makes it harder to understand, 10% for what keeps something on the host.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from autopar.planner.question import Found, Question, Refused, TooLarge, TooSlow
 from autopar.planner.rules import Asked
 from autopar.recompute import Recompute
 from autopar.search.search_report import ConsideredMesh
+from autopar.states import BUFFER_BYTES
 from autopar.text.units import bytes_text
 
 EQUAL = 1e-9  # relative: what differs by less is as fast
@@ -63,8 +64,7 @@ class Record:
         """Return the seconds that a question has to beat to be worth it."""
         best = min([self.to_beat, *(_seconds(one) * _handicap(one) for one in self.found)])
         simplest = min((complexity(_candidate(one)) for one in self._nearly_best()), default=0)
-        axes = sum(size > 1 for size in question.meshes[0].shape) + (question.stages > 1)
-        is_simpler = axes + question.is_hosted < simplest
+        is_simpler = complexity(question) < simplest
         return best * (1 + SIMPLER if is_simpler else 1 - EQUAL) / handicap(question)
 
     def _nearly_best(self) -> list[Asked]:
@@ -84,6 +84,12 @@ class Record:
             getattr(one.answer, "candidate", getattr(one.answer, "way", None)) for one in self.asked
         ]
         return [way for way in ways if isinstance(way, Candidate)]
+
+    @property
+    def least(self) -> float:
+        """The seconds that what was ruled out takes at least."""
+        slow = (one.answer.bound for one in self.asked if isinstance(one.answer, TooSlow))
+        return min([*slow, *self.ruled_out.values()], default=math.inf)
 
     def considered(self, chosen: Question) -> tuple[ConsideredMesh, ...]:
         """Return what is known of each mesh with the stages and micro-batches of a question."""
@@ -105,10 +111,15 @@ class Record:
         return tuple(meshes.values())
 
 
-def complexity(candidate: Candidate) -> int:
-    """Return how much there is to understand: axes, a host, and states cut in part."""
-    axes = sum(size > 1 for size in candidate.whole_mesh.sizes.values())
-    return axes + _is_hosted(candidate) + bool(candidate.states.numbers)
+def complexity(way: Candidate | Question) -> int:
+    """Return how much there is to understand: axes, cut states, a host, parts, other buffers."""
+    states = way.states
+    if isinstance(way, Candidate):
+        axes, is_hosted = [*way.whole_mesh.sizes.values()], _is_hosted(way)
+    else:
+        axes, is_hosted = [*way.meshes[0].shape, way.stages], way.is_hosted
+    count = sum(size > 1 for size in axes) + is_hosted + states.is_cut + bool(states.numbers)
+    return count + (states.buffer_bytes != BUFFER_BYTES)
 
 
 def handicap(question: Question) -> float:

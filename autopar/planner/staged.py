@@ -60,7 +60,7 @@ class StagedWay:
     line: StageCosts
     peaks: Callable[[], Sequence[Live]]  # what its ranks keep when they keep most
     cluster: Cluster
-    made: Callable[[Pipelining], Candidate]
+    laid: Candidate  # the program, in no stages
     # Bytes that the devices of each place, and of each stage, have beyond what every device has.
     spare: Sequence[float]
     hardware: Sequence[StageHardware]
@@ -78,9 +78,13 @@ class StagedWay:
     @cached_property
     def candidate(self) -> Candidate:
         """The same with the program that it runs."""
-        found = self.made(self.pipelining)
-        vars(found).update(timeline=self.timeline, stage_line=self.line.of(found.flow))
-        return found
+        search = self.laid.search
+        return self.laid.changed(
+            search and search.shared(self._schedule.ranks),
+            self.pipelining,
+            timeline=self.timeline,
+            stage_costs=self.line.of(self.laid.flow),
+        )
 
     def needed(self, memory: float) -> float:
         """The bytes that it needs of devices of so many: of what does not fit, some of them."""
@@ -193,17 +197,14 @@ class StagedProgram:
         return not way.fits(memory)
 
     def _way(self, made: Schedule, kind: Recompute, stages: Sequence[StageCost]) -> StagedWay:
-        def candidate(pipelining: Pipelining) -> Candidate:
-            search = self.laid.search and self.laid.search.shared(made.ranks)
-            return self._programs(kind).changed(search, pipelining)
-
         line = self._lines(kind)
         shared = line.shared_sums(stages)
         pipelining = Pipelining(self.axis, self.mesh, made, tuple(stages), shared)
         cluster, live = self.laid.cluster, partial(self._live, made, kind)
         spare = self.laid.spare(self._memory)
         hardware = self._hardware(made.placement)
-        return StagedWay(pipelining, line, live, cluster, candidate, spare, hardware)
+        laid = self._programs(kind)
+        return StagedWay(pipelining, line, live, cluster, laid, spare, hardware)
 
     def _live(self, made: Schedule, kind: Recompute) -> Sequence[Live]:
         return _peaks(made, recompute=not kind.is_plain)

@@ -12,39 +12,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import replace
 
 from autopar.candidates.beside import carry_beside, constraints_beside, search_beside, spread_beside
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.laid_out_program import LaidOutProgram
+from autopar.candidates.training_step import TrainingStep
 from autopar.capture.captured import Captured
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.layout import Layout
-from autopar.passes.flow import flow_of
 from autopar.passes.microbatches import Microbatches, batch_size, cut_batch
 from autopar.passes.restaging import cut_like
-from autopar.passes.stages import StageCut
-from autopar.pipeline.pipelining import Pipelining
 from autopar.plans.plan import Plan, SavedPlan
 from autopar.plans.restaged import forward_batches, resize_schedule, without_gradients
 from autopar.text.progress import reporter
-
-
-@dataclass(frozen=True)
-class StagedPlan(Plan):
-    """The plan of a program that goes through the stages of another plan's pipeline."""
-
-    like: Plan | None = None
-
-    def cut(self, pipelining: Pipelining) -> StageCut:
-        """Cut the program into stages that hold what those of the other plan hold."""
-        return self._cut
-
-    @cached_property
-    def _cut(self) -> StageCut:
-        assert self.like is not None
-        assert self.like.pipelining is not None
-        return cut_like(self.flow, self.like.cut(self.like.pipelining))
 
 
 def plan_companion(
@@ -87,16 +68,10 @@ def follow_companion(plan: Plan, captured: Captured, first: SavedPlan, *, is_ste
     """Return the companion that rank 0 has planned, for this rank's copy of the model."""
     first.require_same(fingerprint_of(captured))
     program, batches = _cut_batch(plan, captured, first.microbatch_count, is_step=is_step)
-    candidate = Candidate(
-        program,
-        plan.cluster,
-        first.decisions,
-        batches,
-        search=first.search,
-        states=plan.states,
-        line=plan.line,
+    laid_out = LaidOutProgram.of(
+        program, plan.cluster, first.decisions, states=plan.states, line=plan.line
     )
-    return _plan_of(plan, candidate)
+    return _plan_of(plan, Candidate(TrainingStep(laid_out, batches), first.search))
 
 
 def stage_companion(plan: Plan, companion: Plan, *, is_step: bool) -> Plan:
@@ -104,17 +79,18 @@ def stage_companion(plan: Plan, companion: Plan, *, is_step: bool) -> Plan:
     pipelining = plan.pipelining
     if pipelining is None:
         return companion
-    staged = StagedPlan(**{f.name: getattr(companion, f.name) for f in fields(Plan)}, like=plan)
-    flow = flow_of(companion.captured, companion.rewritten, learns=is_step)
-    vars(staged).update(prices=companion.prices, rewritten=companion.rewritten, flow=flow)
-    line, bounds = staged.stage_costs(), itertools.pairwise(staged.cut(pipelining).points)
-    count = companion.microbatches
-    schedule = resize_schedule(pipelining.schedule, count, forward=not is_step)
-    hardware = staged.stage_hardware(schedule.placement, math.inf)
-    stages = tuple(line.stage(*ends, at) for ends, at in zip(bounds, hardware))
-    shared = line.shared_sums(stages)
+    program = companion.step.program
+    if not is_step:
+        program = replace(program, learns=False, source=program)
+    costs, cut = program.stage_line, cut_like(program.flow, plan.cut(pipelining))
+    schedule = resize_schedule(pipelining.schedule, companion.microbatches, forward=not is_step)
+    hardware = companion.stage_hardware(schedule.placement, math.inf)
+    bounds = itertools.pairwise(cut.points)
+    stages = tuple(costs.stage(*ends, at) for ends, at in zip(bounds, hardware))
+    shared = costs.shared_sums(stages)
     pipelining = replace(pipelining, schedule=schedule, stages=stages, shared=shared)
-    return staged.changed(companion.search, pipelining)
+    step = TrainingStep(program, companion.batches, pipelining, known_cut=cut)
+    return replace(companion, step=step)
 
 
 def _plan_of(plan: Plan, candidate: Candidate) -> Plan:

@@ -25,7 +25,9 @@ from torch import nn
 from autopar.base.files import write_file
 from autopar.base.schema import Mismatch, read, write
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.laid_out_program import LaidOutProgram
 from autopar.candidates.room_checks import require_room
+from autopar.candidates.training_step import TrainingStep
 from autopar.capture import capture
 from autopar.capture.captured import Captured
 from autopar.capture.dynamic import DynamicShapes
@@ -228,14 +230,11 @@ class SavedPlan(SavedValue):
         require_fitting(self, captured)
         decisions = self.decisions
         pipelining = self.pipelining
-        candidate = Candidate(
-            captured,
-            self.cluster,
-            replace(decisions, apart={}),
-            batches,
-            search=self.search,
-            line=None if pipelining is None else PipelineLine.of(pipelining.mesh, pipelining.axis),
-        ).placed(self.states)
+        line = None if pipelining is None else PipelineLine.of(pipelining.mesh, pipelining.axis)
+        program = LaidOutProgram.of(
+            captured, self.cluster, replace(decisions, apart={}), line=line
+        ).with_states(self.states)
+        candidate = Candidate(TrainingStep(program, batches), self.search)
         require_apart(self, candidate.decisions.apart)
         if pipelining is not None:
             candidate = candidate.cut_as(pipelining)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self, TypeVar
 
@@ -12,6 +12,8 @@ from torch import fx
 from autopar.candidates.alternative import Alternative
 from autopar.candidates.beside import spread_beside
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.laid_out_program import LaidOutProgram
+from autopar.candidates.training_step import TrainingStep
 from autopar.candidates.trial import Trial
 from autopar.capture.captured import Captured
 from autopar.capture.dynamic import DynamicShapes
@@ -34,7 +36,6 @@ from autopar.tensor_type import TensorType
 from autopar.text.progress import Report
 
 AnyPlan = TypeVar("AnyPlan", bound="PlanValue")
-_OF_TRIALS = ("trials", "file")  # attributes that say which trials a plan was chosen by
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,11 @@ class PlanValue(Candidate):
     @classmethod
     def of(cls: type[AnyPlan], candidate: Candidate, **options: Any) -> AnyPlan:
         """Return the plan of a candidate, with everything that is already computed of it."""
-        plan = cls(**{f.name: getattr(candidate, f.name) for f in fields(Candidate)}, **options)
-        vars(plan).update(vars(candidate))
-        return plan
+        return cls(candidate.step, candidate.search, **options)
 
     def with_trials(self, trials: tuple[Trial, ...]) -> Self:
         """Return this plan as one that was chosen by `trials`."""
-        plan = replace(self, trials=trials)
-        known = {name: value for name, value in vars(self).items() if name not in _OF_TRIALS}
-        vars(plan).update(known)
-        return plan
+        return replace(self, trials=trials)
 
     @cached_property
     def program(self) -> Program:
@@ -131,10 +127,10 @@ class PlanValue(Candidate):
         last = self.captured.graph.output_node().name
         ways = {key: way for key, way in decisions.ways.items() if key[1] != last}
         decisions = replace(decisions, ways=ways)
-        candidate = Candidate(
-            captured, self.cluster, decisions, batches, states=self.states, line=self.line
+        program = LaidOutProgram.of(
+            captured, self.cluster, decisions, states=self.states, line=self.line
         )
-        return self._program_of(candidate)
+        return self._program_of(Candidate(TrainingStep(program, batches)))
 
     def _companion(self, captured: Captured, batches: Microbatches | None = None) -> Program:
         """Return another program on the parameters of this one; layouts spread from theirs."""

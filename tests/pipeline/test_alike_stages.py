@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autopar import Cluster, Mesh, plan
-from autopar.candidates import candidate
+from autopar.candidates import laid_out_program
 from autopar.passes.stages import StageCut, cut_stage
 from autopar.pipeline.memory.alike_stages import StageMemories
 from autopar.pipeline.memory.step_memory import StageMemory
@@ -40,7 +40,7 @@ def test_alike_stages_take_the_same(
             assert found.host == seen.host
             return found
 
-    monkeypatch.setattr(candidate, "StageMemories", Compared)
+    monkeypatch.setattr(laid_out_program, "StageMemories", Compared)
     plan(
         case.model,
         case.args,

@@ -17,6 +17,7 @@ from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.simulation.compute_lower_bound import least_time
 from autopar.planner.loop import Planner
 from autopar.planner.question import Question
+from autopar.planner.record import Record
 from autopar.planner.staged import StagedProgram, StagedWay
 from autopar.recompute import Recompute
 from tests import models
@@ -194,7 +195,7 @@ def test_what_bounds_leave_out_is_not_faster(name, layers, devices, share, monke
     bounded = found()
     assert told[0].left_out.total()
     monkeypatch.setattr(Planner, "_bound", lambda *_: 0.0)
-    monkeypatch.setattr(Planner, "_cutoff", lambda *_: math.inf)
+    monkeypatch.setattr(Record, "cutoff", lambda *_: math.inf)
     whole = found()
     assert not told[1].left_out
     assert len(whole.alternatives) >= len(bounded.alternatives)

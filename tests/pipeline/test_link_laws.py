@@ -17,6 +17,7 @@ import pytest
 
 import autopar as ap
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.training_step import TrainingStep
 from autopar.cluster import Cluster, Device, Level, Link, Node
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.cost.operator_costs import ShardSizes, operator_work
@@ -62,10 +63,10 @@ def planned(name: str, way: str) -> ap.Plan:
 
 def priced(plan: ap.Plan, cluster: Cluster) -> Candidate:
     """The same stages on other machines."""
-    about = plan.captured, cluster, plan.decisions, plan.batches
-    made = Candidate(*about, states=plan.states, line=plan.line)
-    vars(made).update(rewritten=plan.rewritten, flow=plan.flow)
-    return made.cut_as(plan.pipelining)
+    program = plan.step.program
+    prices = replace(program.machine_prices, cluster=cluster)
+    there = replace(program, machine_prices=prices, source=program)
+    return Candidate(TrainingStep(there, plan.batches)).cut_as(plan.pipelining)
 
 
 @pytest.mark.parametrize("name", MESHES)

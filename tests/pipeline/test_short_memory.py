@@ -72,8 +72,8 @@ def laid(model: str) -> Both:
     decided = search.run([MESH]).decisions
     about = {"line": LINE}
     return Both(
-        Candidate(small.captured, CLUSTER, decided, small, **about),
-        Candidate(
+        Candidate.laid_out(small.captured, CLUSTER, decided, small, **about),
+        Candidate.laid_out(
             large.captured, CLUSTER, longer(decided, short, large.captured, {}), large, **about
         ),
         short.times,

@@ -93,7 +93,7 @@ def _whole(
     batches = cut_batch(captured, parts)
     asked = with_batch_axis(batches.captured, inner, "dp", Constraints())
     decisions = propagate(batches.captured, inner, asked)
-    laid = Candidate(batches.captured, CLUSTER, decisions, batches, line=line)
+    laid = Candidate.laid_out(batches.captured, CLUSTER, decisions, batches, line=line)
     return laid, Regions(captured, AskedRecomputation())
 
 
@@ -165,7 +165,9 @@ def test_stages_are_those_of_a_program_that_is_looked_at_alone(states: str) -> N
         seen.add(kind)
         whole = _whole()[0].placed(NAMED[states])
         program = whole.recomputed(way.candidate.decisions.recompute)
-        alone = Candidate(program.captured, CLUSTER, program.decisions, program.batches, line=LINE)
+        alone = Candidate.laid_out(
+            program.captured, CLUSTER, program.decisions, program.batches, line=LINE
+        )
         starts = [stage.starts for stage in way.pipelining.stages]
         hardware = alone.stage_hardware(way.pipelining.schedule.placement, math.inf)
         expected = price_stages(alone.stage_costs(), starts, hardware)

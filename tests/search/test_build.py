@@ -145,5 +145,5 @@ def test_a_search_counts_no_more_bytes_than_the_finished_program_holds(name: str
         made = built(case, mesh)
         choice = solve(made.graph).choice
         _, counted = made.graph.evaluate(choice)
-        way = Candidate(made.captured, machines(4, *EVEN), decide(made, choice))
+        way = Candidate.laid_out(made.captured, machines(4, *EVEN), decide(made, choice))
         assert counted + made.fixed_bytes <= way.memory.peak, mesh
