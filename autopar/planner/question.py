@@ -68,11 +68,6 @@ class Question:
         return self.recompute == MIXED
 
     @property
-    def is_first(self) -> bool:
-        """Return whether layouts are those that many questions share."""
-        return self.memory == math.inf and not self.has_own_layouts
-
-    @property
     def is_hosted(self) -> bool:
         """Return whether states are on the host."""
         return self.states.is_on_host

@@ -76,21 +76,21 @@ class Rule:
 
 def _other_schedules(asked: Asked, search: Progress) -> Iterator[Question]:
     question = asked.question
-    if question.schedule is not None and question.is_first:
+    if question.schedule is not None and _is_first(question, search):
         for schedule in search.templates.schedules(question.stages, question.microbatches):
             yield replace(question, schedule=schedule)
 
 
 def _cut_states(asked: Asked, search: Progress) -> Iterator[Question]:
     question = asked.question
-    if isinstance(asked.answer, TooLarge) and question.is_first:
+    if isinstance(asked.answer, TooLarge) and _is_first(question, search):
         for states in _after(question.states, search.templates.states(question.stages)):
             yield replace(question, states=states)
 
 
 def _fewer_cuts(asked: Asked, search: Progress) -> Iterator[Question]:
     question = asked.question
-    if isinstance(asked.answer, Found) and question.is_first:
+    if isinstance(asked.answer, Found) and _is_first(question, search):
         settings = search.templates.states(question.stages)
         later = _after(question.states, settings)
         for states in settings[: len(settings) - len(later) - 1]:
@@ -99,7 +99,7 @@ def _fewer_cuts(asked: Asked, search: Progress) -> Iterator[Question]:
 
 def _recompute(asked: Asked, search: Progress) -> Iterator[Question]:
     question = asked.question
-    is_open = isinstance(asked.answer, TooLarge) and question.is_first
+    is_open = isinstance(asked.answer, TooLarge) and _is_first(question, search)
     if is_open and question.recompute == search.templates.kinds[0]:
         for kind in search.templates.kinds[1:]:
             yield replace(question, recompute=kind)
@@ -111,7 +111,7 @@ def _own_layouts(asked: Asked, search: Progress) -> Iterator[Question]:
         return
     if _is_near(asked, search, NEAR):
         yield replace(question, has_own_layouts=True)
-    if isinstance(asked.answer, Refused) and question.states.is_cut and question.is_first:
+    if isinstance(asked.answer, Refused) and question.states.is_cut and _is_first(question, search):
         # The fastest layouts have no replicas; others may.
         room = search.request.room(question.stages)
         yield replace(question, memory=room, has_own_layouts=True)
@@ -237,7 +237,7 @@ def _is_leanest(asked: Asked, search: Progress) -> bool:
     settings = templates.states(question.stages)
     is_last = question.states in (settings[0], settings[-1])
     is_last &= question.recompute == templates.kinds[-1]
-    return isinstance(asked.answer, TooLarge) and question.is_first and is_last
+    return isinstance(asked.answer, TooLarge) and _is_first(question, search) and is_last
 
 
 def _after(states: States, settings: Sequence[States]) -> Sequence[States]:
@@ -248,6 +248,12 @@ def _after(states: States, settings: Sequence[States]) -> Sequence[States]:
 def _whole_program(asked: Asked, search: Progress) -> Iterator[Question]:
     if isinstance(asked.answer, Unlike):
         yield replace(asked.question, program=search.whole_program)
+
+
+def _is_first(question: Question, search: Progress) -> bool:
+    """Return whether layouts are those that a size is asked about first."""
+    is_named = search.request.states is not None
+    return question.memory == math.inf and question.has_own_layouts == is_named
 
 
 def _is_best(asked: Asked, search: Progress) -> bool:
