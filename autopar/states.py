@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import TYPE_CHECKING, Literal, get_args
 
 from autopar.base.schema import Count, Size, is_count
 from autopar.errors import InvalidInput, require_one_of
 from autopar.layout import ALL_PLACES, Layout, ParameterPlacement, Place
 from autopar.mesh import Mesh
+from autopar.text.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -284,6 +285,87 @@ def innermost(factor: Factor, axes: Sequence[str], mesh: Mesh) -> tuple[str, ...
     while count < len(axes) and factor % mesh.degree(axes[len(axes) - count - 1 :]) == 0:
         count += 1
     return tuple(axes[len(axes) - count :])
+
+
+def split_for(states: States, axes: Sequence[str], mesh: Mesh) -> tuple[str, int] | None:
+    """Return an axis of `mesh` to be split and the ranks of its outer part, so that the last of
+    `axes` have one of the numbers of parts of `states`. `None`: all of these fit."""
+    for number in states.numbers:
+        own = innermost(number, axes, mesh)
+        left, outer = number // mesh.degree(own), axes[: len(axes) - len(own)]
+        if left == 1:
+            continue
+        if not outer or mesh[outer[-1]] % left:
+            degree = mesh.degree(axes)
+            raise InvalidInput(
+                "states are cut into as many parts as ranks with replicas can be grouped into: "
+                "the number of parts divides theirs",
+                got=f"{states}, with {counted(degree, 'rank')} over which gradients are summed"
+                f" ({', '.join(f'{a}={mesh[a]}' for a in axes) or 'none'}) on {mesh}",
+                remedy=f'a number of parts that divides {degree}, or "all"'
+                if degree > 1
+                else 'states="whole", or a mesh whose axes cut the batch',
+            )
+        return outer[-1], mesh[outer[-1]] // left
+    return None
+
+
+def split_mesh(states: States, axes: Sequence[str], mesh: Mesh) -> tuple[Mesh, tuple[str, ...]]:
+    """Return the mesh on which the last of `axes` have the numbers of parts of `states`.
+
+    Return also what its axes are called that `axes` were split into.
+    """
+    is_cutting = [axis in axes for axis in mesh]
+    while (split := split_for(states, axes, mesh)) is not None:
+        at = mesh.names.index(split[0])
+        mesh, is_cutting[at:at] = mesh.split(*split), [True]
+        axes = tuple(axis for axis, cuts in zip(mesh, is_cutting) if cuts)
+    return mesh, tuple(axes)
+
+
+def nested_settings(
+    replicas: int, levels: Sequence[int] = (), *, microbatches: int = 1
+) -> list[States]:
+    """Return the settings worth weighing, the simple ones first.
+
+    `levels` are numbers of neighbours among the `replicas` that share a node, a rack and so on.
+    Parameters, gradients and optimizer states are each cut over one of these levels, over all
+    replicas or not at all. Left out is what moves no less than another and holds more:
+
+    - Parameters that are cut where optimizer states are whole: an all-reduce of gradients moves as
+      much as scattering them and gathering what was updated.
+    - Optimizer states over fewer replicas that parameters and gradients are cut over as well: the
+      all-reduce of their pieces is, again, a scatter and a gather.
+    - With one micro-batch, whole gradients beside cut optimizer states, and gradients that are cut
+      as parameters are and no further: they are summed once, and that moves as much if they stay in
+      pieces.
+    - `lifetime="step"`, which is `parameters=1`.
+    """
+    chain = [1]
+    for level in sorted(levels):
+        if level < replicas and replicas % level == 0 and level % chain[-1] == 0:
+            chain += [level] * (level > chain[-1])
+    if replicas == 1:
+        return [WHOLE]
+    factors: list[Factor] = [*chain, "all"]
+    partial = []
+    for cut, summed, updated in product(range(len(factors)), repeat=3):
+        is_scattered_once = cut >= updated and summed == updated < len(chain)
+        is_summed_once = microbatches == 1 and (summed == 0 or summed == cut) and summed < updated
+        if summed <= updated and not is_scattered_once and not is_summed_once:
+            partial.append(States(factors[cut], factors[summed], factors[updated]))
+    partial.sort(key=lambda states: len(states.numbers))
+    return list(dict.fromkeys([*NAMED.values(), *partial]))
+
+
+def buffer_sizes(parameter_bytes: float) -> list[int]:
+    """Return the sizes of buffers worth weighing for so many bytes of parameters on one rank.
+
+    A larger buffer shares the latency of a message among more parameters, and takes memory. One
+    that holds half of all parameters leaves nothing to compute while they travel.
+    """
+    sizes = (BUFFER_BYTES, 128 * 2**20, 512 * 2**20)
+    return [size for size in sizes if size == BUFFER_BYTES or 2 * size <= parameter_bytes]
 
 
 def _dim_to_cut(sizes: Sequence[int], parts: int) -> int:

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import autopar as ap
-from autopar.pipeline.memory.activation_counts import live_microbatches
 from autopar.pipeline.running.executor import RankRunner
 from autopar.pipeline.running.worker import Worker
 from autopar.runtime.execution import recomputed_regions
 from tests.models import Case
+from tests.pipeline.live_counts import live_microbatches
 
 
 def kept_for_backward(module: ap.ParallelModule, case: Case) -> int:

@@ -16,9 +16,8 @@ from autopar.errors import InvalidInput
 from autopar.layout import ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.search.constraints import LayoutConstraint
-from autopar.states import States, innermost
+from autopar.states import States
 from autopar.strategies.node_info import info
-from autopar.text.units import counted
 
 Axes = tuple[str, ...]
 
@@ -72,29 +71,6 @@ def main_axes(graph: fx.Graph, mesh: Mesh) -> Axes:
         if info(node).learns:
             count[axes] += info(node).val.numel()
     return max(count, key=lambda axes: (bool(axes), count[axes]), default=())
-
-
-def split_for(states: States, axes: Axes, mesh: Mesh) -> tuple[str, int] | None:
-    """An axis of `mesh` to be split, and the ranks of its outer part, so that the last of `axes`
-    have one of the numbers of `states`."""
-    for number in states.numbers:
-        own = innermost(number, axes, mesh)
-        left, outer = number // mesh.degree(own), axes[: len(axes) - len(own)]
-        if left == 1:
-            continue
-        if not outer or mesh[outer[-1]] % left:
-            degree = mesh.degree(axes)
-            raise InvalidInput(
-                "states are cut into as many parts as ranks with replicas can be grouped into: "
-                "the number of parts divides theirs",
-                got=f"{states}, with {counted(degree, 'rank')} over which gradients are summed"
-                f" ({', '.join(f'{a}={mesh[a]}' for a in axes) or 'none'}) on {mesh}",
-                remedy=f'a number of parts that divides {degree}, or "all"'
-                if degree > 1
-                else 'states="whole", or a mesh whose axes cut the batch',
-            )
-        return outer[-1], mesh[outer[-1]] // left
-    return None
 
 
 def require_agreement(

@@ -22,10 +22,10 @@ stage, a ``B`` or ``I`` its input gradient to the stage before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, overload
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
@@ -67,7 +67,7 @@ class Schedule:
     # placement[pipe][stage] is the rank that holds this stage of this pipe.
     placement: tuple[tuple[int, ...], ...]
     # orders[rank]: this rank's actions, first to last.
-    orders: tuple[tuple[Action, ...], ...]
+    orders: Sequence[tuple[Action, ...]]
     # Into how many equal parts each micro-batch is cut: actions then name parts, not micro-batches
     # (2 for backward halving: F on both parts of a micro-batch together, B on each alone).
     parts: int = 1
@@ -79,8 +79,16 @@ class Schedule:
 
     @cached_property
     def _hash(self) -> int:
-        """Return the hash, computed once for all of the thousands of actions."""
-        return hash((self.name, self.microbatches, self.placement, self.orders, self.options))
+        """Return the hash, for which no action is listed."""
+        return hash((self.name, self.microbatches, self.placement, self.options))
+
+    @property
+    def short(self) -> Schedule:
+        """Return the schedule with the repeated middle left out, itself if nothing repeats.
+
+        All kinds of moments of a step are in it: of what ranks hold, of who waits for whom.
+        """
+        return self.orders.short if isinstance(self.orders, RepeatedOrders) else self
 
     @property
     def ranks(self) -> int:
@@ -124,12 +132,12 @@ class Schedule:
     @cached_property
     def goes_back(self) -> bool:
         """Return whether there is a backward, as in every training step."""
-        return any(action.kind != "F" for _, action in self.actions)
+        return any(action.kind != "F" for _, action in self.short.actions)
 
     @cached_property
     def split_stages(self) -> frozenset[int]:
         """Return the stages whose backward is split into I and W."""
-        return frozenset(action.stage for _, action in self.actions if action.kind == "I")
+        return frozenset(action.stage for _, action in self.short.actions if action.kind == "I")
 
     @cached_property
     def gradient_positions(self) -> tuple[Mapping[int, tuple[int, ...]], ...]:
@@ -185,6 +193,16 @@ class Schedule:
             if key >= 0
         }
 
+    @cached_property
+    def readers(self) -> dict[int, tuple[int, int]]:
+        """Return, by the key of a message, the rank that awaits it and the action's position."""
+        return {
+            key: (rank, position)
+            for rank, row in enumerate(self.messages)
+            for position, (key, _, _) in enumerate(row)
+            if key >= 0
+        }
+
     def rank_of(self, pipe: int, stage: int) -> int:
         """Return the rank that holds `stage` of `pipe`."""
         return self.placement[pipe][stage]
@@ -212,6 +230,45 @@ class Schedule:
 
     def __str__(self) -> str:
         return to_text(self)
+
+
+class RepeatedOrders(Sequence[tuple[Action, ...]]):
+    """Stand for the orders of a schedule that repeats a part of a shorter one, until they are read.
+
+    A schedule of 64 stages and 384 micro-batches has 50,000 actions, of which a planner needs few.
+    """
+
+    def __init__(
+        self, short: Schedule, period: int, repeats: int, listed: Callable[[], Schedule]
+    ) -> None:
+        """`period`: the micro-batches that each of the `repeats` adds to those of `short`.
+        `listed`: makes the schedule with all actions."""
+        self.short, self.period, self.repeats, self._make = short, period, repeats, listed
+
+    @cached_property
+    def _listed(self) -> tuple[tuple[Action, ...], ...]:
+        return tuple(self._make().orders)
+
+    def __len__(self) -> int:
+        return len(self.short.orders)
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[Action, ...]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[tuple[Action, ...], ...]: ...
+    def __getitem__(self, rank: int | slice) -> tuple[Action, ...] | tuple[tuple[Action, ...], ...]:
+        return self._listed[rank]
+
+    def __iter__(self) -> Iterator[tuple[Action, ...]]:
+        return iter(self._listed)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RepeatedOrders) and self.short == other.short:
+            return self.repeats == other.repeats
+        return isinstance(other, Sequence) and self._listed == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._listed)
 
 
 def one_stage(microbatches: int) -> Schedule:

@@ -20,7 +20,6 @@ from autopar.candidates.state_places import (
     main_axes,
     require_agreement,
     require_something_to_cut,
-    split_for,
 )
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
@@ -36,7 +35,7 @@ from autopar.search.decisions import Decisions
 from autopar.search.layout_search import LayoutSearch, NothingFaster, SearchCache
 from autopar.search.propagation import propagate, with_batch_axis
 from autopar.search.smallest_footprint import NothingFits
-from autopar.states import WHOLE, States
+from autopar.states import WHOLE, States, split_for
 from autopar.text.progress import Report
 
 MOST_BUILT = 3  # programs whose cost graphs are kept

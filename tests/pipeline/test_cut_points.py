@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from autopar.pipeline.memory.activation_counts import live_microbatches, peak_counts
+from autopar.pipeline.memory.activation_counts import peak_counts
 from autopar.pipeline.schedules import weighed_schedules
 from autopar.pipeline.stages.stage_tables import _nearest_below
+from tests.pipeline.live_counts import live_microbatches
 
 
 @pytest.mark.parametrize("recompute", [False, True])

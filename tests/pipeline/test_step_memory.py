@@ -11,11 +11,11 @@ import torch
 
 import autopar as ap
 from autopar.passes.gathers import NO_GROUP
-from autopar.pipeline.memory.activation_counts import live_microbatches
 from autopar.pipeline.memory.memory_items import KINDS, MemoryItem
 from autopar.pipeline.memory.step_memory import StageMemory, peak_in_step, step_counts
 from autopar.pipeline.schedule import Schedule, one_stage
 from autopar.runtime.parameters.gathered_copies import GatheredGroup, GatherWindow
+from tests.pipeline.live_counts import live_microbatches
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "chimera", "dualpipe"]
 

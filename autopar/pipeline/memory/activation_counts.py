@@ -9,22 +9,23 @@ Where micro-batches are cut into parts, parts are counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from operator import add
+from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autopar.pipeline.schedule import Action, Schedule
+from autopar.pipeline.schedule import Schedule
 
 # Micro-batches of which a stage keeps the activations of forward, the received values, the inputs
 # of weight gradients; and 1 if it recomputes in an unsplit backward, in a split one.
 LiveCounts = tuple[int, int, int, int, int]
 Live = Mapping[int, LiveCounts]  # the counts of one rank at one time, by stage
-LiveItems = tuple[tuple[int, LiveCounts], ...]  # the items of a `Live`
+Counts = NDArray[np.int64]
 
 
-def live_microbatches(schedule: Schedule, rank: int, *, recompute: bool = False) -> Iterator[Live]:
-    """Yield the counts of a rank each time that one has grown."""
+def live_counts(schedule: Schedule, rank: int, *, recompute: bool = False) -> Counts:
+    """Return the counts of a rank each time that one has grown: by moment, and by its stages in
+    the order of `Schedule.stages_on`."""
     again = int(recompute)
     steps: dict[str, list[LiveCounts]] = {
         "F": [(1, 1, 0, 0, 0)],
@@ -32,20 +33,19 @@ def live_microbatches(schedule: Schedule, rank: int, *, recompute: bool = False)
         "I": [(0, 0, 0, 0, again), (-1, -1, 1, 0, -again)],
         "W": [(0, 0, -1, 0, 0)],
     }
-    live: dict[int, LiveCounts] = {stage: (0,) * 5 for _, stage in schedule.local_stages(rank)}
+    both_halves = schedule.split_stages if recompute else frozenset[int]()
+    local = {stage: at for at, stage in enumerate(schedule.stages_on(rank))}
+    stages, changes = list[int](), list[LiveCounts]()
     for action in schedule.orders[rank]:
-        kinds = "IW" if recompute and _does_both_halves(schedule, action) else action.kind
-        changes = [change for kind in kinds for change in steps[kind]]
-        for change in changes * len(action.microbatches):
-            full, received, halves, unsplit, split = map(add, live[action.stage], change)
-            live[action.stage] = full, received, halves, unsplit, split
-            if max(change) > 0:
-                yield dict(live)
-
-
-def _does_both_halves(schedule: Schedule, action: Action) -> bool:
-    """Return whether an action does I and W, one after the other."""
-    return action.kind == "B" and action.stage in schedule.split_stages
+        does_both = action.kind == "B" and action.stage in both_halves
+        change = steps["I"] + steps["W"] if does_both else steps[action.kind]
+        times = len(action.microbatches)
+        changes += change * times
+        stages += [local[action.stage]] * (len(change) * times)
+    moved = np.array(changes, np.int64).reshape(-1, 5)
+    counts = np.zeros((len(moved), len(local), 5), np.int64)
+    counts[np.arange(len(moved)), stages] = moved
+    return counts.cumsum(axis=0)[moved.max(axis=1, initial=0) > 0]
 
 
 def peak_counts(schedule: Schedule, *, recompute: bool) -> list[Live]:
@@ -53,18 +53,19 @@ def peak_counts(schedule: Schedule, *, recompute: bool) -> list[Live]:
 
     A moment at which a rank keeps no more of any stage than at another is left out.
     """
-    peaks: list[Live] = []
-    for rank in range(schedule.ranks):
-        moments = live_microbatches(schedule, rank, recompute=recompute)
-        peaks += map(dict, sorted(_largest(list({tuple(live.items()) for live in moments}))))
+    peaks, short = list[Live](), schedule.short
+    for rank in range(short.ranks):
+        moments = live_counts(short, rank, recompute=recompute)
+        stages = short.stages_on(rank)
+        peaks += (dict(zip(stages, map(tuple, moment))) for moment in _largest(moments).tolist())
     return peaks
 
 
-def _largest(moments: Sequence[LiveItems]) -> list[LiveItems]:
-    """Return the moments that are not below another one in each count."""
-    counts = np.array([[count for _, counts in items for count in counts] for items in moments])
-    largest = list[int]()
-    for at in np.argsort(-counts.sum(1), kind="stable").tolist():  # none is below a smaller sum
-        if not (counts[largest] >= counts[at]).all(1).any():
-            largest.append(at)
-    return [moments[at] for at in largest]
+def _largest(moments: Counts) -> Counts:
+    """Return the moments that are not below another one in each count, in order."""
+    moments = np.unique(moments, axis=0)
+    left, largest = np.argsort(-moments.sum((1, 2)), kind="stable"), list[int]()
+    while len(left):  # none is below a smaller sum
+        largest.append(left[0])
+        left = left[(moments[left] > moments[left[0]]).any((1, 2))]
+    return moments[sorted(largest)]

@@ -246,8 +246,8 @@ def _counts(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) ->
 @lru_cache(maxsize=64)
 def step_counts(schedule: Schedule, groups: tuple[Groups, ...] = ()) -> tuple[Counts, ...]:
     """Return the counts of each rank at all moments that differ."""
-    groups = groups or (NO_GROUPS,) * schedule.stages
-    return tuple(_ItemCounter(schedule, rank, groups).rows for rank in range(schedule.ranks))
+    groups, short = groups or (NO_GROUPS,) * schedule.stages, schedule.short
+    return tuple(_ItemCounter(short, rank, groups).rows for rank in range(short.ranks))
 
 
 class _SentMessage(NamedTuple):
@@ -269,12 +269,7 @@ class _ItemCounter:
         self._now = [0] * (len(local) * len(MemoryItem))
         self._in_flight: list[_SentMessage] = []
         # Messages by key, as `Schedule.messages` has them.
-        self._read_at = {
-            waited: (at, position)
-            for at, row in enumerate(schedule.messages)
-            for position, (waited, _, _) in enumerate(row)
-            if waited >= 0
-        }
+        self._read_at = schedule.readers
         # The position of the last action that computes gradients of a stage.
         gradients = schedule.gradient_positions[rank]
         self._last = {stage: positions[-1] for stage, positions in gradients.items()}

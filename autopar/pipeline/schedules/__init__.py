@@ -15,23 +15,26 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
 from autopar.base.schema import is_count
 from autopar.errors import InvalidInput, require_one_of
 from autopar.pipeline.checker import check
-from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.schedules.registry import GENERATORS, positive
+from autopar.pipeline.schedule import RepeatedOrders, Schedule
+from autopar.pipeline.schedules.registry import GENERATORS, Generate, positive
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
 _COUNTS = ("stages", "microbatches", "chunks")  # whose product is the number of forwards
 MOST_FORWARDS = 1 << 20
-_MOST_WEIGHED = 1 << 12  # forwards of a schedule with as many chunks as blocks
+# Forwards of a schedule with as many chunks as blocks, or of one that repeats nothing.
+_MOST_WEIGHED = 1 << 12
 NAMES = tuple(sorted(GENERATORS))
 FROM_FILE = "what autopar.pipeline.load reads from a file"
 
@@ -61,7 +64,23 @@ def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Sc
             got=", ".join(f"{word}={size}" for word, size in counts.items()),
             remedy="fewer of them",
         )
-    return GENERATORS[name].generate(stages, microbatches, **options)
+    generate = GENERATORS[name].generate
+    is_known = all(isinstance(value, Hashable) for value in options.values())
+    period = GENERATORS[name].period(stages, **options) if is_known else None
+    if period is None or microbatches < period.settled + period.microbatches:
+        return generate(stages, microbatches, **options)
+    repeats = (microbatches - period.settled) // period.microbatches
+    fewest = microbatches - repeats * period.microbatches
+    short = _short(generate, stages, fewest, **options)
+    listed = partial(generate, stages, microbatches, **options)
+    orders = RepeatedOrders(short, period.microbatches, repeats, listed)
+    return replace(short, microbatches=microbatches, orders=orders)
+
+
+@lru_cache(maxsize=64, typed=True)
+def _short(generate: Generate, stages: int, microbatches: int, **options: Any) -> Schedule:
+    """Return the schedule of which longer ones repeat a part."""
+    return generate(stages, microbatches, **options)
 
 
 def known_names() -> list[str]:
@@ -76,7 +95,8 @@ def option_names(name: str) -> tuple[str, ...]:
 
 def most_chunks(stages: int, microbatches: int, blocks: int) -> int:
     """Return the most chunks on a rank that are tried for a program of `blocks` equal blocks."""
-    return max(2, min(blocks // stages, _MOST_WEIGHED // (stages * microbatches)))
+    short = min(microbatches, 4 * stages)  # of an interleaved schedule, of which it repeats a part
+    return max(2, min(blocks // stages, _MOST_WEIGHED // (stages * short)))
 
 
 def weighed_names(
@@ -84,7 +104,8 @@ def weighed_names(
 ) -> list[tuple[str, Mapping[str, Any]]]:
     """Return the names and options of the schedules to weigh for these numbers.
 
-    Schedules with chunks are tried with as many as `blocks` equal blocks allow, too.
+    Schedules with chunks are tried with as many as `blocks` equal blocks allow, too. Those that
+    repeat nothing are left out where they have many actions.
     """
     names: list[tuple[str, Mapping[str, Any]]] = []
     most = most_chunks(stages, microbatches, blocks)
@@ -92,7 +113,10 @@ def weighed_names(
         weighed = generator.weighed
         if any(0 < options.get("chunks", 0) < most for options in weighed):
             weighed = *weighed, {"chunks": most}
-        names += [(name, options) for options in weighed]
+        for options in weighed:
+            repeats = generator.period(stages, **options) is not None
+            if repeats or stages * microbatches <= _MOST_WEIGHED:
+                names.append((name, options))
     return names
 
 
@@ -106,8 +130,11 @@ def weighed_schedules(stages: int, microbatches: int, blocks: int = 0) -> list[S
     for name, options in weighed_names(stages, microbatches, blocks):
         with suppress(InvalidInput):
             candidate = schedule(name, stages=stages, microbatches=microbatches, **options)
-            check(candidate)
+            _check_short(candidate.short)
             schedules.append(candidate)
     schedules.sort(key=lambda s: (s.pipes, len(s.split_stages) > 0, s.chunks))
-    first = {(s.placement, s.orders, s.parts): s for s in reversed(schedules)}
-    return [s for s in schedules if s is first[s.placement, s.orders, s.parts]]
+    first = {(s.placement, s.short.orders, s.parts): s for s in reversed(schedules)}
+    return [s for s in schedules if s is first[s.placement, s.short.orders, s.parts]]
+
+
+_check_short = lru_cache(maxsize=64)(check)

@@ -17,14 +17,21 @@ from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import Action, Option, Schedule, make
 from autopar.pipeline.schedules.chimera_placement import chimera_placement, shares
 from autopar.pipeline.schedules.list_scheduling import ListSchedule, greedy
-from autopar.pipeline.schedules.registry import generator
+from autopar.pipeline.schedules.registry import Period, generator
 from autopar.pipeline.simulation.action_costs import Costs, StageTimes, plain, single, stage_times
 
 SCALES = ("direct", "doubling", "halving", "list")
 Slotted = tuple[int, Action]
 
 
-@generator("chimera", {"scale": "direct"}, {"scale": "list"})
+def _period(stages: int, scale: str = "direct", **options: object) -> Period | None:
+    """Return the micro-batches of a unit; a list has no units."""
+    units = {"direct": stages, "doubling": 2 * stages, "halving": stages}
+    unit = units.get(scale)
+    return None if unit is None else Period(unit, 4 * unit)
+
+
+@generator("chimera", {"scale": "direct"}, {"scale": "list"}, period=_period)
 def chimera(
     stages: int,
     microbatches: int,

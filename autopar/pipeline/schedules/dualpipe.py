@@ -8,11 +8,11 @@ overlap pays where it hides the communication inside a stage.
 from __future__ import annotations
 
 from autopar.pipeline.schedule import Action, Schedule, make
-from autopar.pipeline.schedules.registry import even_stages, generator, reverse, straight
+from autopar.pipeline.schedules.registry import Period, even_stages, generator, reverse, straight
 from autopar.pipeline.schedules.two_lanes import two_lanes
 
 
-@generator("dualpipe")
+@generator("dualpipe", period=lambda stages, overlap=True: Period(2, 2 * stages + 6))
 def dualpipe(stages: int, microbatches: int, *, overlap: bool = True) -> Schedule:
     even_stages("dualpipe", stages)
     down = -(-microbatches // 2)

@@ -7,11 +7,11 @@ rank keeps at most p + 1/2.
 from __future__ import annotations
 
 from autopar.pipeline.schedule import Action, Schedule, make
-from autopar.pipeline.schedules.registry import generator, vee
+from autopar.pipeline.schedules.registry import Period, generator, vee
 from autopar.pipeline.schedules.two_lanes import two_lanes
 
 
-@generator("dualpipe-v")
+@generator("dualpipe-v", period=lambda stages, overlap=True: Period(1, 2 * stages + 3))
 def dualpipe_v(stages: int, microbatches: int, *, overlap: bool = True) -> Schedule:
     counts = microbatches, microbatches
     orders = [

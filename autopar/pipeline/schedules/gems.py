@@ -7,10 +7,10 @@ keeps one micro-batch. Makespan p F + m p B + (m - 1) F.
 from __future__ import annotations
 
 from autopar.pipeline.schedule import Action, Schedule, make
-from autopar.pipeline.schedules.registry import even_stages, generator, reverse, straight
+from autopar.pipeline.schedules.registry import Period, even_stages, generator, reverse, straight
 
 
-@generator("gems")
+@generator("gems", period=lambda stages: Period(2, 8))
 def gems(stages: int, microbatches: int) -> Schedule:
     even_stages("gems", stages)  # else the middle rank holds both copies of its stage
     orders = [

@@ -7,10 +7,12 @@ When p divides m the makespan exceeds m(F + B) by (p - 1)(F + B) / chunks.
 from __future__ import annotations
 
 from autopar.pipeline.schedule import Action, Schedule, make
-from autopar.pipeline.schedules.registry import generator, in_turn, leave_out, positive
+from autopar.pipeline.schedules.registry import Period, generator, in_turn, leave_out, positive
 
 
-@generator("interleaved", {"chunks": 2})
+@generator(
+    "interleaved", {"chunks": 2}, period=lambda stages, chunks=2: Period(stages, 4 * stages + 2)
+)
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     positive("interleaved", "chunks", chunks)
     groups = -(-microbatches // stages)

@@ -6,10 +6,10 @@ Stage s starts with p - 1 - s forwards. Makespan as GPipe; stage s keeps min(p -
 from __future__ import annotations
 
 from autopar.pipeline.schedule import Action, Schedule, make
-from autopar.pipeline.schedules.registry import generator, in_turn, straight
+from autopar.pipeline.schedules.registry import Period, generator, in_turn, straight
 
 
-@generator("1f1b", {})
+@generator("1f1b", {}, period=lambda stages: Period(1, stages + 3))
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     orders = []
     for stage in range(stages):

@@ -16,11 +16,24 @@ Generate = Callable[..., Schedule]
 
 
 @dataclass(frozen=True)
+class Period:
+    """Describe how a schedule grows: by a part that is repeated on each rank.
+
+    A schedule of at least `settled` micro-batches has the actions of one with `microbatches` fewer,
+    and on each rank the actions of so many micro-batches more, somewhere in the middle.
+    """
+
+    microbatches: int
+    settled: int
+
+
+@dataclass(frozen=True)
 class Generator:
-    """Pair a function that makes schedules with the option sets that a search tries."""
+    """Hold a function that makes schedules, the option sets that a search tries, and the period."""
 
     generate: Generate
     weighed: tuple[dict[str, Any], ...]
+    period: Callable[..., Period | None]  # by the number of stages and the options
 
     @cached_property
     def options(self) -> tuple[str, ...]:
@@ -31,10 +44,17 @@ class Generator:
 GENERATORS: dict[str, Generator] = {}
 
 
-def generator(name: str, *weighed: dict[str, Any]) -> Callable[[Generate], Generate]:
+def no_period(stages: int, **options: Any) -> None:
+    """Return None, as a schedule does that repeats nothing."""
+
+
+def generator(
+    name: str, *weighed: dict[str, Any], period: Callable[..., Period | None] = no_period
+) -> Callable[[Generate], Generate]:
     """Register the decorated function as the schedule `name`.
 
-    `weighed`: option sets, each of which is tried where a plan may choose any schedule.
+    `weighed`: option sets, each of which is tried where a plan may choose any schedule. `period`:
+    how it grows, by the number of stages and the options; None: each action is looked at.
     """
 
     def register(function: Generate) -> Generate:
@@ -45,7 +65,7 @@ def generator(name: str, *weighed: dict[str, Any]) -> Callable[[Generate], Gener
                 got=f"{name!r}, which {known.generate.__module__} has registered",
                 remedy=f'@generator("my-{name}")',
             )
-        GENERATORS[name] = Generator(function, weighed)
+        GENERATORS[name] = Generator(function, weighed, period)
         return function
 
     return register

@@ -8,10 +8,10 @@ s wait for W alone: more bytes than 1F1B where products' inputs and gradients ou
 from __future__ import annotations
 
 from autopar.pipeline.schedule import Action, Schedule, make
-from autopar.pipeline.schedules.registry import generator, straight
+from autopar.pipeline.schedules.registry import Period, generator, straight
 
 
-@generator("zb-h1", {})
+@generator("zb-h1", {}, period=lambda stages: Period(1, stages + 4))
 def zb_h1(stages: int, microbatches: int) -> Schedule:
     orders = []
     for stage in range(stages):

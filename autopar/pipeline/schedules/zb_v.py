@@ -7,10 +7,10 @@ Rank 0 holds the first and the last stage. With F = I = W the makespan exceeds m
 from __future__ import annotations
 
 from autopar.pipeline.schedule import Action, Kind, Schedule, make
-from autopar.pipeline.schedules.registry import generator, leave_out, vee
+from autopar.pipeline.schedules.registry import Period, generator, leave_out, vee
 
 
-@generator("zb-v", {})
+@generator("zb-v", {}, period=lambda stages: Period(1, 2 * stages + 3))
 def zb_v(stages: int, microbatches: int) -> Schedule:
     steps = max(2 * stages - 1, microbatches)  # enough to fill the V; the rest is left out
     orders = [leave_out(_order(stages, rank, steps), microbatches) for rank in range(stages)]

@@ -11,11 +11,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from autopar.pipeline.schedule import Action, Schedule
+import numpy as np
+
+from autopar.pipeline.schedule import KINDS, Action, Schedule
+from autopar.pipeline.simulation.action_costs import StageTimes
+from autopar.pipeline.simulation.repeated_path import longest_path
+from autopar.pipeline.simulation.repeated_step import Repeated, repeated_step
 from autopar.pipeline.simulation.simulator import simulate
+from autopar.pipeline.simulation.step_graph import Array, times_table
 from autopar.pipeline.simulation.timeline import Timeline
 
 ROUNDS = 40
@@ -44,21 +50,21 @@ def least_time(schedule: Schedule, enough: float = math.inf) -> float:
     program.Add(sum(spread) == 1)
     for stage in range(stages):
         program.Add(spread[stages + stage] >= spread[2 * stages + stage])
-    if not any(action.overlaps for _, action in schedule.actions):
-        for order in schedule.orders:  # a rank does one action at a time
-            program.Add(length >= _weighted_sum(_work_counts(order, stages), spread))
+    repeated = repeated_step(schedule)
+    if not any(action.overlaps for _, action in schedule.short.actions):
+        for work in _work_of_ranks(schedule, repeated):  # a rank does one action at a time
+            program.Add(length >= _weighted_sum(work, spread))
     program.Minimize(length)
     point, bound = [1 / len(spread)] * len(spread), 0.0
     for _ in range(ROUNDS):
-        timeline = _simulated(schedule, point)
-        path = _work_counts(timeline.critical_path.actions, stages)
+        makespan, path = _longest_path(schedule, repeated, point)
         # An action of an overlapping pair stands for both.
-        scale = timeline.makespan / _weighted_sum(path, point)
+        scale = makespan / _weighted_sum(path, point)
         program.Add(length >= scale * _weighted_sum(path, spread))
         if program.Solve() != pywraplp.Solver.OPTIMAL:
             break
         bound = max(bound, program.Objective().Value())
-        is_close = timeline.makespan - bound <= CLOSE * timeline.makespan
+        is_close = makespan - bound <= CLOSE * makespan
         if is_close or bound * (1 - _SLACK) >= enough:
             break
         # Go half of the way: paths that are long near the answer matter.
@@ -74,6 +80,47 @@ def _simulated(schedule: Schedule, point: list[float]) -> Timeline:
     )
     backward = [sum(halves) for halves in zip(inputs, weights)]
     return simulate(schedule, forward=forward, backward=backward, backward_weight=weights)
+
+
+def _work_of_ranks(schedule: Schedule, repeated: Repeated | None) -> Iterator[Counter[int]]:
+    """Yield the work of each rank in a step."""
+    if repeated is None:
+        for order in schedule.orders:
+            yield _work_counts(order, schedule.stages)
+        return
+    step, repeats = repeated
+    for counts in step.work + repeats * step.work_of_period:
+        yield _work_of_times(counts, schedule.stages)
+
+
+def _longest_path(
+    schedule: Schedule, repeated: Repeated | None, point: list[float]
+) -> tuple[float, Counter[int]]:
+    """Return the makespan where stages take these shares of the work, and the work that decides
+    it."""
+    stages = schedule.stages
+    if repeated is None:
+        timeline = _simulated(schedule, point)
+        return timeline.makespan, _work_counts(timeline.critical_path.actions, stages)
+    step, repeats = repeated
+    forward, inputs, weights = (point[kind * stages : (kind + 1) * stages] for kind in range(3))
+    backward = [sum(halves) for halves in zip(inputs, weights)]
+    durations: StageTimes = {"F": tuple(forward), "B": tuple(backward)}
+    durations |= {"I": tuple(inputs), "W": tuple(weights)}
+    work = _work_of_times(
+        longest_path(step, times_table(schedule, durations, 0.0), repeats), stages
+    )
+    return float(_weighted_sum(work, point)), work
+
+
+def _work_of_times(counts: Array, stages: int) -> Counter[int]:
+    """Return the work of which the times of a table are, by how often they are taken."""
+    work = Counter[int]()
+    for number in np.flatnonzero(counts[1 : 1 + len(KINDS) * stages]).tolist():
+        kind, stage = divmod(number, stages)
+        for share in _KINDS[KINDS[kind]]:
+            work[share * stages + stage] += int(counts[1 + number])
+    return work
 
 
 def _work_counts(actions: Iterable[Action], stages: int) -> Counter[int]:

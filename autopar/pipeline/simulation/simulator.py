@@ -15,13 +15,21 @@ rank 3 |f2 f3 ...F0 B0    F1 B1    ...b2    ......b3    |
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Literal
 
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.simulation.action_costs import Costs, per_stage, single, stage_times
-from autopar.pipeline.simulation.action_times import MessageCosts, time_actions
+from autopar.pipeline.simulation.action_costs import (
+    Costs,
+    StageTimes,
+    per_stage,
+    single,
+    stage_times,
+)
+from autopar.pipeline.simulation.action_times import ActionTimes, MessageCosts, time_actions
+from autopar.pipeline.simulation.repeated_step import RankTimes, repeated_times
 from autopar.pipeline.simulation.synchronization import synchronize
 from autopar.pipeline.simulation.timeline import Timeline
 
@@ -66,10 +74,10 @@ def simulate(
     delay = single("latency", latency)
     shares = per_stage("activation", activation, schedule.stages, schedule.chunks)
     activations = tuple(share / schedule.parts for share in shares)
-    result = time_actions(schedule, times, delay if message_costs is None else message_costs)
-    if sum(map(len, result.ends)) != len(schedule.actions):
-        check(schedule)
-    timeline = Timeline(schedule, result.starts, result.ends, result.arrivals, activations)
+    latencies = delay if message_costs is None else message_costs
+    timed = cache(partial(_time_all_actions, schedule, times, latencies))
+    figures = repeated_times(schedule, times, latencies) or RankTimes.of(schedule, timed())
+    timeline = Timeline(schedule, figures, timed, activations)
     if sync is None:
         return timeline
     costs, after = (
@@ -77,3 +85,13 @@ def simulate(
         for name, cost in (("sync_cost", sync_cost), ("after_sync", after_sync))
     )
     return synchronize(timeline, sync, costs, shared_sync, after)
+
+
+def _time_all_actions(
+    schedule: Schedule, durations: StageTimes, latency: float | MessageCosts
+) -> ActionTimes:
+    """Return the times of all actions; raise `InvalidInput` if ranks wait forever."""
+    result = time_actions(schedule, durations, latency)
+    if sum(map(len, result.ends)) != len(schedule.actions):
+        check(schedule)
+    return result

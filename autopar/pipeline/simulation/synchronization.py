@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Mapping
 
 from autopar.errors import require_one_of
-from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.simulation.timeline import Synchronization, Timeline, Update
 
 MODES = ("after", "eager", "eager-where-it-helps")
@@ -28,7 +27,7 @@ def early_stages(timeline: Timeline) -> tuple[int, ...]:
     tolerance = 1e-9 * timeline.makespan
 
     def idles(stage: int, rank: int) -> bool:
-        after = _completed_at(schedule, rank, stage) + 1
+        after = (-1, *schedule.gradient_positions[rank].get(stage, ()))[-1] + 1
         ends = [0.0, *timeline.ends[rank]]
         gaps = zip(timeline.starts[rank][after:], ends[after:])
         return any(start - end > tolerance for start, end in gaps)
@@ -38,11 +37,6 @@ def early_stages(timeline: Timeline) -> tuple[int, ...]:
         for stage in range(schedule.stages)
         if all(idles(stage, rank) for rank in schedule.replicas_of(stage))
     )
-
-
-def _completed_at(schedule: Schedule, rank: int, stage: int) -> int:
-    """Return the position of the action that completes a stage's gradient on `rank`; -1: none."""
-    return (-1, *schedule.gradient_positions[rank].get(stage, ()))[-1]
 
 
 def synchronize(
@@ -58,8 +52,7 @@ def synchronize(
     `after`: seconds that a rank works for each of its stages when all gradients are summed.
     """
     require_one_of("sync, when gradients are synchronised", mode, MODES)
-    schedule = timeline.schedule
-    done = [ends[-1] if ends else 0.0 for ends in timeline.ends]
+    schedule, done = timeline.schedule, timeline.rank_times.done
     stages = range(schedule.stages)
     eager = {"after": (), "eager": tuple(stages)}.get(mode) or (
         early_stages(timeline) if mode == "eager-where-it-helps" else ()
@@ -68,8 +61,7 @@ def synchronize(
     for stage in stages:
         completed.append(0.0)
         for rank in schedule.replicas_of(stage):
-            position = _completed_at(schedule, rank, stage)
-            gradient = timeline.ends[rank][position] if position >= 0 else 0.0
+            gradient = timeline.rank_times.gradients.get((rank, stage), 0.0)
             completed[stage] = max(completed[stage], gradient if stage in eager else done[rank])
     every = {(stage,): cost for stage, cost in enumerate(costs)} | dict(shared)
     ready = [(max(completed[stage] for stage in group), group) for group in every]

@@ -7,11 +7,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from autopar.base.files import write_file
 from autopar.errors import require_ending
-from autopar.pipeline.memory.activation_counts import Live, live_microbatches
+from autopar.pipeline.memory.activation_counts import live_counts
 from autopar.pipeline.schedule import Action, Schedule
+from autopar.pipeline.simulation.action_times import ActionTimes
 from autopar.pipeline.simulation.gantt import Gantt
+from autopar.pipeline.simulation.repeated_step import RankTimes
 from autopar.text.units import counted
 
 WIDTH = 160  # columns
@@ -74,26 +78,42 @@ class CriticalPath:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Hold a simulated step: `starts[rank][i]` is the start of `schedule.orders[rank][i]`."""
+    """Hold a simulated step: `starts[rank][i]` is the start of `schedule.orders[rank][i]`.
+
+    The times of single actions are computed when they are read; the figures do without them.
+    """
 
     schedule: Schedule
-    starts: list[list[float]] = field(repr=False)
-    ends: list[list[float]] = field(repr=False)
-    arrivals: list[float] = field(repr=False)  # of messages, by their keys
+    rank_times: RankTimes = field(repr=False)
+    time_actions: Callable[[], ActionTimes] = field(repr=False, compare=False)
     # The size that each stage keeps for backward of a part of a micro-batch.
     activations: tuple[float, ...]
     synchronizations: tuple[Synchronization, ...] = ()
     updates: tuple[Update, ...] = ()
 
     @cached_property
-    def makespan(self) -> float:
-        """Return the time from the first action to the end of the last, synchronisation aside."""
-        return max(ends[-1] if ends else 0.0 for ends in self.ends)
+    def _times(self) -> ActionTimes:
+        return self.time_actions()
+
+    @property
+    def starts(self) -> list[list[float]]:
+        """Return the start of each action, by rank."""
+        return self._times.starts
+
+    @property
+    def ends(self) -> list[list[float]]:
+        """Return the end of each action, by rank."""
+        return self._times.ends
 
     @cached_property
+    def makespan(self) -> float:
+        """Return the time from the first action to the end of the last, synchronisation aside."""
+        return max(self.rank_times.done)
+
+    @property
     def busy(self) -> tuple[float, ...]:
         """Return the time for which each rank works."""
-        return tuple(sum(ends) - sum(starts) for starts, ends in zip(self.starts, self.ends))
+        return self.rank_times.busy
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
@@ -129,21 +149,20 @@ class Timeline:
         1 is one micro-batch on all the stages that a rank holds of one pipe.
         """
 
-        def kept_size(live: Live) -> float:
-            return sum(
-                self.activations[stage] * (full + halves)
-                for stage, (full, _, halves, *_) in live.items()
-            )
-
-        by_rank = (live_microbatches(self.schedule, rank) for rank in range(self.schedule.ranks))
-        return tuple(max(map(kept_size, live), default=0.0) for live in by_rank)
+        short, peaks = self.schedule.short, list[float]()  # in which ranks keep as much
+        for rank in range(short.ranks):
+            sizes = [self.activations[stage] for stage in short.stages_on(rank)]
+            counts = live_counts(short, rank)
+            kept = (counts[..., 0] + counts[..., 2]) @ np.array(sizes)
+            peaks.append(float(kept.max(initial=0.0)))
+        return tuple(peaks)
 
     @cached_property
     def critical_path(self) -> CriticalPath:
         """Return a chain that decides the makespan; among equals, one that follows messages."""
         schedule = self.schedule
         tolerance = 1e-9 * max(self.makespan, 1e-300)
-        rank = max(range(schedule.ranks), key=lambda r: self.ends[r][-1] if self.ends[r] else 0.0)
+        rank = max(range(schedule.ranks), key=self.rank_times.done.__getitem__)
         position = len(self.ends[rank]) - 1
         chain: list[Action] = []
         messages = 0
@@ -158,7 +177,7 @@ class Timeline:
             for key in awaited:
                 sender, other = schedule.senders[key]
                 action = schedule.orders[sender][other]
-                if self.arrivals[key] >= start - tolerance:
+                if self._times.arrivals[key] >= start - tolerance:
                     messages += sender != receiver
                     # An overlapped forward sends when the backward that follows it is done.
                     rank, position = sender, other + action.overlaps
