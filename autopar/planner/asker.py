@@ -169,7 +169,9 @@ class _Desk:
             made = listed(question.schedule, question.stages, question.microbatches)
             return self._in_stages(question, laid, made, cutoff)
         if question.is_mixed:
-            return mixed(laid, self.regions, self._memory, self._whole, cutoff)
+            return mixed(
+                laid, self.regions, self._memory, self._whole, cutoff, self._layouts.report
+            )
         decided = self.regions.all(self._kind(question))
         way = laid.recomputed(decided)
         return self._weighed(way.changed(way.search and way.search.taken(way.seconds)), cutoff)

@@ -43,6 +43,8 @@ from autopar.strategies.registry import tensor_inputs
 _BASE = 4  # stages of the pipeline by which a schedule is judged
 _HIDDEN = 0.7  # of a rank's compute, behind which sums and gathers hide
 _SHOWN = 0.1  # of a movement that hides
+_ENDS = 2  # layers besides equal blocks: an embedding and a head
+EXPERT_DIMS = 3  # of a parameter that holds a matrix for each expert
 _KEPT_BY_FULL = 0.04  # of what a program keeps, if all its regions run again
 
 
@@ -57,6 +59,17 @@ class Estimate(NamedTuple):
     bytes_: float  # on the fullest device
 
 
+_Moves = list[tuple[float, int]]  # bytes, and how often
+
+
+class _Use(NamedTuple):
+    """Over how many ranks of a mesh the batch is cut, tensors are, and experts."""
+
+    data: int
+    tensor: int = 1
+    experts: int = 1  # of those that cut the batch
+
+
 class _Shape(NamedTuple):
     """How a schedule behaves for each of its stages."""
 
@@ -64,16 +77,20 @@ class _Shape(NamedTuple):
     live: float  # parts of the model's activations on the fullest rank, where one part is a
     # micro-batch's on one of its stages, for each rank
     pipes: int
+    chunks: int
 
 
 class Estimates:
     """Judges the questions about one program."""
 
-    def __init__(self, captured: Captured, request: Request, bounds: Bounds) -> None:
+    def __init__(self, captured: Captured, request: Request, bounds: Bounds, blocks: int) -> None:
+        """`blocks`: the equal blocks of the whole program."""
         self._captured, self._request, self._bounds = captured, request, bounds
         self._rows = batch_size(captured) or 1
         self._sizes = unsharded_bytes(captured)
-        self._products = _products(captured)
+        self._blocks = blocks
+        self._products, self._expert_products = _products(captured)
+        self._experts = _share_of_experts(captured)
         self._seconds, self._bytes = _Ratios(), _Ratios()
         self._moves, self._price = cache(self._moved), cache(self._priced)
         self._work = cache(bounds.average_run)
@@ -113,31 +130,39 @@ class Estimates:
 
     def _on(self, question: Question, mesh: Mesh, *, is_plain: bool = False) -> Estimate:
         """Return the estimate on one mesh; `is_plain`: as it is without any answer."""
+        best = min(
+            (self._used(question, mesh, use) for use in self._uses(mesh, question.microbatches)),
+            key=lambda one: one.seconds * max(1.0, one.bytes_ / self._request.memory) ** 2,
+        )
+        if is_plain:
+            return best
+        ratio = self._seconds.of(self._names(question, mesh))
+        more = self._bytes.of(self._kept_names(question, mesh))
+        return Estimate(best.seconds * ratio, best.bytes_ * more)
+
+    def _used(self, question: Question, mesh: Mesh, use: _Use) -> Estimate:
+        """Return the estimate where the axes of a mesh are used in one way."""
         stages, parts = question.stages, question.microbatches
-        data, tensor = self._degrees(mesh, parts)
-        shape = _Shape(0.0, 1.0, 1)
+        shape = _Shape(0.0, 1.0, 1, 1)
         if question.schedule is not None:
             shape = _shape(question.schedule, min(stages, _BASE))
+        if shape.chunks * stages > self._blocks + _ENDS:
+            return Estimate(math.inf, 0.0)  # there are not so many layers
         pieces = parts * mesh.size
-        states = self._state_bytes(question.states, data) * shape.pipes / stages / tensor
+        states = self._state_bytes(question.states, use) * shape.pipes / stages
         live = 1.0 if question.schedule is None else min(parts, shape.live * stages)
         share = live / pieces / stages
         kept = {kind: self._bounds.kept(kind) * share for kind in (PLAIN, SELECTIVE)}
         kept[FULL] = _KEPT_BY_FULL * kept[PLAIN]
         again, bytes_ = self._recomputed(question, states, kept, pieces)
-        once = self._work(pieces) + self._moves(stages, mesh, parts) + again
+        once = self._work(pieces) + self._moves(stages, mesh, parts, use) + again
         per_stage = once / stages
         # One micro-batch passes all stages, however few there are to hide behind.
         seconds = max(stages, parts + shape.bubble * (stages - 1)) * per_stage
-        seconds += self._synchronised(question, mesh, per_stage, shape.pipes)
+        seconds += self._synchronised(question, mesh, use, per_stage * shape.pipes)
         if question.is_hosted:
             seconds += self._bounds.update
-        bytes_ += states
-        if is_plain:
-            return Estimate(seconds, bytes_)
-        ratio = self._seconds.of(self._names(question, mesh))
-        more = self._bytes.of(self._kept_names(question, mesh))
-        return Estimate(seconds * ratio, bytes_ * more)
+        return Estimate(seconds, bytes_ + states)
 
     def _recomputed(
         self, question: Question, states: float, kept: dict[Recompute, float], pieces: int
@@ -157,57 +182,74 @@ class Estimates:
                 return Estimate(cheap + share * (dear - cheap), room)
         return Estimate(steps[-1][1], steps[-1][0])
 
-    def _state_bytes(self, states: States, data: int) -> float:
-        """Return the bytes of parameters, gradients and optimizer states over `data` replicas."""
+    def _state_bytes(self, states: States, use: _Use) -> float:
+        """Return the bytes of parameters, gradients and optimizer states on a rank."""
 
-        def over(factor: Factor) -> int:
-            return data if factor == "all" else min(factor, data)
+        def parts(factor: Factor, replicas: int) -> int:
+            return replicas if factor == "all" else min(factor, replicas)
 
-        kinds = {
-            "parameters": 0 if states.parameters_device == "host" else 1 / over(states.parameters),
-            "gradients": 1 / over(states.gradients),
-            "optimizer": 0 if states.is_on_host else 1 / over(states.optimizer),
-        }
-        return sum(self._sizes[kind] * part for kind, part in kinds.items())
+        factors: dict[str, Factor] = {"gradients": states.gradients}
+        if states.parameters_device != "host":
+            factors["parameters"] = states.parameters
+        if not states.is_on_host:
+            factors["optimizer"] = states.optimizer
+        return sum(
+            self._sizes[kind] * share / cut / parts(factor, replicas)
+            for kind, factor in factors.items()
+            for share, cut, replicas in self._pieces(use)
+        )
 
-    def _degrees(self, mesh: Mesh, parts: int) -> tuple[int, int]:
-        """Return over how many ranks of a mesh experts cut the batch, and tensors."""
-        rows = self._rows // parts
+    def _pieces(self, use: _Use) -> list[tuple[float, int, int]]:
+        """Return of dense parameters and of experts the share of all, the ranks that cut them, and
+        those that hold replicas."""
+        cut = use.tensor * use.experts
+        dense = (1 - self._experts, use.tensor, use.data)
+        return [dense, (self._experts, cut, max(1, use.data // use.experts))]
+
+    def _uses(self, mesh: Mesh, parts: int) -> list[_Use]:
+        """Return how experts use the axes: the outer ones cut the batch as far as it goes, the last
+        cuts tensors, or experts, which it has a part of the batch for."""
+        rows, sizes = self._rows // parts, mesh.shape
         data = 1
-        for size in mesh.shape[: max(1, len(mesh.shape) - 1)]:
+        for size in sizes[:-1] or sizes:
             if rows % (data * size):
                 break
             data *= size
-        return data, mesh.size // data
+        last = mesh.size // data
+        uses = [_Use(data, last)]
+        if last == sizes[-1] and len(sizes) > 1 and rows % mesh.size == 0:
+            uses += [_Use(mesh.size, 1, last)] if self._experts else []
+        return uses
 
-    def _moved(self, stages: int, mesh: Mesh, parts: int) -> float:
+    def _moved(self, stages: int, mesh: Mesh, parts: int, use: _Use) -> float:
         """Return the seconds that cut tensors of one micro-batch move in all stages together."""
-        data, tensor = self._degrees(mesh, parts)
-        if tensor == 1:
-            return 0.0
         price = self._price(stages, mesh)
-        axes = mesh.names[-1:] if tensor == mesh.shape[-1] else mesh.names
+        axes = mesh.names[-1:] if mesh.shape[-1] in (use.tensor, use.experts) else mesh.names
+        kind = "all_to_all" if use.experts > 1 else "all_reduce"
+        products = self._expert_products if use.experts > 1 else self._products
+        if use.tensor * use.experts == 1:
+            return 0.0
         return sum(
-            count * float(price.seconds("all_reduce", axes, size / parts / data))
-            for size, count in self._products
+            count * float(price.seconds(kind, axes, size / parts / use.data))
+            for size, count in products
         )
 
-    def _synchronised(self, question: Question, mesh: Mesh, per_stage: float, pipes: int) -> float:
+    def _synchronised(self, question: Question, mesh: Mesh, use: _Use, per_stage: float) -> float:
         """Return the seconds of gathers and sums of what is learned that a step does not hide."""
-        data, tensor = self._degrees(mesh, question.microbatches)
-        if data * pipes == 1:
-            return 0.0
         parts, states = question.microbatches, question.states
-        size = self._sizes["gradients"] * pipes / question.stages / tensor
-        axes = mesh.names[: max(1, len(mesh.names) - 1)]
-        once = float(self._price(question.stages, mesh).seconds("all_reduce", axes, size))
         if states.parameters != 1 and states.lifetime == "use":
             times, hides = 1.5 * parts, parts
         elif states.gradients != 1:
             times, hides = 0.5 * parts + 0.5, parts
         else:
             times, hides = 1.0, 1
-        moved = times * once
+        price, outer = self._price(question.stages, mesh), mesh.names[: max(1, len(mesh.names) - 1)]
+        moved = 0.0
+        for share, cut, replicas in self._pieces(use):
+            if share and replicas > 1:
+                axes = mesh.names if replicas == mesh.size else outer
+                size = self._sizes["gradients"] * share / cut / question.stages
+                moved += times * float(price.seconds("all_reduce", axes, size))
         return max(_SHOWN * moved, moved - _HIDDEN * hides * per_stage)
 
     def _priced(self, stages: int, mesh: Mesh) -> ClusterPrice:
@@ -236,25 +278,40 @@ class _Ratios:
         return math.exp(sum(logs) / len(logs))
 
 
-def _products(captured: Captured) -> list[tuple[float, int]]:
-    """Return the bytes that cut products move in a micro-batch of the whole batch, and how often.
+def _products(captured: Captured) -> tuple[_Moves, _Moves]:
+    """Return the bytes that cut products move in a micro-batch of the whole batch, and how often:
+    where tensors are cut, and where experts are.
 
-    Of a pair of them the smaller activation is summed once forward and once backward: one sum for
-    each product.
+    Of a pair of products the smaller activation is summed once forward and once backward: one sum
+    for each product. Tokens go to their experts and back, forward and backward.
     """
     counts: dict[float, int] = defaultdict(int)
+    of_experts: dict[float, int] = defaultdict(int)
     for node in captured.operators:
         rule = captured.rules[node.name]
         if rule is None or not rule.product or not info(node).learns:
             continue
         inputs = tensor_inputs(node)
-        values = [value for value in inputs if not is_of_parameters(value, captured=captured)]
-        if len(values) == len(inputs):
+        weights = [value for value in inputs if is_of_parameters(value, captured=captured)]
+        if not weights:
             continue
+        values = [value for value in inputs if value not in weights]
         tensors = [info(value).val for value in (*values, node)]
         size = min(float(t.numel() * t.itemsize) for t in tensors if hasattr(t, "numel"))
         counts[size] += info(node).times
-    return list(counts.items())
+        if any(info(value).val.ndim == EXPERT_DIMS for value in weights):
+            of_experts[size] += info(node).times
+    return list(counts.items()), list(of_experts.items())
+
+
+def _share_of_experts(captured: Captured) -> float:
+    """Return the part of all parameters' elements that hold a matrix for each expert."""
+    every = [
+        n for n in captured.graph.find_nodes(op="placeholder") if n.name in captured.parameters
+    ]
+    sizes = [(info(node).val.numel() * info(node).times, info(node).val.ndim) for node in every]
+    total = sum(size for size, _ in sizes) or 1
+    return sum(size for size, dims in sizes if dims == EXPERT_DIMS) / total
 
 
 @cache
@@ -268,7 +325,7 @@ def _shape(name: Schedule | ScheduleName, stages: int) -> _Shape:
         try:
             made = listed(name, stages, parts)
         except InvalidInput:
-            return _Shape(math.inf, 1.0, 1)  # it is asked about last, and says why
+            return _Shape(math.inf, 1.0, 1, 1)  # it is asked about last, and says why
     third = [made.parts / made.stages / 3] * made.stages
     twice = [2 * share for share in third]
     step = simulate(made, forward=third, backward=twice, backward_weight=third).makespan
@@ -276,4 +333,4 @@ def _shape(name: Schedule | ScheduleName, stages: int) -> _Shape:
     fullest = max(
         sum(counts[0] for counts in live.values()) for live in peak_counts(made, recompute=False)
     )
-    return _Shape(bubble, fullest / made.stages, made.pipes)
+    return _Shape(bubble, fullest / made.stages, made.pipes, made.chunks)

@@ -55,10 +55,11 @@ class Planner:
         self.whole_program = captured
         self.hosted = request.hosted if may_go(model, request.states) else ()
         program, regions = self._asker.program, self._asker.regions
-        self.templates = Templates(program, request, regions, len(blocks(captured)))
+        count = len(blocks(captured))
+        self.templates = Templates(program, request, regions, count)
         self._bounds = self._asker.bounds
         self.state_bytes = self._bounds.states
-        self._estimates = Estimates(program, request, self._bounds)
+        self._estimates = Estimates(program, request, self._bounds, count)
         self.record = Record(request.fastest)
         self.ended: Ended = ""
         self._queue: dict[Question, str] = {}  # with the rule that asks

@@ -10,16 +10,22 @@ from autopar.planner.question import Answer, Found, TooLarge, TooSlow
 from autopar.planner.recomputation import KINDS, Regions
 from autopar.planner.whole import Whole
 from autopar.recompute import PLAIN
+from autopar.text.progress import Report
 
 ATTEMPTS = 4  # at what is so lean that it fits
 _SLACK = 1e-6  # relative
 
 
 def mixed(
-    laid: Candidate, regions: Regions, memory: float, whole: Whole | None, cutoff: float
+    laid: Candidate,
+    regions: Regions,
+    memory: float,
+    whole: Whole | None,
+    cutoff: float,
+    report: Report,
 ) -> Answer:
     """Return the way with the layouts of `laid` whose regions run again that make it fit, at least
-    cost. `whole`: of the program that `laid` stands for, if it does."""
+    cost. `whole`: of the program that `laid` stands for, if it does. `report` may end it."""
     plain = laid.recomputed(regions.all(PLAIN))
     if plain.fits(memory):
         return Found(plain) if plain.seconds < cutoff else TooSlow(plain.seconds)
@@ -34,7 +40,10 @@ def mixed(
     members = members_of(laid.captured, regions.free)
     if members is None:
         raise NotAlike  # a region is in part in the block that stands for others
-    graphs = {kind: way.rewritten for kind, way in ways.items()}
+    graphs = {}
+    for kind, way in ways.items():
+        report("memory", f"regions recomputed ({kind})")
+        graphs[kind] = way.rewritten
     problem = mixed_problem(graphs, members, laid.prices, plain.repeats)
     mix = problem.solve(room, host)
     if whole is not None and mix is not None and mix.own is None and _may_win(plain, mix, cutoff):
@@ -48,6 +57,7 @@ def mixed(
             break
         if not _may_win(plain, mix, cutoff):
             return TooSlow(plain.seconds + plain.microbatches * mix.seconds)
+        report("memory", "recomputing regions")
         if mix.own is not None:
             way = laid.recomputed(regions.fixed | mix.own)
         else:

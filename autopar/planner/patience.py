@@ -17,7 +17,8 @@ from autopar.errors import InvalidInput
 from autopar.text.source_lines import shorten
 
 SECONDS = 10.0
-_STEP = 0.04  # times all: between two looks at the clock
+_STEP = 0.04  # of all: between two looks at the clock
+_LAST = 0.2  # of what capture took: the program of what was chosen is made of all calls
 _AGES = 1e12
 _LATE = 5
 
@@ -39,7 +40,7 @@ class Patience:
         if seconds is None or seconds >= _AGES:
             return cls()
         given = float(seconds)
-        last = min(captured + _STEP * given, given / 2)
+        last = min(_LAST * captured + _STEP * given, given / 2)
         return cls(given, time.process_time() + given - last)
 
     def is_over(self) -> bool:
