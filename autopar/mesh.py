@@ -175,8 +175,8 @@ def meshes(devices: int, most_axes: int, per_node: int) -> tuple[Mesh, ...]:
     """Return all meshes of `devices` ranks with at most `most_axes` axes, fewest axes first.
 
     The last axis joins nearest neighbours, so the order of the sizes is also their placement on the
-    levels of links. An axis that would straddle the border of a node, of `per_node` ranks, unevenly
-    is left out, where another arrangement has none.
+    levels of links. A mesh with an axis that has more ranks on one node of `per_node` ranks than on
+    another is left out, where another arrangement has none.
     """
     every = [sizes for sizes in _factorisations(devices) if len(sizes) <= most_axes]
     even = [sizes for sizes in every if _respects_nodes(sizes, per_node)]
@@ -194,11 +194,12 @@ def _factorisations(number: int) -> Iterator[tuple[int, ...]]:
 
 
 def _respects_nodes(sizes: tuple[int, ...], per_node: int) -> bool:
-    """Return whether each axis lies inside nodes or spans whole nodes."""
+    """Return whether each axis lies inside nodes, or as many of its ranks on each of several."""
     stride = 1
     for size in reversed(sizes):
         inside = per_node % (stride * size) == 0
-        across = stride % per_node == 0 or ((stride * size) % per_node == 0 and stride == 1)
+        is_even = stride % per_node == 0 or per_node % stride == 0
+        across = is_even and (stride * size) % per_node == 0
         if not (inside or across):
             return False
         stride *= size

@@ -88,7 +88,7 @@ class Estimates:
         self._captured, self._request, self._bounds = captured, request, bounds
         self._rows = batch_size(captured) or 1
         self._sizes = unsharded_bytes(captured)
-        self._blocks = blocks
+        self._blocks = max(1, blocks)
         self._products, self._expert_products = _products(captured)
         self._experts = _share_of_experts(captured)
         self._seconds, self._bytes = _Ratios(), _Ratios()
@@ -156,7 +156,9 @@ class Estimates:
         kept[FULL] = _KEPT_BY_FULL * kept[PLAIN]
         again, bytes_ = self._recomputed(question, states, kept, pieces)
         once = self._work(pieces) + self._moves(stages, mesh, parts, use) + again
-        per_stage = once / stages
+        # Blocks are not split: the slowest stage has a whole number of them.
+        slowest = math.ceil(self._blocks / stages) * stages / self._blocks if stages > 1 else 1.0
+        per_stage = once / stages * slowest
         # One micro-batch passes all stages, however few there are to hide behind.
         seconds = max(stages, parts + shape.bubble * (stages - 1)) * per_stage
         seconds += self._synchronised(question, mesh, use, per_stage * shape.pipes)
