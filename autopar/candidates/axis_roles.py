@@ -24,7 +24,7 @@ def axis_roles(candidate: Candidate) -> dict[str, str]:
     """Return the name of each axis of the mesh inside a stage, by its name so far."""
     captured, layouts = candidate.captured, candidate.decisions.placeholders
     cut, of_experts = Counter[str](), Counter[str]()
-    batch, others = Counter[str](), Counter[str]()
+    batch, others, inputs = Counter[str](), Counter[str](), 0
     for node in captured.graph.find_nodes(op="placeholder"):
         if (layout := layouts.get(node.name)) is None:
             continue
@@ -35,14 +35,15 @@ def axis_roles(candidate: Candidate) -> dict[str, str]:
                 cut[axis] += size
                 of_experts[axis] += size * (layout.ndim == _EXPERTS and axis in first)
         elif node.name in captured.inputs:
-            batch.update(first)
-            others.update(axis for axis in layout.axes if axis not in first)
+            inputs += size
+            for axis in layout.axes:
+                (batch if axis in first else others)[axis] += size
     total = sum(cut.values()) or 1
     roles: dict[str, str] = {}
     for axis in candidate.mesh:
         if of_experts[axis] > cut[axis] / 2:
             role = "ep"
-        elif batch[axis]:
+        elif batch[axis] > inputs / 2:
             role = "dp"
         elif cut[axis] / total > _SOME or not others[axis]:
             role = "tp" if cut[axis] else "dp"
@@ -58,7 +59,7 @@ _SOME = 0.05  # of what parameters hold: below it an axis is not called by these
 
 def renamed(decisions: Decisions, names: Mapping[str, str]) -> Decisions:
     """Return the same decisions with other names of axes."""
-    if all(old == new for old, new in names.items()):
+    if all(axis == names.get(axis, axis) for axis in decisions.mesh):
         return decisions
     return replace(
         decisions,
@@ -69,3 +70,14 @@ def renamed(decisions: Decisions, names: Mapping[str, str]) -> Decisions:
         ways={key: tuple(at.renamed(names) for at in way) for key, way in decisions.ways.items()},
         apart={key: one.renamed(names) for key, one in decisions.apart.items()},
     )
+
+
+def with_names(candidate: Candidate, names: Mapping[str, str]) -> Candidate:
+    """Return the same candidate with other names of axes."""
+    decisions = renamed(candidate.decisions, names)
+    if decisions is candidate.decisions:
+        return candidate
+    named, cut = candidate.with_program(decisions=decisions), candidate.pipelining
+    if cut is not None:
+        named = named.changed(named.search, replace(cut, mesh=cut.mesh.renamed(names)))
+    return named

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+from autopar.candidates.axis_roles import renamed
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.laid_out_program import LaidOutProgram
 from autopar.candidates.training_step import TrainingStep
@@ -28,10 +29,11 @@ def lengthened(
     program: Captured,
     batches: Microbatches | None,
     decided: Mapping[str, Recompute],
+    names: Mapping[str, str] | None = None,
 ) -> Candidate:
     """The same layouts, states and stages of the whole `program`, in as many micro-batches; what is
-    `decided` of its regions."""
-    decisions = longer(found.decisions, short, program, decided)
+    `decided` of its regions; `names`: other names of axes."""
+    decisions = renamed(longer(found.decisions, short, program, decided), names or {})
     laid_out = LaidOutProgram.of(
         program, found.cluster, decisions, states=found.states, line=found.line
     )
@@ -43,7 +45,7 @@ def lengthened(
     hardware = made.stage_hardware(cut.schedule.placement, float("inf"))
     stages = tuple(price_stages(costs, starts, hardware))
     shared = costs.shared_sums(stages)
-    pipelining = replace(cut, stages=stages, shared=shared)
+    pipelining = replace(cut, mesh=cut.mesh.renamed(names or {}), stages=stages, shared=shared)
     return made.changed(found.search, pipelining, stage_costs=costs)
 
 

@@ -18,6 +18,7 @@ from functools import cache, partial
 from torch import nn
 
 from autopar.candidates.alternative import Alternative
+from autopar.candidates.axis_roles import axis_roles, with_names
 from autopar.candidates.candidate import Candidate
 from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
@@ -112,14 +113,19 @@ class Asker:
     def figures(self, candidate: Candidate) -> Alternative:
         """Return the figures of a way, with all regions of the whole program that run again."""
         figures = candidate.alternative(self._request.memory)
+        if self._request.mesh is None:
+            figures = replace(figures, mesh=figures.mesh.renamed(axis_roles(candidate)))
         return figures if self.whole is None else self.whole.told(figures, candidate)
 
     def finished(self, candidate: Candidate) -> Candidate | None:
-        """Return a way to run the whole program; None if it is not what the short one said."""
+        """Return a way to run the whole program, with axes that are named by what they do; None if
+        it is not what the short program said."""
+        names = {} if self._request.mesh is not None else axis_roles(candidate)
         try:
-            return candidate if self.whole is None else self.whole.same(candidate)
+            whole = candidate if self.whole is None else self.whole.same(candidate, names)
         except NotAlike:
             return None
+        return with_names(whole, names)
 
     def constraints(
         self, program: Captured, decided: Mapping[str, Recompute], mesh: Mesh

@@ -58,13 +58,13 @@ class Whole:
         """What is decided of regions of the short program, of those of the whole one."""
         return recomputed(decided, self.short, self._names)
 
-    def of(self, found: Candidate) -> Candidate:
-        """The same layouts, states, stages and recomputation."""
+    def of(self, found: Candidate, names: Mapping[str, str] | None = None) -> Candidate:
+        """The same layouts, states, stages and recomputation; `names`: other names of axes."""
         short = self._shorts.get(id(found.captured), self.short)
         if short is self.short and found.captured.times == 1:
             return found
         decided = recomputed(found.decisions.recompute, short, self._names)
-        return lengthened(found, short, *self.program(found.batches), decided)
+        return lengthened(found, short, *self.program(found.batches), decided, names)
 
     def mixed(self, found: Candidate, mix: Mix) -> Candidate:
         """The same layouts where regions are treated as in a mix: with a block that stands for
@@ -111,9 +111,10 @@ class Whole:
         self._shorts[id(program)] = short
         return program, batches
 
-    def same(self, found: Candidate) -> Candidate:
-        """The same, which must take what it is said to take on the short program."""
-        made = self.of(found)
+    def same(self, found: Candidate, names: Mapping[str, str]) -> Candidate:
+        """The same with these names of axes, which must take what it is said to take on the short
+        program."""
+        made = self.of(found, names)
         if not isclose(found.seconds, made.seconds, rel_tol=_CLOSE) or not made.fits(self._memory):
             raise NotAlike
         return made
