@@ -36,6 +36,7 @@ from autopar.pipeline.stages.stage_cost import (
     WORK,
     SharedSum,
     StageCost,
+    StagePiece,
     cost_columns,
 )
 from autopar.pipeline.stages.stage_hardware import ANYWHERE, StageHardware
@@ -330,11 +331,27 @@ class StageCosts:
         hardware = hardware or [ANYWHERE] * len(starts)
         return [self.stage(start, end, at) for (start, end), at in zip(bounds, hardware)]
 
-    def stage(self, start: int, end: int, at: StageHardware = ANYWHERE) -> StageCost:
-        """Return the cost of the stage between two cut points, on hardware `at`."""
+    def stage(
+        self,
+        start: int,
+        end: int,
+        at: StageHardware = ANYWHERE,
+        others: Sequence[StagePiece] = (),
+    ) -> StageCost:
+        """Return the cost of the stage between two cut points, on hardware `at`.
+
+        `others`: pieces of it with other costs, as where regions are recomputed in another way.
+        """
         first = min(start, self.count - 1)
         # Copies of a stage wait for the slowest of them.
         by_kind = np.array([self.sums([start, end], kind)[0, 1] for kind in at.kinds])
+        kept, halves = self.kept.bytes(start, end), self.weight_halves.bytes(start, end)
+        for piece in others:
+            for costs, sign in ((piece.costs, 1), (self, -1)):
+                ends = piece.start, piece.end
+                by_kind += [sign * costs.sums(ends, kind)[0, 1] for kind in at.kinds]
+                kept += sign * costs.kept.bytes(*ends)
+                halves += sign * costs.weight_halves.bytes(*ends)
         every = np.maximum(by_kind, 0.0)  # differences of rounded sums
         most = every.max(axis=0)
         most[ONCE] = every[every[:, ONCE].sum(axis=1).argmax(), ONCE]
@@ -343,9 +360,9 @@ class StageCosts:
             module=info(self.node(first)).module,
             **dict(zip(SECONDS, most.tolist())),
             **dict(zip(BYTES, map(round, most[len(SECONDS) :].tolist()))),
-            activations=self.kept.bytes(start, end),
+            activations=kept,
             receives=self.received(start),
-            weight_halves=self.weight_halves.bytes(start, end),
+            weight_halves=halves,
             remade=round(self._remade_in.bytes(start, end)),
         )
 

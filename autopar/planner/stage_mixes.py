@@ -1,0 +1,191 @@
+"""Stage mixes: stages of a pipeline in each of which as many regions run again as its memory asks.
+
+    mixes = StageMixes(program, whole)
+    way = mixes.fastest(schedule, memory)    # None: even the leanest does not fit
+    way.decided                              # what runs again, by name of the regions
+    way.candidate                            # the real program; it is made now
+    mixes.note(way)                          # what it needs beyond what was expected is remembered
+
+The first rank of 1F1B keeps as many micro-batches as there are stages, and the last rank one: where
+all regions are treated alike, most ranks have memory left. Where each rank has one stage, cuts and
+mixes are chosen together. Stages that share the memory of a rank get mixes for several cuts, and
+then a cut for the memory that each has beside the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+
+import numpy as np
+
+from autopar.candidates.candidate import Candidate
+from autopar.candidates.lengthened import lengthened
+from autopar.pipeline.memory.activation_counts import peak_counts
+from autopar.pipeline.pipelining import Pipelining
+from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.stages.mix_problem import MixProblem, StageMix
+from autopar.pipeline.stages.mixed_stages import Array, MixedStages, regions_of
+from autopar.pipeline.stages.pins import pinned_points
+from autopar.planner.recomputation import KINDS
+from autopar.planner.staged import StagedProgram, StagedWay
+from autopar.planner.whole import Whole
+from autopar.recompute import Recompute
+
+LEANEST_FIRST = KINDS[::-1]
+
+
+@dataclass(frozen=True)
+class MixedWay(StagedWay):
+    """A program in its stages, by one schedule, with some regions of each stage recomputed."""
+
+    decided: Mapping[str, Recompute]  # by name of the regions of the whole program
+    expected: Sequence[float]  # bytes, of each rank
+
+    @cached_property
+    def candidate(self) -> Candidate:
+        """Return the real program, priced again."""
+        return self.made(self.pipelining)
+
+    def needed(self, memory: float) -> float:
+        """Return the bytes that it is expected to need of each device, less what some have more."""
+        return max(size - more for size, more in zip(self.expected, self.spare))
+
+    def _remade(self, stage: int, bounds: tuple[int, int], *, is_split: bool) -> float:
+        return self.pipelining.stages[stage].remade
+
+
+@dataclass(frozen=True)
+class _Surplus:
+    """Bytes by rank that a program needs beyond what is summed up, as it is there for a moment."""
+
+    base: Array  # where all regions run in the leanest way
+    slopes: Array  # for each region that runs in a later way
+
+
+def _peaks(candidate: Candidate) -> Array:
+    return np.array([memory.peak for memory in candidate.memories])
+
+
+class StageMixes:
+    """Chooses the stages of a program, and what runs again in each of them."""
+
+    def __init__(self, program: StagedProgram, whole: Whole | None) -> None:
+        """`whole`: the program that this one stands for, if it does."""
+        self._program = program
+        self._whole = whole if program.laid.captured.times > 1 else None
+        self._tables = cache(self._tables_of)
+        self._surplus: dict[Schedule, _Surplus] = {}
+
+    def fastest(self, made: Schedule, memory: float) -> MixedWay | None:
+        """Return the fastest way that is expected to fit into memory; None: none does."""
+        program = self._program
+        if program.fastest(made, LEANEST_FIRST[0]).barest > memory:
+            return None
+        if made not in self._surplus:
+            self._surplus[made] = self._surplus_of(made)
+        surplus = self._surplus[made]
+        rooms = memory + np.array(program.laid.spare(program.memory)) - surplus.base
+        problem = self._problem(made, rooms, surplus.slopes)
+        ways = [self._way(problem, mix) for mix in self._mixes(problem)]
+        return min(ways, key=lambda way: way.seconds, default=None)
+
+    def note(self, way: MixedWay) -> None:
+        """Remember what the real program needs beyond what was expected."""
+        more = _peaks(way.candidate) - np.array(way.expected)
+        made = way.pipelining.schedule
+        known = self._surplus[made]
+        self._surplus[made] = replace(known, base=known.base + np.maximum(more, 0))
+
+    def _problem(self, made: Schedule, rooms: Array, slopes: Array) -> MixProblem:
+        hardware = self._program.hardware(made.placement)
+        return MixProblem(self._tables(made.stages), made, hardware, rooms, slopes)
+
+    def _surplus_of(self, made: Schedule) -> _Surplus:
+        """Return what programs need that treat all regions alike."""
+        zeros = np.zeros((made.ranks, len(LEANEST_FIRST) - 1))
+        problem, over, counts = (
+            self._problem(made, zeros[:, 0], zeros),
+            list[Array](),
+            list[Array](),
+        )
+        for number, kind in enumerate(LEANEST_FIRST):
+            way = self._program.fastest(made, kind)
+            cut = self._cut_of(way)
+            over.append(_peaks(way.candidate) - problem.bytes(problem.uniform(cut, number)))
+            counts.append(np.maximum(problem.regions(cut), 1))
+        slopes = [(own - over[0]) / count for own, count in zip(over[1:], counts[1:])]
+        return _Surplus(over[0], np.stack(slopes, axis=1))
+
+    def _tables_of(self, stages: int) -> MixedStages:
+        program = self._program
+        lines = [program.lines(kind) for kind in LEANEST_FIRST]
+        free = program.regions.free
+        regions = regions_of(
+            lines[0], free, free if self._whole is None else self._whole.regions.free
+        )
+        fixed = pinned_points(lines[0], program.pins, stages)
+        cuts = {point for line in lines for point in line.cut_points(stages, fixed)}
+        return MixedStages(lines, regions, cuts)
+
+    def _mixes(self, problem: MixProblem) -> list[StageMix]:
+        """Return mixes of cuts that may be the fastest."""
+        program, tables, made = self._program, problem.tables, problem.schedule
+        found: list[StageMix] = []
+        if problem.is_shared:
+            ways = (way for kind in LEANEST_FIRST for way in program.cut_ways(made, kind))
+            cuts = dict.fromkeys(map(self._cut_of, ways))
+            mixes = [mix for cut in cuts if (mix := problem.mix(cut)) is not None]
+            if not mixes:
+                return []
+            found.append(min(mixes, key=problem.period))
+        fixed = pinned_points(tables.lines[0], program.pins, made.stages)
+        offered, known = tables.offered(made.stages, fixed), found[0] if found else None
+        leanest = self._cut_of(program.fastest(made, LEANEST_FIRST[0]))
+        limit = tables.slowest(leanest, problem.hardware)
+        for hardware in {problem.hardware, tuple(at.without_links for at in problem.hardware)}:
+            cut = problem.cut(offered, hardware, known, limit)
+            if cut is None and known is None:  # the leanest does not fit in its fastest stages
+                cut = problem.cut(offered, hardware)
+            if cut is not None and (mix := problem.mix(cut)) is not None:
+                found.append(mix)
+        return found
+
+    def _cut_of(self, way: StagedWay) -> tuple[int, ...]:
+        stages, places = way.pipelining.stages, way.line.places
+        number = self._tables(len(stages)).place
+        return tuple(number[places[stage.starts]] for stage in stages)
+
+    def _way(self, problem: MixProblem, mix: StageMix) -> MixedWay:
+        program, made, line = self._program, problem.schedule, problem.tables.lines[0]
+        numbers = problem.tables.ways_of(mix.cut, mix.ends)
+        stages = problem.tables.stages(mix.cut, numbers, problem.hardware)
+        stages = [replace(one, remade=size) for one, size in zip(stages, mix.remade)]
+        pipelining = Pipelining(
+            program.axis, program.mesh, made, tuple(stages), line.shared_sums(stages)
+        )
+        kinds = {name: LEANEST_FIRST[number] for name, number in numbers.items()}
+        decided = {name: kind for name, kind in kinds.items() if not kind.is_plain}
+        return MixedWay(
+            pipelining,
+            line,
+            partial(peak_counts, made, recompute=True),
+            program.laid.cluster,
+            partial(self._candidate, decided),
+            program.laid.spare(program.memory),
+            problem.hardware,
+            decided,
+            (problem.bytes(mix) + self._surplus[made].base).tolist(),
+        )
+
+    def _candidate(self, decided: Mapping[str, Recompute], pipelining: Pipelining) -> Candidate:
+        program, whole = self._program, self._whole
+        search = program.laid.search and program.laid.search.shared(pipelining.schedule.ranks)
+        if whole is None:
+            mixed = program.laid.recomputed(program.regions.fixed | decided)
+            return mixed.changed(search).cut_as(pipelining)
+        leanest = program.programs(LEANEST_FIRST[0]).changed(search, pipelining)
+        vars(leanest)["stage_line"] = program.lines(LEANEST_FIRST[0]).of(leanest.flow)
+        about = whole.program(program.laid.batches)
+        return lengthened(leanest, whole.short, *about, whole.regions.fixed | decided)
