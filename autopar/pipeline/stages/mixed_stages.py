@@ -27,6 +27,7 @@ from autopar.strategies.node_info import info
 
 Array = NDArray[np.float64]
 _EQUAL = 1e-9  # relative
+_MOST_PAIRS = 1 << 20  # numbers, of options of two stages that are looked at together
 
 
 @dataclass(frozen=True)
@@ -239,8 +240,8 @@ def fastest_options(
     """Return for each stage of some ranks the option that is chosen; None if nothing fits.
 
     From the fastest of each on, that option is taken next which spares most of the bytes that are
-    missing for the seconds that it costs. Then each stage takes the fastest that fits beside the
-    others: of one stage, that is the best of all.
+    missing for the seconds that it costs. Then each stage, and each two of them together, take the
+    fastest that fits beside the others: of one or two stages, that is the best of all.
     """
     sizes = [one.bytes(count) for one, count in zip(options, counts)]
     chosen = [int(one.seconds.argmin()) for one in options]
@@ -257,14 +258,28 @@ def fastest_options(
             return None
         used += sizes[stage][best] - sizes[stage][chosen[stage]]
         chosen[stage] = best
+    numbers = range(len(options))
+    together = [(stage,) for stage in numbers] + [
+        pair
+        for pair in combinations(numbers, 2)
+        if len(sizes[pair[0]]) * sizes[pair[1]].size <= _MOST_PAIRS
+    ]
     is_changed = True
     while is_changed:
         is_changed = False
-        for stage, (one, size) in enumerate(zip(options, sizes)):
-            at = chosen[stage]
-            fits = (used + size - size[at] <= rooms).all(axis=1)
-            best = int(np.where(fits, one.seconds, np.inf).argmin())
-            if one.seconds[best] < one.seconds[at] * (1 - _EQUAL):
-                used += size[best] - size[at]
-                chosen[stage], is_changed = best, True
+        for stages in together:
+            before, size, seconds = 0.0, np.zeros((1, len(rooms))), np.zeros(1)
+            rest = used - sum(sizes[stage][chosen[stage]] for stage in stages)
+            for stage in stages:
+                before += options[stage].seconds[chosen[stage]]
+                size = (size[:, None] + sizes[stage]).reshape(-1, len(rooms))
+                seconds = np.add.outer(seconds, options[stage].seconds).ravel()
+            quick = np.flatnonzero(seconds < before * (1 - _EQUAL))
+            quick = quick[(rest + size[quick] <= rooms).all(axis=1)]
+            if len(quick):
+                best = quick[seconds[quick].argmin()]
+                shape = [len(options[stage].seconds) for stage in stages]
+                for stage, at in zip(stages, np.unravel_index(best, shape)):
+                    chosen[stage] = int(at)
+                used, is_changed = rest + size[best], True
     return chosen
