@@ -4,7 +4,7 @@
     way = mixes.fastest(schedule, memory)    # None: even the leanest does not fit
     way.decided                              # what runs again, by name of the regions
     way.candidate                            # the real program; it is made now
-    mixes.note(way)                          # what it needs beyond what was expected is remembered
+    mixes.real(way, memory)                  # the same, or another if this does not fit after all
 
 The first rank of 1F1B keeps as many micro-batches as there are stages, and the last rank one: where
 all regions are treated alike, most ranks have memory left. Where each rank has one stage, cuts and
@@ -14,7 +14,8 @@ then a cut for the memory that each has beside the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
@@ -28,19 +29,22 @@ from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.stages.mix_problem import MixProblem, StageMix
 from autopar.pipeline.stages.mixed_stages import Array, MixedStages, regions_of
 from autopar.pipeline.stages.pins import pinned_points
+from autopar.pipeline.stages.stretch import NotAlike
 from autopar.planner.recomputation import KINDS
 from autopar.planner.staged import StagedProgram, StagedWay
 from autopar.planner.whole import Whole
 from autopar.recompute import Recompute
 
 LEANEST_FIRST = KINDS[::-1]
+ATTEMPTS = 4  # at a mix of which the real program fits
+_CLOSE = 1e-6  # relative
 
 
 @dataclass(frozen=True)
 class MixedWay(StagedWay):
     """A program in its stages, by one schedule, with some regions of each stage recomputed."""
 
-    decided: Mapping[str, Recompute]  # by name of the regions of the whole program
+    decided: dict[str, Recompute]  # by name of the regions of the whole program
     expected: Sequence[float]  # bytes, of each rank
 
     @cached_property
@@ -78,25 +82,64 @@ class StageMixes:
         self._tables = cache(self._tables_of)
         self._surplus: dict[Schedule, _Surplus] = {}
 
-    def fastest(self, made: Schedule, memory: float) -> MixedWay | None:
-        """Return the fastest way that is expected to fit into memory; None: none does."""
+    def fastest(self, made: Schedule, memory: float, cutoff: float = math.inf) -> MixedWay | None:
+        """Return the fastest way that is expected to fit into memory; None: none does.
+
+        Of ways that take `cutoff` seconds or more, what is there for a moment is not looked at.
+        """
         program = self._program
         if program.fastest(made, LEANEST_FIRST[0]).barest > memory:
             return None
         if made not in self._surplus:
+            zeros = np.zeros((made.ranks, len(LEANEST_FIRST) - 1))
+            way = self._fastest(made, memory, _Surplus(zeros[:, 0], zeros))
+            if way is None or way.seconds >= cutoff:
+                return way
             self._surplus[made] = self._surplus_of(made)
-        surplus = self._surplus[made]
-        rooms = memory + np.array(program.laid.spare(program.memory)) - surplus.base
-        problem = self._problem(made, rooms, surplus.slopes)
-        ways = [self._way(problem, mix) for mix in self._mixes(problem)]
-        return min(ways, key=lambda way: way.seconds, default=None)
+        return self._fastest(made, memory, self._surplus[made])
+
+    def real(self, way: MixedWay, memory: float, cutoff: float = math.inf) -> Candidate | None:
+        """Return the real program of a way that fits: of this one or, if it is refused, of another.
+
+        None if all that fit take `cutoff` seconds or more.
+        """
+        made, following = way.pipelining.schedule, way
+        for _ in range(ATTEMPTS):
+            candidate = following.candidate
+            if not math.isclose(candidate.seconds, following.seconds, rel_tol=_CLOSE):
+                raise NotAlike
+            if candidate.fits(memory):
+                return candidate
+            self.note(following)
+            another = self.fastest(made, memory)
+            if another is None or another.seconds >= cutoff:
+                return None
+            following = another
+        return None
+
+    def outline(self, way: MixedWay) -> Candidate:
+        """Return a stand-in for the real program, with the seconds and bytes of the mix."""
+        leanest = self._program.fastest(way.pipelining.schedule, LEANEST_FIRST[0]).candidate
+        stand_in = leanest.changed(leanest.search, way.pipelining)
+        memories = [
+            replace(one, at_peak=replace(one.at_peak, activations=one.at_peak.activations + more))
+            for one, more in zip(leanest.memories, np.array(way.expected) - _peaks(leanest))
+        ]
+        vars(stand_in).update(timeline=way.timeline, memories=memories)
+        return stand_in
 
     def note(self, way: MixedWay) -> None:
         """Remember what the real program needs beyond what was expected."""
-        more = _peaks(way.candidate) - np.array(way.expected)
         made = way.pipelining.schedule
+        more = np.maximum(_peaks(way.candidate) - np.array(way.expected), 0)
         known = self._surplus[made]
-        self._surplus[made] = replace(known, base=known.base + np.maximum(more, 0))
+        self._surplus[made] = replace(known, base=known.base + more)
+
+    def _fastest(self, made: Schedule, memory: float, surplus: _Surplus) -> MixedWay | None:
+        rooms = memory + np.array(self._program.laid.spare(self._program.memory)) - surplus.base
+        problem = self._problem(made, rooms, surplus.slopes)
+        ways = [self._way(problem, mix, surplus) for mix in self._mixes(problem)]
+        return min(ways, key=lambda way: way.seconds, default=None)
 
     def _problem(self, made: Schedule, rooms: Array, slopes: Array) -> MixProblem:
         hardware = self._program.hardware(made.placement)
@@ -157,7 +200,7 @@ class StageMixes:
         number = self._tables(len(stages)).place
         return tuple(number[places[stage.starts]] for stage in stages)
 
-    def _way(self, problem: MixProblem, mix: StageMix) -> MixedWay:
+    def _way(self, problem: MixProblem, mix: StageMix, surplus: _Surplus) -> MixedWay:
         program, made, line = self._program, problem.schedule, problem.tables.lines[0]
         numbers = problem.tables.ways_of(mix.cut, mix.ends)
         stages = problem.tables.stages(mix.cut, numbers, problem.hardware)
@@ -176,10 +219,10 @@ class StageMixes:
             program.laid.spare(program.memory),
             problem.hardware,
             decided,
-            (problem.bytes(mix) + self._surplus[made].base).tolist(),
+            (problem.bytes(mix) + surplus.base).tolist(),
         )
 
-    def _candidate(self, decided: Mapping[str, Recompute], pipelining: Pipelining) -> Candidate:
+    def _candidate(self, decided: dict[str, Recompute], pipelining: Pipelining) -> Candidate:
         program, whole = self._program, self._whole
         search = program.laid.search and program.laid.search.shared(pipelining.schedule.ranks)
         if whole is None:

@@ -109,14 +109,16 @@ def test_the_first_stages_run_more_again_than_the_last() -> None:
     program = staged(4)
     way = fitting(program, "1f1b", 4, limits(program, "1f1b", 4)[1])
     again = [stage.again / stage.forward for stage in way.pipelining.stages]
-    assert again[0] == max(again) and again[-1] == 0
+    assert again[0] == max(again)
+    assert again[-1] == 0
 
 
 def test_a_mixed_plan_computes_what_one_device_computes() -> None:
-    way = fitting(staged(4), "1f1b", 4, limits(staged(4), "1f1b", 4)[1])
-    assert len(set(way.decided.values())) == 2 and len(way.decided) < 8
+    way = fitting(staged(2), "1f1b", 2, limits(staged(2), "1f1b", 2)[1])
+    assert len(set(way.decided.values())) == 2
+    assert len(way.decided) < 8
     options = {"schedule": "1f1b", "microbatches": PARTS, "recompute": dict(way.decided)}
-    module = assert_parity(case(), Mesh(pp=4, dp=2), mode="data", **options)
+    module = assert_parity(case(), Mesh(pp=2, dp=2), mode="data", **options)
     assert module.plan.decisions.recompute == way.decided
 
 
@@ -144,23 +146,23 @@ def test_the_mix_of_one_stage_is_the_fastest_of_all(seed: int) -> None:
         assert options.seconds[chosen[0]] == pytest.approx(options.seconds[fits].min())
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_mixes_of_stages_that_share_memory_fit_and_are_nearly_the_fastest(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("stages", [2, 3])
+def test_mixes_of_stages_that_share_memory_fit_and_are_the_fastest(seed: int, stages: int) -> None:
     random = np.random.default_rng(seed)
-    options = [options_of(random, regions=3, columns=2) for _ in range(3)]
+    options = [options_of(random, regions=3, columns=2) for _ in range(stages)]
     counts = [random.integers(1, 5, (4, 2)).astype(float) for _ in options]
     sizes = [one.bytes(count) for one, count in zip(options, counts)]
-    least, most = (sum(pick(size, axis=0) for size in sizes) for pick in (np.min, np.max))
-    rooms = least + 0.5 * (most - least)
+    rooms = sum(0.5 * (size.min(axis=0) + size.max(axis=0)) for size in sizes)
     chosen = fastest_options(options, counts, rooms)
     assert chosen is not None
     assert (sum(size[at] for size, at in zip(sizes, chosen)) <= rooms).all()
+    taken = sum(one.seconds[at] for one, at in zip(options, chosen))
     best = min(
         sum(one.seconds[at] for one, at in zip(options, every))
         for every in product(*(range(len(one.seconds)) for one in options))
         if (sum(size[at] for size, at in zip(sizes, every)) <= rooms).all()
     )
+    # Of three stages, two at a time are looked at together.
     worst = sum(one.seconds.max() for one in options)
-    taken = sum(one.seconds[at] for one, at in zip(options, chosen))
-    print(taken / best)
-    assert taken - best <= 0.1 * (worst - best)
+    assert taken - best <= (1e-9 if stages == 2 else 0.1) * (worst - best)
