@@ -54,7 +54,7 @@ from autopar.search.smallest_footprint import NothingFits
 from autopar.states import WHOLE
 from autopar.text.progress import Report
 
-_SLOWER = 0.005  # relative: what a mix may take more that takes the place of a refused one
+_SLOWER = 0.02  # relative: what a mix may take more that takes the place of a refused one
 HUGE = 2000  # calls of a program of which a way that is too slow gets no program of its own
 
 

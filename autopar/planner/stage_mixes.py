@@ -122,8 +122,11 @@ class StageMixes:
         leanest = self._program.fastest(way.pipelining.schedule, LEANEST_FIRST[0]).candidate
         stand_in = leanest.changed(leanest.search, way.pipelining)
         memories = [
-            replace(one, at_peak=replace(one.at_peak, activations=one.at_peak.activations + more))
-            for one, more in zip(leanest.memories, np.array(way.expected) - _peaks(leanest))
+            replace(
+                memory,
+                at_peak=replace(memory.at_peak, activations=memory.at_peak.activations + more),
+            )
+            for memory, more in zip(leanest.memories, (way.expected - _peaks(leanest)).tolist())
         ]
         vars(stand_in).update(timeline=way.timeline, memories=memories)
         return stand_in
@@ -158,7 +161,7 @@ class StageMixes:
             cut = self._cut_of(way)
             over.append(_peaks(way.candidate) - problem.bytes(problem.uniform(cut, number)))
             counts.append(np.maximum(problem.regions(cut), 1))
-        slopes = [(own - over[0]) / count for own, count in zip(over[1:], counts[1:])]
+        slopes = [(surplus - over[0]) / count for surplus, count in zip(over[1:], counts[1:])]
         return _Surplus(over[0], np.stack(slopes, axis=1))
 
     def _tables_of(self, stages: int) -> MixedStages:
@@ -175,16 +178,16 @@ class StageMixes:
     def _mixes(self, problem: MixProblem) -> list[StageMix]:
         """Return mixes of cuts that may be the fastest."""
         program, tables, made = self._program, problem.tables, problem.schedule
-        found: list[StageMix] = []
+        mixed: list[StageMix] = []
         if problem.is_shared:
             ways = (way for kind in LEANEST_FIRST for way in program.cut_ways(made, kind))
             cuts = dict.fromkeys(map(self._cut_of, ways))
             mixes = [mix for cut in cuts if (mix := problem.mix(cut)) is not None]
             if not mixes:
                 return []
-            found.append(min(mixes, key=problem.period))
+            mixed.append(min(mixes, key=problem.period))
         fixed = pinned_points(tables.lines[0], program.pins, made.stages)
-        offered, known = tables.offered(made.stages, fixed), found[0] if found else None
+        offered, known = tables.offered(made.stages, fixed), mixed[0] if mixed else None
         leanest = self._cut_of(program.fastest(made, LEANEST_FIRST[0]))
         limit = tables.slowest(leanest, problem.hardware)
         for hardware in {problem.hardware, tuple(at.without_links for at in problem.hardware)}:
@@ -192,8 +195,8 @@ class StageMixes:
             if cut is None and known is None:  # the leanest does not fit in its fastest stages
                 cut = problem.cut(offered, hardware)
             if cut is not None and (mix := problem.mix(cut)) is not None:
-                found.append(mix)
-        return found
+                mixed.append(mix)
+        return mixed
 
     def _cut_of(self, way: StagedWay) -> tuple[int, ...]:
         stages, places = way.pipelining.stages, way.line.places
@@ -204,7 +207,7 @@ class StageMixes:
         program, made, line = self._program, problem.schedule, problem.tables.lines[0]
         numbers = problem.tables.ways_of(mix.cut, mix.ends)
         stages = problem.tables.stages(mix.cut, numbers, problem.hardware)
-        stages = [replace(one, remade=size) for one, size in zip(stages, mix.remade)]
+        stages = [replace(stage, remade=size) for stage, size in zip(stages, mix.remade)]
         pipelining = Pipelining(
             program.axis, program.mesh, made, tuple(stages), line.shared_sums(stages)
         )

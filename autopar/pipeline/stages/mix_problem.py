@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,17 +37,17 @@ class StageMix:
     @property
     def ends(self) -> list[NDArray[np.int64]]:
         """Return by stage the cut points between the ways."""
-        return [one.ends[at] for one, at in zip(self.options, self.chosen)]
+        return [choices.ends[at] for choices, at in zip(self.options, self.chosen)]
 
     @property
     def seconds(self) -> list[float]:
         """Return the seconds of each stage, without messages."""
-        return [float(one.seconds[at]) for one, at in zip(self.options, self.chosen)]
+        return [float(choices.seconds[at]) for choices, at in zip(self.options, self.chosen)]
 
     @property
     def sizes(self) -> list[Array]:
-        """Return by stage the bytes for one of each of LiveCounts, and of the states."""
-        return [one.sizes[at] for one, at in zip(self.options, self.chosen)]
+        """Return by stage the bytes for choices of each of LiveCounts, and of the states."""
+        return [choices.sizes[at] for choices, at in zip(self.options, self.chosen)]
 
     @property
     def remade(self) -> list[int]:
@@ -66,30 +65,35 @@ class RankGroup:
 
     def with_slopes(self, slopes: Array) -> RankGroup:
         """Return the group with further counts: the `slopes` of the ranks that hold a stage."""
-        own = slopes[self.ranks]
-        counts = {s: np.hstack([row, own * row[:, -1:]]) for s, row in self.counts.items()}
+        of_ranks = slopes[self.ranks]
+        counts = {s: np.hstack([row, of_ranks * row[:, -1:]]) for s, row in self.counts.items()}
         return RankGroup(self.ranks, counts)
 
 
 @lru_cache(maxsize=64)
 def rank_groups(schedule: Schedule) -> list[RankGroup]:
     """Return the ranks of a schedule in groups that have no stage in common."""
-    together = nx.Graph()
+    connected: list[set[int]] = []
     for rank in range(schedule.ranks):
-        nx.add_path(together, schedule.stages_on(rank))
+        stages_here = set(schedule.stages_on(rank))
+        near = [stages for stages in connected if not stages.isdisjoint(stages_here)]
+        connected = [stages for stages in connected if stages.isdisjoint(stages_here)]
+        connected.append(stages_here.union(*near))
     peaks = [
         (rank, live)
         for rank, lives in enumerate(peaks_by_rank(schedule, recompute=True))
         for live in lives
     ]
     groups = []
-    for stages in nx.connected_components(together):
-        own = [(rank, live) for rank, live in peaks if not stages.isdisjoint(live)]
+    for stages in connected:
+        lives = [(rank, live) for rank, live in peaks if not stages.isdisjoint(live)]
         counts = {
-            stage: np.array([(*live[stage], 1) if stage in live else NONE_LIVE for _, live in own])
+            stage: np.array(
+                [(*live[stage], 1) if stage in live else NONE_LIVE for _, live in lives]
+            )
             for stage in sorted(stages)
         }
-        groups.append(RankGroup(np.array([rank for rank, _ in own]), counts))
+        groups.append(RankGroup(np.array([rank for rank, _ in lives]), counts))
     return groups
 
 
@@ -130,7 +134,7 @@ class MixProblem:
     def uniform(self, cut: Sequence[int], way: int = 0) -> StageMix:
         """Return a cut of which all regions run in one way."""
         options = self._options(cut)
-        return StageMix(tuple(cut), options, [one.uniform(way) for one in options])
+        return StageMix(tuple(cut), options, [choices.uniform(way) for choices in options])
 
     def regions(self, cut: Sequence[int]) -> Array:
         """Return how many regions each rank has."""
@@ -143,8 +147,8 @@ class MixProblem:
         """Return the fastest mix of a cut that fits; None: none does."""
         options, chosen = self._options(cut), [0] * len(cut)
         for group in self._groups:
-            own = [options[stage] for stage in group.counts]
-            best = fastest_options(own, [*group.counts.values()], self.rooms[group.ranks])
+            of_group = [options[stage] for stage in group.counts]
+            best = fastest_options(of_group, [*group.counts.values()], self.rooms[group.ranks])
             if best is None:
                 return None
             for stage, at in zip(group.counts, best):

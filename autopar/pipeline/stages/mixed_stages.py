@@ -18,9 +18,9 @@ from itertools import combinations, combinations_with_replacement, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.pipeline.stages.stage_cost import StageCost, StagePiece
+from autopar.pipeline.stages.stage_cost import StageCost
 from autopar.pipeline.stages.stage_hardware import StageHardware
-from autopar.pipeline.stages.stage_tables import StageCosts
+from autopar.pipeline.stages.stage_tables import StageCosts, StagePiece
 from autopar.pipeline.stages.stretch import NotAlike
 from autopar.pipeline.stages.table import StageTable
 from autopar.strategies.node_info import info
@@ -46,22 +46,22 @@ def regions_of(
 
     `whole_names`: what they are called in the program that the line stands for.
     """
-    names, found = frozenset(names), dict[tuple[str, int, int], list[int]]()
+    names, places = frozenset(names), dict[tuple[str, int, int], list[int]]()
     for place in range(line.count):
         region = info(line.node(place)).region
         if region is not None and region.name in names:
             key = region.name, region.number, line.stretch.copy(place)
-            found.setdefault(key, [place, place])[1] = place + 1
+            places.setdefault(key, [place, place])[1] = place + 1
     if line.stretch.more == 0:
-        return [LineRegion(name, *ends) for (name, _, _), ends in found.items()]
-    if len(found) != len(whole_names) or any(number for _, number, _ in found):
+        return [LineRegion(name, *ends) for (name, _, _), ends in places.items()]
+    if len(places) != len(whole_names) or any(number for _, number, _ in places):
         raise NotAlike
-    return [LineRegion(name, *ends) for name, ends in zip(whole_names, found.values())]
+    return [LineRegion(name, *ends) for name, ends in zip(whole_names, places.values())]
 
 
 @dataclass(frozen=True)
 class MixOptions:
-    """All mixes of one stage: of each the seconds, and the bytes for one of each of LiveCounts."""
+    """All mixes of one stage: their seconds, and the bytes that each LiveCounts multiplies."""
 
     seconds: Array  # by option
     sizes: Array  # by option: LiveCounts, the states, then how many regions run in later ways
@@ -228,9 +228,9 @@ class MixedStages:
             first, last = max(start, region.start), min(end, region.end)
             if first >= last or line is self.lines[0]:
                 continue
-            if pieces and pieces[-1].costs is line and pieces[-1].end == first:
-                first = pieces.pop().start
-            pieces.append(StagePiece(line, first, last))
+            if pieces and pieces[-1][0] is line and pieces[-1][2] == first:
+                _, first, _ = pieces.pop()
+            pieces.append((line, first, last))
         return pieces
 
 
@@ -243,14 +243,14 @@ def fastest_options(
     missing for the seconds that it costs. Then each stage, and each two of them together, take the
     fastest that fits beside the others: of one or two stages, that is the best of all.
     """
-    sizes = [one.bytes(count) for one, count in zip(options, counts)]
-    chosen = [int(one.seconds.argmin()) for one in options]
+    sizes = [choices.bytes(count) for choices, count in zip(options, counts)]
+    chosen = [int(choices.seconds.argmin()) for choices in options]
     used = np.sum([size[at] for size, at in zip(sizes, chosen)], axis=0)
     while (missing := np.maximum(used - rooms, 0)).any():
         ratios = []
-        for one, size, at in zip(options, sizes, chosen):
+        for choices, size, at in zip(options, sizes, chosen):
             left = np.maximum(used - rooms + size - size[at], 0).sum(axis=1)
-            cost = np.maximum(one.seconds - one.seconds[at], _EQUAL * one.seconds[at])
+            cost = np.maximum(choices.seconds - choices.seconds[at], _EQUAL * choices.seconds[at])
             ratios.append((missing.sum() - left) / cost)
         stage = int(np.argmax([ratio.max() for ratio in ratios]))
         best = int(ratios[stage].argmax())

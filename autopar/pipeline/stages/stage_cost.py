@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from autopar.cost.footprint import HELD_KINDS, HeldBytes
 from autopar.cost.state_price import NodeCost
-
-if TYPE_CHECKING:
-    from autopar.pipeline.stages.stage_tables import StageCosts
 
 WORK = ("forward", "backward")
 _ONCE = ("summed", "gathering", "updated", "cast")  # seconds, once a step
@@ -61,15 +57,6 @@ class StageCost:
     def after(self) -> float:
         """Return the seconds of work once a step, after all gradient sums."""
         return self.updated + self.cast
-
-
-@dataclass(frozen=True)
-class StagePiece:
-    """Give the costs of a program between two cut points."""
-
-    costs: StageCosts
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from autopar.pipeline.stages.stage_cost import (
     WORK,
     SharedSum,
     StageCost,
-    StagePiece,
     cost_columns,
 )
 from autopar.pipeline.stages.stage_hardware import ANYWHERE, StageHardware
@@ -51,6 +50,7 @@ ColumnRows = list[list[float]]  # the columns, for each kind of machines
 RecomputeMark = tuple[
     bool, bool
 ]  # whether a node runs again, and whether its value is kept elsewhere
+StagePiece = tuple["StageCosts", int, int]  # costs between two cut points
 NOTABLE_WAIT = 0.02  # of a stage's work: shorter messages change no cut
 _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
 
@@ -346,9 +346,8 @@ class StageCosts:
         # Copies of a stage wait for the slowest of them.
         by_kind = np.array([self.sums([start, end], kind)[0, 1] for kind in at.kinds])
         kept, halves = self.kept.bytes(start, end), self.weight_halves.bytes(start, end)
-        for piece in others:
-            for costs, sign in ((piece.costs, 1), (self, -1)):
-                ends = piece.start, piece.end
+        for other, *ends in others:
+            for costs, sign in ((other, 1), (self, -1)):
                 by_kind += [sign * costs.sums(ends, kind)[0, 1] for kind in at.kinds]
                 kept += sign * costs.kept.bytes(*ends)
                 halves += sign * costs.weight_halves.bytes(*ends)
