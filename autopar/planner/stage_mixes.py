@@ -15,7 +15,7 @@ then a cut for the memory that each has beside the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
@@ -46,11 +46,12 @@ class MixedWay(StagedWay):
 
     decided: dict[str, Recompute]  # by name of the regions of the whole program
     expected: Sequence[float]  # bytes, of each rank
+    make: Callable[[dict[str, Recompute], Pipelining], Candidate]
 
     @cached_property
     def candidate(self) -> Candidate:
         """Return the real program, priced again."""
-        return self.made(self.pipelining)
+        return self.make(self.decided, self.pipelining)
 
     def needed(self, memory: float) -> float:
         """Return the bytes that it is expected to need of each device, less what some have more."""
@@ -120,7 +121,7 @@ class StageMixes:
     def outline(self, way: MixedWay) -> Candidate:
         """Return a stand-in for the real program, with the seconds and bytes of the mix."""
         leanest = self._program.fastest(way.pipelining.schedule, LEANEST_FIRST[0]).candidate
-        stand_in = leanest.changed(leanest.search, way.pipelining)
+        stand_in = leanest.changed(leanest.search, way.pipelining, timeline=way.timeline)
         memories = [
             replace(
                 memory,
@@ -128,7 +129,7 @@ class StageMixes:
             )
             for memory, more in zip(leanest.memories, (way.expected - _peaks(leanest)).tolist())
         ]
-        vars(stand_in).update(timeline=way.timeline, memories=memories)
+        vars(stand_in.step).update(memories=memories)
         return stand_in
 
     def note(self, way: MixedWay) -> None:
@@ -218,11 +219,12 @@ class StageMixes:
             line,
             partial(peak_counts, made, recompute=True),
             program.laid.cluster,
-            partial(self._candidate, decided),
+            program.laid,
             program.laid.spare(program.memory),
             problem.hardware,
             decided,
             (problem.bytes(mix) + surplus.base).tolist(),
+            self._candidate,
         )
 
     def _candidate(self, decided: dict[str, Recompute], pipelining: Pipelining) -> Candidate:
@@ -231,7 +233,8 @@ class StageMixes:
         if whole is None:
             mixed = program.laid.recomputed(program.regions.fixed | decided)
             return mixed.changed(search).cut_as(pipelining)
-        leanest = program.programs(LEANEST_FIRST[0]).changed(search, pipelining)
-        vars(leanest)["stage_line"] = program.lines(LEANEST_FIRST[0]).of(leanest.flow)
+        laid = program.programs(LEANEST_FIRST[0])
+        costs = program.lines(LEANEST_FIRST[0]).of(laid.flow)
+        leanest = laid.changed(search, pipelining, stage_costs=costs)
         about = whole.program(program.laid.batches)
         return lengthened(leanest, whole.short, *about, whole.regions.fixed | decided)

@@ -48,7 +48,7 @@ def staged(stages: int, states: str = "whole") -> StagedProgram:
     asked = with_batch_axis(batches.captured, inner, "dp", Constraints())
     decisions = propagate(batches.captured, inner, asked)
     line = PipelineLine.of(mesh, "pp")
-    laid = Candidate(batches.captured, CLUSTER, decisions, batches, line=line)
+    laid = Candidate.laid_out(batches.captured, CLUSTER, decisions, batches, line=line)
     request = Request(CLUSTER, "data", math.inf, False, "pp", mesh, stages, PARTS)
     regions = Regions(captured, AskedRecomputation())
     return StagedProgram(laid.placed(NAMED[states]), stages, request, regions, (), Tried())
