@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from torch import nn
@@ -44,9 +44,10 @@ from autopar.planner.question import (
 from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request
 from autopar.planner.schedule_lists import listed
+from autopar.planner.stage_mixes import MixedWay, StageMixes
 from autopar.planner.staged import StagedProgram, StagedWay, Tried
 from autopar.planner.whole import Whole
-from autopar.recompute import FULL, Recompute
+from autopar.recompute import FULL, Recompute, summary
 from autopar.search import layout_search
 from autopar.search.constraints import Constraints, read_constraints, require_used
 from autopar.search.layout_search import NothingFaster
@@ -54,7 +55,17 @@ from autopar.search.smallest_footprint import NothingFits
 from autopar.states import WHOLE
 from autopar.text.progress import Report
 
+_SLOWER = 0.02  # relative: what a mix may take more that takes the place of a refused one
 HUGE = 2000  # calls of a program of which a way that is too slow gets no program of its own
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """A stand-in for the real program of a mix."""
+
+    candidate: Candidate
+    mixes: StageMixes
+    way: MixedWay
 
 
 class Asker:
@@ -75,6 +86,7 @@ class Asker:
         self.was_interrupted = False  # some search for layouts ended with its best so far
         self._desks = cache(self._desk)
         self._answers: dict[Question, Answer] = {}
+        self._outlines: dict[int, _Outline] = {}  # by identity of the stand-ins
         self.bounds = Bounds(self.program, request, self.regions)
 
     @property
@@ -115,6 +127,8 @@ class Asker:
         figures = candidate.alternative(self._request.memory)
         if self._request.mesh is None:
             figures = replace(figures, mesh=figures.mesh.renamed(axis_roles(candidate)))
+        if (outline := self._outlines.get(id(candidate))) is not None:
+            return replace(figures, recompute=summary(outline.way.decided))
         return figures if self.whole is None else self.whole.told(figures, candidate)
 
     def finished(self, candidate: Candidate) -> Candidate | None:
@@ -122,10 +136,20 @@ class Asker:
         it is not what the short program said."""
         names = {} if self._request.mesh is not None else axis_roles(candidate)
         try:
-            whole = candidate if self.whole is None else self.whole.same(candidate, names)
+            if (outline := self._outlines.get(id(candidate))) is not None:
+                cutoff = candidate.seconds * (1 + _SLOWER)
+                whole = outline.mixes.real(outline.way, self._request.memory, cutoff)
+            else:
+                whole = candidate if self.whole is None else self.whole.same(candidate, names)
         except NotAlike:
             return None
-        return with_names(whole, names)
+        return None if whole is None else with_names(whole, names)
+
+    def outline(self, mixes: StageMixes, way: MixedWay) -> Candidate:
+        """Return a stand-in for the real program of a mix, which is made when it is finished."""
+        candidate = mixes.outline(way)
+        self._outlines[id(candidate)] = _Outline(candidate, mixes, way)
+        return candidate
 
     def constraints(
         self, program: Captured, decided: Mapping[str, Recompute], mesh: Mesh
@@ -167,6 +191,7 @@ class _Desk:
         self._batches = cache(partial(cut_batch, program))
         self._tried: dict[int, Tried] = {}  # what is known of layouts, with any states
         self._staged: dict[tuple[object, ...], StagedProgram] = {}
+        self._mixes = cache(partial(StageMixes, whole=whole))
 
     def answer(self, question: Question, cutoff: float) -> Answer:
         """Answer a question, or raise what layouts, stages and batches raise."""
@@ -238,17 +263,50 @@ class _Desk:
         """Answer by the fastest stages; if these are too large, by stages that share out memory."""
         program = self._program_in_stages(laid, question)
         kinds = self.regions.staged if question.is_mixed else (self._kind(question),)
-        answer: Answer = TooSlow(cutoff)
-        for kind in kinds:
-            answer = self._weighed_stages(program.fastest(made, kind), cutoff)
-            way = None
-            if isinstance(answer, TooLarge) and self._is_worth_cutting(made, answer):
-                way = program.within(made, kind, self._memory)
+        answer = self._alike(program, made, kinds[0], cutoff)
+        if len(kinds) == 1 or not isinstance(answer, TooLarge):
+            return answer
+        mixed = self._mixed_in_stages(program, made, cutoff)
+        least = mixed.bound if isinstance(mixed, TooSlow) else math.inf
+        least = mixed.seconds if isinstance(mixed, Found) else least
+        for kind in kinds[1:]:
+            if program.fastest(made, kind).seconds < least:
+                answer = self._alike(program, made, kind, cutoff, is_cut=mixed is None)
+                if not isinstance(answer, TooLarge):
+                    return answer
+        return mixed or answer
+
+    def _alike(
+        self,
+        program: StagedProgram,
+        made: Schedule,
+        kind: Recompute,
+        cutoff: float,
+        *,
+        is_cut: bool = True,
+    ) -> Answer:
+        """Answer by stages that treat all regions alike; `is_cut`: by leaner ones, if need be."""
+        answer = self._weighed_stages(program.fastest(made, kind), cutoff)
+        if is_cut and isinstance(answer, TooLarge) and self._is_worth_cutting(made, answer):
+            way = program.within(made, kind, self._memory)
             if way is not None:
-                answer = self._weighed_stages(way, cutoff)
-            if not isinstance(answer, TooLarge):
-                return answer
+                return self._weighed_stages(way, cutoff)
         return answer
+
+    def _mixed_in_stages(
+        self, program: StagedProgram, made: Schedule, cutoff: float
+    ) -> Found | TooSlow | None:
+        """Answer by stages that recompute as much as each has to; None if none are known to fit."""
+        mixes = self._mixes(program)
+        way = mixes.fastest(made, self._memory, cutoff)
+        if way is None:
+            return None
+        if way.seconds >= cutoff:
+            return TooSlow(way.seconds)
+        if program.laid.captured.times > 1:
+            return Found(self._asker.outline(mixes, way))
+        real = mixes.real(way, self._memory, cutoff)
+        return None if real is None else Found(real)
 
     def _weighed_stages(self, way: StagedWay, cutoff: float) -> Answer:
         if way.seconds >= cutoff and self._asker.is_huge:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 
 from autopar.candidates.candidate import Candidate
 from autopar.capture.annotations import Pin
@@ -128,9 +128,13 @@ class StagedWay:
                 size += kept * (whole * stages[at].activations + received * stages[at].receives)
                 size += later * stages[at].weight_halves
                 for is_split in (False,) * again + (True,) * split:
-                    size += kept * self.line.remade(*bounds[at], is_split=is_split)
+                    size += kept * self._remade(at, bounds[at], is_split=is_split)
             most = max(most, size - min(self.hardware[at].spare for at in live))
         return most
+
+    def _remade(self, stage: int, bounds: tuple[int, int], *, is_split: bool) -> float:
+        """Return the least bytes by which the backward of a stage exceeds what forward keeps."""
+        return self.line.remade(*bounds, is_split=is_split)
 
 
 class StagedProgram:
@@ -148,42 +152,42 @@ class StagedProgram:
         """`tried`: what is known of the same layouts with other states."""
         assert request.axis is not None
         self.laid, self.axis, self.mesh = laid, request.axis, request.whole_mesh(laid.mesh, stages)
-        self._regions, self._pins, self._tried = regions, pins, tried
-        self._programs = cache(lambda kind: laid.recomputed(regions.all(kind)))
-        self._lines = cache(self._line)
-        self._memory = request.memory
-        self._hardware = cache(lambda placed: tuple(laid.stage_hardware(placed, request.memory)))
-        self._cut_ways = cache(self._ways)
+        self.regions, self.pins, self._tried = regions, pins, tried
+        self.programs = cache(lambda kind: laid.recomputed(regions.all(kind)))
+        self.lines = cache(self._line)
+        self.memory = request.memory
+        self.hardware = cache(lambda placed: tuple(laid.stage_hardware(placed, request.memory)))
+        self.cut_ways = cache(self._ways)
         self._fastest = cache(
             lambda hardware, kind: tuple(
-                choose_stages(self._lines(kind), len(hardware), pins=pins, hardware=hardware)
+                choose_stages(self.lines(kind), len(hardware), pins=pins, hardware=hardware)
             )
         )
 
     def fastest(self, made: Schedule, kind: Recompute) -> StagedWay:
         """In the stages of which the slowest is fastest, if they wait for messages or do not: some
         schedules do other work meanwhile."""
-        return min(self._cut_ways(made, kind), key=lambda way: way.seconds)
+        return min(self.cut_ways(made, kind), key=lambda way: way.seconds)
 
     def _ways(self, made: Schedule, kind: Recompute) -> list[StagedWay]:
-        hardware = self._hardware(made.placement)
+        hardware = self.hardware(made.placement)
         cuts = [self._fastest(hardware, kind)]
-        if self._lines(kind).waits(hardware):
+        if self.lines(kind).waits(hardware):
             cuts.append(self._fastest(tuple(at.without_links for at in hardware), kind))
         return [self._way(made, kind, cut) for cut in dict.fromkeys(cuts)]
 
     def within(self, made: Schedule, kind: Recompute, memory: float) -> StagedWay | None:
         """The same of stages that fit into memory, as far as their sums tell."""
-        found = [way for way in self._cut_ways(made, kind) if way.fits(memory)]
-        line, live = self._lines(kind), self._live(made, kind)
+        found = [way for way in self.cut_ways(made, kind) if way.fits(memory)]
+        line, live = self.lines(kind), self._live(made, kind)
         with suppress(InvalidInput):
             cut = choose_stages(
                 line,
                 made.stages,
-                pins=self._pins,
+                pins=self.pins,
                 memory=memory,
                 peaks=live,
-                hardware=self._hardware(made.placement),
+                hardware=self.hardware(made.placement),
             )
             found.append(self._way(made, kind, cut))
         return min(found, key=lambda way: way.seconds, default=None)
@@ -197,17 +201,17 @@ class StagedProgram:
         return not way.fits(memory)
 
     def _way(self, made: Schedule, kind: Recompute, stages: Sequence[StageCost]) -> StagedWay:
-        line = self._lines(kind)
+        line = self.lines(kind)
         shared = line.shared_sums(stages)
         pipelining = Pipelining(self.axis, self.mesh, made, tuple(stages), shared)
         cluster, live = self.laid.cluster, partial(self._live, made, kind)
-        spare = self.laid.spare(self._memory)
-        hardware = self._hardware(made.placement)
-        laid = self._programs(kind)
+        spare = self.laid.spare(self.memory)
+        hardware = self.hardware(made.placement)
+        laid = self.programs(kind)
         return StagedWay(pipelining, line, live, cluster, laid, spare, hardware)
 
     def _live(self, made: Schedule, kind: Recompute) -> Sequence[Live]:
-        return _peaks(made, recompute=not kind.is_plain)
+        return peak_counts(made, recompute=not kind.is_plain)
 
     def _line(self, kind: Recompute) -> StageCosts:
         known, laid = self._tried.lines, self.laid
@@ -220,7 +224,7 @@ class StagedProgram:
         else:
             # Copies of parameters are kept in other ways than parameters.
             like = None if laid.has_copies else like
-            line = self._programs(kind).stage_costs(like, self._beside(kind))
+            line = self.programs(kind).stage_costs(like, self._beside(kind))
         if not laid.has_copies:
             known.setdefault(key, line)
         return line
@@ -230,7 +234,4 @@ class StagedProgram:
         blocks are seen: what is kept elsewhere has names."""
         if not self.laid.has_copies and (known := self._tried.lines):
             return next(iter(known.values()))
-        return None if kind.keep == "device" else self._lines(PLAIN)
-
-
-_peaks = lru_cache(maxsize=64)(peak_counts)
+        return None if kind.keep == "device" else self.lines(PLAIN)

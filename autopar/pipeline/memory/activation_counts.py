@@ -10,6 +10,7 @@ Where micro-batches are cut into parts, parts are counted.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,11 +54,18 @@ def peak_counts(schedule: Schedule, *, recompute: bool) -> list[Live]:
 
     A moment at which a rank keeps no more of any stage than at another is left out.
     """
-    peaks, short = list[Live](), schedule.short
+    return [live for peaks in peaks_by_rank(schedule, recompute=recompute) for live in peaks]
+
+
+@lru_cache(maxsize=64)
+def peaks_by_rank(schedule: Schedule, *, recompute: bool) -> list[list[Live]]:
+    """Like `peak_counts`, but with a list for each rank."""
+    peaks, short = list[list[Live]](), schedule.short
     for rank in range(short.ranks):
         moments = live_counts(short, rank, recompute=recompute)
         stages = short.stages_on(rank)
-        peaks += (dict(zip(stages, map(tuple, moment))) for moment in _largest(moments).tolist())
+        largest = _largest(moments).tolist()
+        peaks.append([dict(zip(stages, map(tuple, moment))) for moment in largest])
     return peaks
 
 

@@ -50,6 +50,7 @@ ColumnRows = list[list[float]]  # the columns, for each kind of machines
 RecomputeMark = tuple[
     bool, bool
 ]  # whether a node runs again, and whether its value is kept elsewhere
+StagePiece = tuple["StageCosts", int, int]  # costs between two cut points
 NOTABLE_WAIT = 0.02  # of a stage's work: shorter messages change no cut
 _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
 
@@ -330,11 +331,26 @@ class StageCosts:
         hardware = hardware or [ANYWHERE] * len(starts)
         return [self.stage(start, end, at) for (start, end), at in zip(bounds, hardware)]
 
-    def stage(self, start: int, end: int, at: StageHardware = ANYWHERE) -> StageCost:
-        """Return the cost of the stage between two cut points, on hardware `at`."""
+    def stage(
+        self,
+        start: int,
+        end: int,
+        at: StageHardware = ANYWHERE,
+        others: Sequence[StagePiece] = (),
+    ) -> StageCost:
+        """Return the cost of the stage between two cut points, on hardware `at`.
+
+        `others`: pieces of it with other costs, as where regions are recomputed in another way.
+        """
         first = min(start, self.count - 1)
         # Copies of a stage wait for the slowest of them.
         by_kind = np.array([self.sums([start, end], kind)[0, 1] for kind in at.kinds])
+        kept, halves = self.kept.bytes(start, end), self.weight_halves.bytes(start, end)
+        for other, *ends in others:
+            for costs, sign in ((other, 1), (self, -1)):
+                by_kind += [sign * costs.sums(ends, kind)[0, 1] for kind in at.kinds]
+                kept += sign * costs.kept.bytes(*ends)
+                halves += sign * costs.weight_halves.bytes(*ends)
         every = np.maximum(by_kind, 0.0)  # differences of rounded sums
         most = every.max(axis=0)
         most[ONCE] = every[every[:, ONCE].sum(axis=1).argmax(), ONCE]
@@ -343,9 +359,9 @@ class StageCosts:
             module=info(self.node(first)).module,
             **dict(zip(SECONDS, most.tolist())),
             **dict(zip(BYTES, map(round, most[len(SECONDS) :].tolist()))),
-            activations=self.kept.bytes(start, end),
+            activations=kept,
             receives=self.received(start),
-            weight_halves=self.weight_halves.bytes(start, end),
+            weight_halves=halves,
             remade=round(self._remade_in.bytes(start, end)),
         )
 
