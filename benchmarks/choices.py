@@ -78,7 +78,7 @@ def choose(case: ChoiceCase, seconds: float) -> Line:
             line["refused"] = _reason(error)
         else:
             line |= {
-                "choice": plan.alternatives[0].how,
+                "choice": plan.alternative(plan.limit or 0.0).how,
                 "seconds": plan.seconds,
                 "gigabytes": round(plan.memory.peak / 1e9, 2),
                 "ended_early": plan.search is not None and plan.search.interrupted,

@@ -43,7 +43,7 @@ def axis_roles(candidate: Candidate) -> dict[str, str]:
     for axis in candidate.mesh:
         if of_experts[axis] > cut[axis] / 2:
             role = "ep"
-        elif batch[axis] > inputs / 2:
+        elif batch[axis] >= inputs / 2:
             role = "dp"
         elif cut[axis] / total > _SOME or not others[axis]:
             role = "tp" if cut[axis] else "dp"

@@ -143,7 +143,8 @@ class Asker:
                 whole = candidate if self.whole is None else self.whole.same(candidate, names)
         except NotAlike:
             return None
-        return None if whole is None else with_names(whole, names)
+        is_named = whole is None or whole.mesh.names != candidate.mesh.names
+        return whole if whole is None or is_named else with_names(whole, names)
 
     def outline(self, mixes: StageMixes, way: MixedWay) -> Candidate:
         """Return a stand-in for the real program of a mix, which is made when it is finished."""

@@ -112,10 +112,11 @@ class Estimates:
         self._seconds.note(self._names(question, mesh), seconds / guess.seconds)
 
     def learn_bytes(self, question: Question, bytes_: float) -> None:
-        """Correct them by the bytes that the fullest device needs."""
-        mesh = question.meshes[0]
-        guess = self._on(question, mesh, is_plain=True)
-        self._bytes.note(self._kept_names(question, mesh), bytes_ / guess.bytes_)
+        """Correct them by the bytes that the fullest device needs; of a mix that is what it has."""
+        if isinstance(question.recompute, Recompute):
+            mesh = question.meshes[0]
+            guess = self._on(question, mesh, is_plain=True)
+            self._bytes.note(self._kept_names(question, mesh), bytes_ / guess.bytes_)
 
     def _names(self, question: Question, mesh: Mesh) -> Sequence[Hashable]:
         """Return what ratios are kept by, the most alike first."""
@@ -124,24 +125,24 @@ class Estimates:
         return (*size, parts, question.states), (*size, parts), size, last, "any"
 
     def _kept_names(self, question: Question, mesh: Mesh) -> Sequence[Hashable]:
-        kind = question.is_mixed or question.recompute
         size = question.stages, mesh, question.microbatches
-        return (*size, question.states, question.schedule, kind), (*size, kind), kind
+        return (*size, question.states, question.schedule), (*size, question.schedule), size
 
     def _on(self, question: Question, mesh: Mesh, *, is_plain: bool = False) -> Estimate:
         """Return the estimate on one mesh; `is_plain`: as it is without any answer."""
+        more = 1.0 if is_plain else self._bytes.of(self._kept_names(question, mesh))
+        uses = self._uses(mesh, question.microbatches)
         best = min(
-            (self._used(question, mesh, use) for use in self._uses(mesh, question.microbatches)),
+            (self._used(question, mesh, use, more) for use in uses),
             key=lambda one: one.seconds * max(1.0, one.bytes_ / self._request.memory) ** 2,
         )
         if is_plain:
             return best
-        ratio = self._seconds.of(self._names(question, mesh))
-        more = self._bytes.of(self._kept_names(question, mesh))
-        return Estimate(best.seconds * ratio, best.bytes_ * more)
+        return best._replace(seconds=best.seconds * self._seconds.of(self._names(question, mesh)))
 
-    def _used(self, question: Question, mesh: Mesh, use: _Use) -> Estimate:
-        """Return the estimate where the axes of a mesh are used in one way."""
+    def _used(self, question: Question, mesh: Mesh, use: _Use, more: float) -> Estimate:
+        """Return the estimate where the axes of a mesh are used in one way, and bytes are so many
+        times what they seem."""
         stages, parts = question.stages, question.microbatches
         shape = _Shape(0.0, 1.0, 1, 1)
         if question.schedule is not None:
@@ -149,9 +150,9 @@ class Estimates:
         if shape.chunks * stages > self._blocks + _ENDS:
             return Estimate(math.inf, 0.0)  # there are not so many layers
         pieces = parts * mesh.size
-        states = self._state_bytes(question.states, use) * shape.pipes / stages
+        states = more * self._state_bytes(question.states, use) * shape.pipes / stages
         live = 1.0 if question.schedule is None else min(parts, shape.live * stages)
-        share = live / pieces / stages
+        share = more * live / pieces / stages
         kept = {kind: self._bounds.kept(kind) * share for kind in (PLAIN, SELECTIVE)}
         kept[FULL] = _KEPT_BY_FULL * kept[PLAIN]
         again, bytes_ = self._recomputed(question, states, kept, pieces)

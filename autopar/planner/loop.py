@@ -33,7 +33,7 @@ from autopar.planner.question import Found, OutOfTime, Question, TooLarge
 from autopar.planner.record import Record, handicap
 from autopar.planner.refusals import refusal
 from autopar.planner.request import Request
-from autopar.planner.rules import MINIMUM, RULES, Asked, minimum_memory
+from autopar.planner.rules import MINIMUM, RULES, TEMPLATE, Asked, Rule, minimum_memory
 from autopar.planner.schedule_lists import listed
 from autopar.planner.templates import Templates
 from autopar.recompute import Recompute
@@ -62,7 +62,7 @@ class Planner:
         self._estimates = Estimates(program, request, self._bounds, count)
         self.record = Record(request.fastest)
         self.ended: Ended = ""
-        self._queue: dict[Question, str] = {}  # with the rule that asks
+        self._queue: dict[Question, Rule] = {}  # with the rule that asks
         self._seen: dict[Question, None] = {}
 
     @frozen_objects()
@@ -71,7 +71,7 @@ class Planner:
         None are returned if nothing is faster than what the request is to beat."""
         is_large_program, least_stages = is_large(self._asker.program), self._asker.least_stages
         first = self.templates.first(self._estimates, least_stages, is_large=is_large_program)
-        self._add(first, "template")
+        self._add(first, TEMPLATE)
         best: list[Candidate] = []
         try:
             self._ask_all()
@@ -107,7 +107,7 @@ class Planner:
             if isinstance(answer, OutOfTime):
                 self._queue[question], self.ended = rule, "time"
                 return
-            self._learn(Asked(question, answer, rule))
+            self._learn(Asked(question, answer, rule.name))
             if self._asker.was_interrupted and not self.ended:
                 self.ended = "time" if self.request.patience.is_over() else "Ctrl-C"
 
@@ -123,9 +123,9 @@ class Planner:
                 self._estimates.learn(question, answer.way.seconds)
             self._estimates.learn_bytes(question, answer.least_bytes)
         for rule in RULES:
-            self._add(rule.follow(asked, self), rule.name)
+            self._add(rule.follow(asked, self), rule)
 
-    def _add(self, questions: Iterable[Question], rule: str) -> None:
+    def _add(self, questions: Iterable[Question], rule: Rule) -> None:
         for question in map(self.templates.normalised, questions):
             if question not in self._seen:
                 self._seen[question] = None
@@ -136,7 +136,9 @@ class Planner:
         estimate = self._estimates.of(question)
         too_large = max(1.0, estimate.bytes_ / self.request.memory)
         seconds = estimate.seconds * (1 - self._estimates.doubt(question))
-        return seconds * too_large**2 * handicap(question)
+        is_pressing = not self.record.has_some and self.request.patience.is_half_over()
+        later = 1 + self._queue[question].later
+        return seconds * later * too_large ** (8 if is_pressing else 2) * handicap(question)
 
     def _bound(self, question: Question) -> float:
         least = self._bounds.seconds(question)
@@ -165,12 +167,12 @@ class Planner:
     def _ask_of_whole_program(self) -> None:
         """Ask again what was answered: the blocks of the whole program are not as equal as those of
         the short one."""
-        answered = [*self.record.found]
+        answered, rules = [*self.record.found], {rule.name: rule for rule in (TEMPLATE, *RULES)}
         self._queue.clear()
         self.record.found.clear()
         self._asker.whole = None
         for one in answered:
-            self._add([replace(one.question, program=self.whole_program)], one.rule)
+            self._add([replace(one.question, program=self.whole_program)], rules[one.rule])
         self._ask_all(is_last=True)
 
     def _finished(self, wanted: int) -> list[Candidate]:

@@ -47,6 +47,10 @@ class Patience:
         """Whether that much has gone by."""
         return time.process_time() >= self.until
 
+    def is_half_over(self) -> bool:
+        """Return whether half of the time has gone by."""
+        return time.process_time() >= self.until - self.seconds / 2
+
     def is_late(self) -> bool:
         """Whether several times as much has: what takes least memory is seldom fast."""
         return time.process_time() >= self.until + _LATE * max(self.seconds, SECONDS)

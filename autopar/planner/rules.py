@@ -72,6 +72,7 @@ class Rule:
     name: str
     reason: str
     follow: Callable[[Asked, Progress], Iterator[Question]]
+    later: float = 0.0  # relative: what promises so much more is asked first, it may gain more
 
 
 def _other_schedules(asked: Asked, search: Progress) -> Iterator[Question]:
@@ -147,7 +148,6 @@ def _finer_meshes(asked: Asked, search: Progress) -> Iterator[Question]:
                 yield replace(question, meshes=(finer,))
 
 
-MINIMUM = "minimum memory"
 MOST_MINIMA = 3  # numbers of stages in which the least memory is looked for
 
 
@@ -179,7 +179,7 @@ _LEANEST = (FULL, Recompute("full", "host"))
 
 def _minimum(asked: Asked, search: Progress) -> Iterator[Question]:
     question, answer = asked.question, asked.answer
-    if asked.rule != MINIMUM or not isinstance(answer, TooLarge):
+    if asked.rule != MINIMUM.name or not isinstance(answer, TooLarge):
         return
     if answer.smallest is None:
         return
@@ -271,19 +271,21 @@ def _is_near(asked: Asked, search: Progress, share: float) -> bool:
     return False
 
 
+TEMPLATE = Rule("template", "experts write it down", lambda asked, search: iter(()))
+MINIMUM = Rule("minimum memory", "where nothing fits, the least is told of", _minimum)
 RULES: Sequence[Rule] = (
     Rule("other schedules", "the order of the work changes waiting and memory", _other_schedules),
     Rule("cut states", "states that are cut leave room", _cut_states),
     Rule("fewer cuts", "what fits may fit with states that move less", _fewer_cuts),
     Rule("recompute", "what runs again is not kept", _recompute),
-    Rule("own layouts", "cut states and recomputation move other tensors", _own_layouts),
+    Rule("own layouts", "cut states and recomputation move other tensors", _own_layouts, 0.02),
     Rule("shared layouts", "the best layouts of whole states may fit too", _shared_layouts),
-    Rule("leaner layouts", "other layouts take less memory", _leaner_layouts),
-    Rule("finer mesh", "another axis cuts what one axis cannot", _finer_meshes),
-    Rule("hidden gathers", "forward hides gathers of cut states", _hidden_gathers),
-    Rule("buffers", "larger buffers spare latency", _buffers),
+    Rule("leaner layouts", "other layouts take less memory", _leaner_layouts, 0.02),
+    Rule("finer mesh", "another axis cuts what one axis cannot", _finer_meshes, 0.01),
+    Rule("hidden gathers", "forward hides gathers of cut states", _hidden_gathers, 0.03),
+    Rule("buffers", "larger buffers spare latency", _buffers, 0.03),
     Rule("pieces", "ranks that keep the same keep a piece each", _pieces),
     Rule("host", "the host has memory, too", _on_host),
-    Rule(MINIMUM, "where nothing fits, the least is told of", _minimum),
+    MINIMUM,
     Rule("whole program", "a short program cannot say what unequal blocks take", _whole_program),
 )

@@ -12,7 +12,10 @@ from functools import lru_cache
 
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import schedule
+from autopar.pipeline.schedules.registry import GENERATORS
 from autopar.planner.question import ScheduleName
+
+_LIGHT = 5000  # forwards in the part that a schedule repeats, and before it
 
 
 @lru_cache(1 << 8)
@@ -21,3 +24,13 @@ def listed(name: Schedule | ScheduleName, stages: int, microbatches: int) -> Sch
     if isinstance(name, Schedule):
         return name
     return schedule(name.name, stages=stages, microbatches=microbatches, **dict(name.options))
+
+
+def is_light(name: Schedule | ScheduleName, stages: int) -> bool:
+    """Return whether a schedule is priced fast, however many micro-batches there are: the part that
+    it repeats is short."""
+    if isinstance(name, Schedule):
+        return True
+    period = GENERATORS[name.name].period(stages, **dict(name.options))
+    chunks = dict(name.options).get("chunks", 1)
+    return period is not None and period.settled * stages * int(chunks or 1) <= _LIGHT

@@ -22,6 +22,7 @@ from autopar.planner.estimates import Estimates
 from autopar.planner.question import MIXED, Mixed, Question, ScheduleName
 from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request
+from autopar.planner.schedule_lists import is_light
 from autopar.recompute import Recompute
 from autopar.states import States
 
@@ -87,7 +88,9 @@ class Templates:
         settings = product(self.states(size.stages), self.kinds)
         ways = [replace(base, states=states, recompute=kind) for states, kind in settings]
         best = self._best(ways, estimates)
-        return self._best([replace(best, schedule=one) for one in schedules], estimates)
+        # What takes long to price is asked about when something like it is good.
+        light = [one for one in schedules if one is None or is_light(one, size.stages)]
+        return self._best([replace(best, schedule=one) for one in light or schedules], estimates)
 
     def _best(self, ways: Sequence[Question], estimates: Estimates) -> Question:
         """Return the fastest of those that fit, else the smallest, as far as one can tell."""
