@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.state_places import data_axes
 from autopar.search.decisions import Decisions
 from autopar.strategies.node_info import info
 
@@ -23,38 +24,30 @@ _EXPERTS = 3  # dims of a parameter that holds a matrix for each expert
 def axis_roles(candidate: Candidate) -> dict[str, str]:
     """Return the name of each axis of the mesh inside a stage, by its name so far."""
     captured, layouts = candidate.captured, candidate.decisions.placeholders
-    cut, of_experts = Counter[str](), Counter[str]()
-    batch, others, inputs = Counter[str](), Counter[str](), 0
-    for node in captured.graph.find_nodes(op="placeholder"):
-        if (layout := layouts.get(node.name)) is None:
-            continue
+    cut, of_experts, summed = Counter[str](), Counter[str](), Counter[str]()
+    batch, others = Counter[str](), Counter[str]()
+    for node, axes in data_axes(candidate.rewritten, candidate.mesh).items():
         size = int(info(node).val.numel()) * info(node).times
-        first = layout.dims[0] if layout.ndim else ()
-        if node.name in captured.parameters:
-            for axis in layout.axes:
-                cut[axis] += size
-                of_experts[axis] += size * (layout.ndim == _EXPERTS and axis in first)
-        elif node.name in captured.inputs:
-            inputs += size
-            for axis in layout.axes:
-                (batch if axis in first else others)[axis] += size
-    total = sum(cut.values()) or 1
+        summed.update(dict.fromkeys(axes, size))
+        layout = layouts[node.name]
+        cut.update(dict.fromkeys(layout.axes, size))
+        if layout.ndim == _EXPERTS:
+            of_experts.update(dict.fromkeys(layout.dims[0], size))
+    for name in captured.inputs:
+        if name is not None and name in layouts:
+            for axis in layouts[name].axes:
+                (batch if axis in layouts[name].dims[0] else others)[axis] += 1
     roles: dict[str, str] = {}
     for axis in candidate.mesh:
         if of_experts[axis] > cut[axis] / 2:
             role = "ep"
-        elif batch[axis] >= inputs / 2:
-            role = "dp"
-        elif cut[axis] / total > _SOME or not others[axis]:
-            role = "tp" if cut[axis] else "dp"
+        elif cut[axis] > summed[axis]:
+            role = "tp"
         else:
-            role = "sp"
+            role = "sp" if others[axis] > batch[axis] else "dp"
         taken = sum(name.rstrip("0123456789") == role for name in roles.values())
         roles[axis] = f"{role}{taken + 1}" if taken else role
     return roles
-
-
-_SOME = 0.05  # of what parameters hold: below it an axis is not called by these
 
 
 def renamed(decisions: Decisions, names: Mapping[str, str]) -> Decisions:

@@ -93,7 +93,7 @@ class Estimates:
         self._experts = _share_of_experts(captured)
         self._seconds, self._bytes = _Ratios(), _Ratios()
         self._moves, self._price = cache(self._moved), cache(self._priced)
-        self._work = cache(bounds.average_run)
+        self._shared_work = cache(bounds.average_run)  # of stages, which share it by their speed
 
     def of(self, question: Question) -> Estimate:
         """Return what the best of the question's meshes is likely to take."""
@@ -156,7 +156,8 @@ class Estimates:
         kept = {kind: self._bounds.kept(kind) * share for kind in (PLAIN, SELECTIVE)}
         kept[FULL] = _KEPT_BY_FULL * kept[PLAIN]
         again, bytes_ = self._recomputed(question, states, kept, pieces)
-        once = self._work(pieces) + self._moves(stages, mesh, parts, use) + again
+        work = self._bounds.run(pieces) if stages == 1 else self._shared_work(pieces)
+        once = work + self._moves(stages, mesh, parts, use) + again
         # Blocks are not split: the slowest stage has a whole number of them.
         slowest = math.ceil(self._blocks / stages) * stages / self._blocks if stages > 1 else 1.0
         per_stage = once / stages * slowest

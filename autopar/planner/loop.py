@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 
 from torch import nn
 
@@ -28,7 +29,7 @@ from autopar.mesh import Mesh
 from autopar.planner.asker import Asker
 from autopar.planner.estimates import Estimates
 from autopar.planner.hosting import may_go
-from autopar.planner.patience import Ended
+from autopar.planner.patience import Ended, Patience
 from autopar.planner.question import Found, OutOfTime, Question, TooLarge
 from autopar.planner.record import Record, handicap
 from autopar.planner.refusals import refusal
@@ -60,18 +61,27 @@ class Planner:
         self._bounds = self._asker.bounds
         self.state_bytes = self._bounds.states
         self._estimates = Estimates(program, request, self._bounds, count)
-        self.record = Record(request.fastest)
+        self.record, self._patience = Record(), request.patience
         self.ended: Ended = ""
         self._queue: dict[Question, Rule] = {}  # with the rule that asks
         self._seen: dict[Question, None] = {}
 
-    @frozen_objects()
-    def best(self, wanted: int = 1) -> list[Candidate]:
-        """Return the best ways to run a step that differ, at most so many; refuse if none fits.
-        None are returned if nothing is faster than what the request is to beat."""
+    @cached_property
+    def promise(self) -> float:
+        """The seconds that the first question promises; the templates are made now."""
         is_large_program, least_stages = is_large(self._asker.program), self._asker.least_stages
         first = self.templates.first(self._estimates, least_stages, is_large=is_large_program)
         self._add(first, TEMPLATE)
+        return min(map(self._order, self._queue), default=math.inf)
+
+    @frozen_objects()
+    def best(
+        self, wanted: int = 1, fastest: float = math.inf, patience: Patience | None = None
+    ) -> list[Candidate]:
+        """Return the best ways to run a step that differ, at most so many; refuse if none fits.
+        `fastest`: seconds that are to be beaten; if nothing does, none are returned."""
+        self.record.to_beat, self._patience = fastest, patience or self.request.patience
+        assert self.promise >= 0
         best: list[Candidate] = []
         try:
             self._ask_all()
@@ -109,7 +119,7 @@ class Planner:
                 return
             self._learn(Asked(question, answer, rule.name))
             if self._asker.was_interrupted and not self.ended:
-                self.ended = "time" if self.request.patience.is_over() else "Ctrl-C"
+                self.ended = "time" if self._patience.is_over() else "Ctrl-C"
 
     def _learn(self, asked: Asked) -> None:
         """Keep an answer, correct the estimates by it, and add the questions that follow."""
@@ -136,7 +146,7 @@ class Planner:
         estimate = self._estimates.of(question)
         too_large = max(1.0, estimate.bytes_ / self.request.memory)
         seconds = estimate.seconds * (1 - self._estimates.doubt(question))
-        is_pressing = not self.record.has_some and self.request.patience.is_half_over()
+        is_pressing = not self.record.has_some and self._patience.is_half_over()
         later = 1 + self._queue[question].later
         return seconds * later * too_large ** (8 if is_pressing else 2) * handicap(question)
 
@@ -151,14 +161,14 @@ class Planner:
         return least
 
     def _is_over(self, *, is_last: bool) -> bool:
-        patience, is_late = self.request.patience, False
+        patience, is_late = self._patience, False
         if not self.record.has_some:
             is_late = patience.is_late() and not is_last
         return patience.is_over() and (self.record.has_some or is_late)
 
     def _look(self, phase: str, detail: str) -> None:
         """Show what is looked at; end a long answer when the time is over."""
-        if self.record.found and self.request.patience.is_over():
+        if self.record.found and self._patience.is_over():
             raise layout_search.OutOfTime
         seconds = seconds_text(self.record.fastest)
         best = f"best so far {seconds}" if self.record.found else ""

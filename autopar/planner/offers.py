@@ -73,6 +73,7 @@ class Choice:
         self._offers = list(offers(request.cluster)) if is_free else [request.cluster]
         self.planners: list[Planner] = []
         self.ended: Ended = ""  # early
+        self.was_cut_short = False  # on some of the machines
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
@@ -93,26 +94,29 @@ class Choice:
         """Return the best ways to run a step that differ, at most so many, and who found them."""
         ways: list[tuple[Candidate, Planner]] = []
         refused: list[InvalidInput] = []
-        for cluster in self._offers:
-            fastest = ways[wanted - 1][0].seconds if len(ways) >= wanted else math.inf
-            request = replace(self._on(cluster), fastest=fastest)
-            if ways and request.patience.is_over():
+        planners = [self._planner_of(request=self._on(cluster)) for cluster in self._offers]
+        left = sorted(planners, key=lambda planner: planner.promise)
+        while left and not self.ended:
+            planner = left.pop(0)
+            if ways and self.request.patience.is_over():
                 self.ended = "time"
                 break
-            planner = self._planner_of(request=request)
             self.planners.append(planner)
+            fastest = ways[wanted - 1][0].seconds if len(ways) >= wanted else math.inf
             try:
-                ways += [(candidate, planner) for candidate in planner.best(wanted)]
+                patience = self.request.patience.shared(len(left))
+                ways += [(c, planner) for c in planner.best(wanted, fastest, patience)]
             except InvalidInput as error:
                 refused.append(error)
             except Interrupted:
                 if not ways:
                     raise
-            if len(self.planners) > 1:
-                ways.sort(key=lambda way: way[0].seconds)
-            self.ended = self.ended or planner.ended
-            if self.ended:
-                break
+                self.ended = "Ctrl-C"
+            ways.sort(key=lambda way: way[0].seconds)
+            if planner.ended == "Ctrl-C" or self.request.patience.is_over():
+                self.ended = self.ended or planner.ended
+            self.was_cut_short |= bool(planner.ended)
+        self.ended = self.ended or ("time" if self.was_cut_short else "")
         if not ways:
             raise refused[0]
         best, by = ways[0]

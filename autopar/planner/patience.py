@@ -19,6 +19,7 @@ from autopar.text.source_lines import shorten
 SECONDS = 10.0
 _STEP = 0.04  # of all: between two looks at the clock
 _LAST = 0.2  # of what capture took: the program of what was chosen is made of all calls
+_FIRST = 0.6  # of the time, for what promises most
 _AGES = 1e12
 _LATE = 5
 
@@ -42,6 +43,13 @@ class Patience:
         given = float(seconds)
         last = min(_LAST * captured + _STEP * given, given / 2)
         return cls(given, time.process_time() + given - last)
+
+    def shared(self, others: int) -> Patience:
+        """Return the part of what is left that the first of several searches has."""
+        if not others or self.until == math.inf:
+            return self
+        now = time.process_time()
+        return Patience(self.seconds, now + max(0.0, self.until - now) * _FIRST)
 
     def is_over(self) -> bool:
         """Whether that much has gone by."""

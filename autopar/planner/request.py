@@ -37,7 +37,6 @@ class Request:
     schedule: Schedule | None = None
     recompute: AskedRecomputation = field(default_factory=AskedRecomputation)
     states: States | None = None
-    fastest: float = math.inf  # seconds: what takes as long is not wanted
     patience: Patience = FOREVER
 
     @property

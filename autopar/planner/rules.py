@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Protocol
 
+from autopar.candidates.axis_roles import axis_roles
 from autopar.capture.captured import Captured
 from autopar.mesh import Mesh
 from autopar.planner.question import (
@@ -199,6 +200,20 @@ def _split(mesh: Mesh, most: int) -> Iterator[Mesh]:
             yield Mesh.of_sizes(split)
 
 
+def _fewer_axes(asked: Asked, search: Progress) -> Iterator[Question]:
+    question, answer = asked.question, asked.answer
+    if search.request.mesh is not None or not isinstance(answer, Found):
+        return
+    mesh = answer.candidate.mesh
+    roles = [role.rstrip("0123456789") for role in axis_roles(answer.candidate).values()]
+    if mesh in question.meshes and _is_near(asked, search, NEAR):
+        for at, (role, after) in enumerate(pairwise(roles)):
+            if role == after:
+                sizes = mesh.shape
+                merged = (*sizes[:at], sizes[at] * sizes[at + 1], *sizes[at + 2 :])
+                yield replace(question, meshes=(Mesh.of_sizes(merged),))
+
+
 def _hidden_gathers(asked: Asked, search: Progress) -> Iterator[Question]:
     question = asked.question
     if question.states.is_whole and search.request.states is None and _is_best(asked, search):
@@ -282,6 +297,7 @@ RULES: Sequence[Rule] = (
     Rule("shared layouts", "the best layouts of whole states may fit too", _shared_layouts),
     Rule("leaner layouts", "other layouts take less memory", _leaner_layouts, 0.02),
     Rule("finer mesh", "another axis cuts what one axis cannot", _finer_meshes, 0.01),
+    Rule("fewer axes", "two axes that do the same may be one", _fewer_axes),
     Rule("hidden gathers", "forward hides gathers of cut states", _hidden_gathers, 0.03),
     Rule("buffers", "larger buffers spare latency", _buffers, 0.03),
     Rule("pieces", "ranks that keep the same keep a piece each", _pieces),

@@ -33,4 +33,5 @@ def is_light(name: Schedule | ScheduleName, stages: int) -> bool:
         return True
     period = GENERATORS[name.name].period(stages, **dict(name.options))
     chunks = dict(name.options).get("chunks", 1)
-    return period is not None and period.settled * stages * int(chunks or 1) <= _LIGHT
+    assert isinstance(chunks, int)
+    return period is not None and period.settled * stages * chunks <= _LIGHT

@@ -35,6 +35,7 @@ _COUNTS = ("stages", "microbatches", "chunks")  # whose product is the number of
 MOST_FORWARDS = 1 << 20
 # Forwards of a schedule with as many chunks as blocks, or of one that repeats nothing.
 _MOST_WEIGHED = 1 << 12
+_MOST_CHUNKS = 8  # more hardly shorten the wait, and messages take their time
 NAMES = tuple(sorted(GENERATORS))
 FROM_FILE = "what autopar.pipeline.load reads from a file"
 
@@ -96,7 +97,7 @@ def option_names(name: str) -> tuple[str, ...]:
 def most_chunks(stages: int, microbatches: int, blocks: int) -> int:
     """Return the most chunks on a rank that are tried for a program of `blocks` equal blocks."""
     short = min(microbatches, 4 * stages)  # of an interleaved schedule, of which it repeats a part
-    return max(2, min(blocks // stages, _MOST_WEIGHED // (stages * short)))
+    return max(2, min(_MOST_CHUNKS, blocks // stages, _MOST_WEIGHED // (stages * short)))
 
 
 def weighed_names(
