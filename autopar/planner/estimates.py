@@ -156,7 +156,9 @@ class Estimates:
         kept = {kind: self._bounds.kept(kind) * share for kind in (PLAIN, SELECTIVE)}
         kept[FULL] = _KEPT_BY_FULL * kept[PLAIN]
         again, bytes_ = self._recomputed(question, states, kept, pieces)
-        work = self._bounds.run(pieces) if stages == 1 else self._shared_work(pieces)
+        work = self._bounds.run(pieces)
+        if stages > 1:  # on unlike machines stages are uneven, but not as uneven as these
+            work = (work + self._shared_work(pieces)) / 2
         once = work + self._moves(stages, mesh, parts, use) + again
         # Blocks are not split: the slowest stage has a whole number of them.
         slowest = math.ceil(self._blocks / stages) * stages / self._blocks if stages > 1 else 1.0
