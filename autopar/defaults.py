@@ -7,5 +7,6 @@ from typing import Literal, get_args
 Mode = Literal["auto", "propagate", "data"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 # The decisions about a whole step that `plan.explain` is asked about.
-QUESTIONS = ("stages", "schedule", "microbatches", "mesh", "states", "recompute")
+DECISIONS = ("stages", "schedule", "microbatches", "mesh", "states", "recompute")
+QUESTIONS = (*DECISIONS, "search")
 VERIFIED_RANKS = 4  # of `verify`, where neither mesh nor machines are given

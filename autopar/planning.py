@@ -164,6 +164,7 @@ def make_plans(
             ),
             alternatives=choice.alternatives,
             left_out=dict(choice.left_out),
+            asked=choice.asked,
             dynamic=dynamic,
             strict=options.strict,
             progress=options.progress or False,

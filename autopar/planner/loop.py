@@ -117,7 +117,7 @@ class Planner:
             if isinstance(answer, OutOfTime):
                 self._queue[question], self.ended = rule, "time"
                 return
-            self._learn(Asked(question, answer, rule.name))
+            self._learn(Asked(question, answer, rule))
             if self._asker.was_interrupted and not self.ended:
                 self.ended = "time" if self._patience.is_over() else "Ctrl-C"
 
@@ -177,12 +177,12 @@ class Planner:
     def _ask_of_whole_program(self) -> None:
         """Ask again what was answered: the blocks of the whole program are not as equal as those of
         the short one."""
-        answered, rules = [*self.record.found], {rule.name: rule for rule in (TEMPLATE, *RULES)}
+        answered = [*self.record.found]
         self._queue.clear()
         self.record.found.clear()
         self._asker.whole = None
         for one in answered:
-            self._add([replace(one.question, program=self.whole_program)], rules[one.rule])
+            self._add([replace(one.question, program=self.whole_program)], one.rule)
         self._ask_all(is_last=True)
 
     def _finished(self, wanted: int) -> list[Candidate]:

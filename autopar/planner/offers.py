@@ -17,6 +17,7 @@ from torch import nn
 
 from autopar.candidates.alternative import Alternative, best_first
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.search_step import SearchStep
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster, Device
 from autopar.errors import Interrupted, InvalidInput
@@ -86,9 +87,10 @@ class Choice:
         return sum((planner.left_out for planner in self.planners), Counter())
 
     @property
-    def asked(self) -> list[str]:
+    def asked(self) -> tuple[SearchStep, ...]:
         """Every question with its answer and the rule that asked it, in order."""
-        return [str(one) for planner in self.planners for one in planner.record.asked]
+        steps = (one.step for planner in self.planners for one in planner.record.asked)
+        return tuple(steps)
 
     def best(self, wanted: int = 1) -> list[tuple[Candidate, Planner]]:
         """Return the best ways to run a step that differ, at most so many, and who found them."""

@@ -26,7 +26,7 @@ from autopar.pipeline.schedule_labels import schedule_words
 from autopar.recompute import PLAIN, Recompute
 from autopar.search.smallest_footprint import SmallestFootprint
 from autopar.states import WHOLE, States
-from autopar.text.units import bytes_text, counted
+from autopar.text.units import bytes_text, counted, seconds_text
 
 if TYPE_CHECKING:
     from autopar.planner.staged import StagedWay
@@ -103,7 +103,7 @@ class Found:
         return self.candidate.seconds
 
     def __str__(self) -> str:
-        return f"{self.seconds:.4g} s, {bytes_text(self.candidate.memory.peak)}"
+        return f"{seconds_text(self.seconds)}, {bytes_text(self.candidate.memory.peak)}"
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class TooSlow:
     bound: float
 
     def __str__(self) -> str:
-        return f"takes at least {self.bound:.4g} s"
+        return f"takes at least {seconds_text(self.bound)}"
 
 
 @dataclass(frozen=True)

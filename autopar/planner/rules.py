@@ -15,6 +15,7 @@ from itertools import pairwise, product
 from typing import Protocol
 
 from autopar.candidates.axis_roles import axis_roles
+from autopar.candidates.search_step import SearchStep
 from autopar.capture.captured import Captured
 from autopar.mesh import Mesh
 from autopar.planner.question import (
@@ -43,10 +44,16 @@ class Asked:
 
     question: Question
     answer: Answer
-    rule: str
+    rule: Rule
+
+    @property
+    def step(self) -> SearchStep:
+        """Return the question and its answer in words."""
+        question, answer = str(self.question), str(self.answer)
+        return SearchStep(question, answer, self.rule.name, self.rule.reason)
 
     def __str__(self) -> str:
-        return f"{self.question}: {self.answer} ({self.rule})"
+        return str(self.step)
 
 
 class Progress(Protocol):
@@ -180,7 +187,7 @@ _LEANEST = (FULL, Recompute("full", "host"))
 
 def _minimum(asked: Asked, search: Progress) -> Iterator[Question]:
     question, answer = asked.question, asked.answer
-    if asked.rule != MINIMUM.name or not isinstance(answer, TooLarge):
+    if asked.rule != MINIMUM or not isinstance(answer, TooLarge):
         return
     if answer.smallest is None:
         return

@@ -31,6 +31,7 @@ from autopar.plans.explanation import Explanation, OperatorGroup, PricedCandidat
 from autopar.plans.formulas import LayoutChange, PricedChange, operator_formulas, price_change
 from autopar.plans.grouping import grouped
 from autopar.plans.plan_value import PlanValue
+from autopar.plans.search_account import SearchAccount, search_account
 from autopar.plans.step_reasons import WayExplanation, explain_way
 from autopar.search.candidates import Candidates, NodeClasses
 from autopar.search.constraints import Constraints
@@ -46,13 +47,14 @@ WHOLE = "plan:"  # before a question about the whole step; no module has such a 
 
 
 @known_arguments
-def explain(plan: PlanValue, name: str) -> Explanation | WayExplanation:
+def explain(plan: PlanValue, name: str) -> Explanation | WayExplanation | SearchAccount:
     """Return why something of the program runs as it does: every candidate, with its cost.
 
     Args:
         name: A parameter, a module path or a node of the captured graph. Or a decision
             about the whole step: "stages", "schedule", "microbatches", "mesh", "states" or
-            "recompute", which are "plan:stages" and so on where a module has such a name.
+            "recompute", or "search" for all that the planner asked. Where a module has such a
+            name, they are "plan:stages" and so on.
     """
     if not isinstance(name, str) or not name:
         raise InvalidInput(
@@ -64,7 +66,7 @@ def explain(plan: PlanValue, name: str) -> Explanation | WayExplanation:
     is_of_step = question in QUESTIONS
     explainer = _Explainer(plan)
     if is_of_step and (name != question or not explainer.knows(name)):
-        return explain_way(plan, question)
+        return search_account(plan) if question == "search" else explain_way(plan, question)
     explanation = explainer.explain(name)
     return replace(explanation, namesake=f"{WHOLE}{name}") if is_of_step else explanation
 

@@ -52,7 +52,7 @@ from autopar.plans.soundness import (
 from autopar.plans.what_if import what_if
 from autopar.search.constraints import LayoutConstraint, read_constraints
 
-FORMAT, VERSION = "autopar plan", 14
+FORMAT, VERSION = "autopar plan", 15
 
 
 class Plan(PlanValue):
@@ -259,6 +259,7 @@ class SavedPlan(SavedValue):
             ),
             alternatives=self.alternatives,
             left_out=self.left_out,
+            asked=self.asked,
             trials=self.trials,
             dynamic=self.dynamic,
             strict=self.strict,

@@ -13,6 +13,7 @@ from autopar.candidates.alternative import Alternative
 from autopar.candidates.beside import spread_beside
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.laid_out_program import LaidOutProgram
+from autopar.candidates.search_step import SearchStep
 from autopar.candidates.training_step import TrainingStep
 from autopar.candidates.trial import Trial
 from autopar.capture.captured import Captured
@@ -62,6 +63,7 @@ class PlanValue(Candidate):
     alternatives: tuple[Alternative, ...] = ()  # ways to run a step that were weighed
     # How many more were ruled out by bounds, unbuilt, of each kind.
     left_out: Mapping[str, int] = field(default_factory=dict)
+    asked: tuple[SearchStep, ...] = ()  # what the planner asked, with its answers, in order
     trials: tuple[Trial, ...] = ()  # what some of them took when they were run, the fastest first
     dynamic: DynamicShapes | None = None  # the sizes of inputs that it serves beside its own
     strict: bool = False  # whether operators without rules are refused, of later programs too

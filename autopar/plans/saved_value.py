@@ -16,6 +16,7 @@ from typing import Any
 
 from autopar.base.schema import Count, Positive, write
 from autopar.candidates.alternative import Alternative
+from autopar.candidates.search_step import SearchStep
 from autopar.candidates.trial import Trial
 from autopar.capture.dynamic import DynamicShapes
 from autopar.capture.fingerprint import Fingerprint
@@ -55,7 +56,8 @@ class SavedValue:
     states: States  # what the places of parameters follow from
     # Ways to run a step that were weighed.
     alternatives: tuple[Alternative, ...] = field(metadata=_ACCOUNT)
-    left_out: Mapping[str, Count] = field(metadata=_ACCOUNT)  # how many were not built
+    left_out: Mapping[str, Count] = field(metadata=_ACCOUNT)  # how many were not asked about
+    asked: tuple[SearchStep, ...] = field(metadata=_ACCOUNT)  # what the planner asked, in order
     trials: tuple[Trial, ...] = field(metadata=_ACCOUNT)  # of plans that were run to choose
     annotated: Mapping[str, str] = field(metadata=_ACCOUNT)  # parameter -> the user's line
     # Of parameters and buffers by name, of all values but placeholders by node.

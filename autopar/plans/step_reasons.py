@@ -14,7 +14,7 @@ from typing import Any
 from autopar.base.schema import write
 from autopar.candidates.alternative import Alternative
 from autopar.candidates.trial import measured
-from autopar.defaults import QUESTIONS
+from autopar.defaults import DECISIONS
 from autopar.pipeline.schedule_labels import schedule_words
 from autopar.plans.next_mesh import next_mesh
 from autopar.plans.plan_value import PlanValue
@@ -53,7 +53,7 @@ VALUE_OF: Mapping[str, Callable[[Alternative], str]] = {
     "states": lambda way: str(way.states),
     "recompute": lambda way: way.recompute or "nothing",
 }
-assert (*VALUE_OF,) == QUESTIONS
+assert (*VALUE_OF,) == DECISIONS
 
 
 # Values that are left only where memory is short.
@@ -216,7 +216,7 @@ class WayExplanation:
 
 
 def explain_way(plan: PlanValue, name: str) -> WayExplanation:
-    """The explanation of one of the `QUESTIONS`."""
+    """The explanation of one of the `DECISIONS`."""
     limit = plan.cluster.device.memory if plan.limit is None else plan.limit
     value_of, way = VALUE_OF[name], plan.alternative(limit)
     weighed = plan.alternatives
