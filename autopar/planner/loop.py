@@ -12,6 +12,7 @@ far is never asked. Only here is looked at the clock, and Ctrl-C is caught.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -31,7 +32,7 @@ from autopar.planner.estimates import Estimates
 from autopar.planner.hosting import may_go
 from autopar.planner.patience import Ended, Patience
 from autopar.planner.question import Found, OutOfTime, Question, TooLarge
-from autopar.planner.record import Record, handicap
+from autopar.planner.record import AnswerCosts, Record, handicap
 from autopar.planner.refusals import refusal
 from autopar.planner.request import Request
 from autopar.planner.rules import MINIMUM, RULES, TEMPLATE, Asked, Rule, minimum_memory
@@ -63,6 +64,7 @@ class Planner:
         self._estimates = Estimates(program, request, self._bounds, count)
         self.record, self._patience = Record(), request.patience
         self.ended: Ended = ""
+        self._costs = AnswerCosts()
         self._queue: dict[Question, Rule] = {}  # with the rule that asks
         self._seen: dict[Question, None] = {}
 
@@ -113,7 +115,10 @@ class Planner:
                 self.record.ruled_out[question] = bound
                 continue
             self._look("plan", str(question))
-            answer = self._asker.ask(question, cutoff)
+            is_late = self.record.has_some and self._costs.of(question) > self._patience.left()
+            started = time.process_time()
+            answer = OutOfTime() if is_late else self._asker.ask(question, cutoff)
+            self._costs.note(question, time.process_time() - started)
             if isinstance(answer, OutOfTime):
                 self._queue[question], self.ended = rule, "time"
                 return

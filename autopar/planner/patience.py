@@ -55,6 +55,10 @@ class Patience:
         """Whether that much has gone by."""
         return time.process_time() >= self.until
 
+    def left(self) -> float:
+        """Return the seconds that are left."""
+        return self.until - time.process_time()
+
     def is_half_over(self) -> bool:
         """Return whether half of the time has gone by."""
         return time.process_time() >= self.until - self.seconds / 2

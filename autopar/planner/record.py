@@ -26,6 +26,8 @@ from autopar.text.units import bytes_text
 
 EQUAL = 1e-9  # relative: what differs by less is as fast
 SIMPLER = 0.01  # relative: what a more complex plan must gain
+_A_FURTHER_AXIS = 4  # times the seconds of an answer
+_OF_LONGEST = 0.5  # of the seconds of the longest answer
 HOSTED = 0.1  # relative: what a plan that keeps something on the host must gain
 
 
@@ -109,6 +111,25 @@ class Record:
                 mesh = question.meshes[0]
                 meshes.setdefault(mesh, ConsideredMesh(mesh, bound, None, "takes at least that"))
         return tuple(meshes.values())
+
+
+class AnswerCosts:
+    """Expects how long answers take, by those to questions about meshes with as many axes."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def note(self, question: Question, seconds: float) -> None:
+        """Keep the seconds that an answer took."""
+        axes = len(question.meshes[0].names)
+        self._seconds[axes] = max(seconds, self._seconds.get(axes, 0.0))
+
+    def of(self, question: Question) -> float:
+        """Return the seconds that an answer may take; a further axis takes several times as many.
+        Most take less than the longest."""
+        axes = len(question.meshes[0].names)
+        fewer = _A_FURTHER_AXIS * self._seconds.get(axes - 1, 0.0)
+        return self._seconds.get(axes, fewer) * _OF_LONGEST
 
 
 def complexity(way: Candidate | Question) -> int:
