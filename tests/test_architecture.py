@@ -21,6 +21,7 @@ from tests import habits
 ROOT = Path(__file__).parents[1]
 HOUSE = ROOT / "autopar"
 LONGEST = 450  # lines
+LONGEST_OF_PLANNER = 350
 FOLDERS = HOUSE / "runtime" / "checkpoints" / "checkpoint_folders.py"
 HIDDEN = {"_cdata", "_local_tensor"}  # memory_of, piece_of
 
@@ -130,8 +131,9 @@ print(*{"networkx", "ortools", "pandas"} & sys.modules.keys())
 
 
 def test_files_are_small():
-    lengths = {path: len(path.read_text().splitlines()) for path in FILES}
-    assert not {path: length for path, length in lengths.items() if length > LONGEST}
+    for path in FILES:
+        longest = LONGEST_OF_PLANNER if HOUSE / "planner" in path.parents else LONGEST
+        assert len(path.read_text().splitlines()) <= longest, path
 
 
 @pytest.mark.skipif((ROOT / "PKG-INFO").exists(), reason="a source distribution has no links")

@@ -19,7 +19,7 @@ from autopar.capture.effects import Effect
 from autopar.capture.loss import index_of_loss
 from autopar.capture.marker import ANNOTATE, Annotation
 from autopar.capture.randomness import is_random
-from autopar.capture.writes import Bounds, Write
+from autopar.capture.writes import ValueRange, Write
 from autopar.errors import InvalidInput
 from autopar.precision import Precision
 from autopar.strategies import Rule, observed_rule, rule_of
@@ -75,7 +75,7 @@ class Captured:
     decisions: tuple[Decision, ...] = ()  # what the values of the inputs decided
     writes: tuple[Write, ...] = ()  # to inputs
     contents: tuple[Content, ...] = ()  # of the containers that forward changes
-    bounds: Mapping[str, Bounds] = field(default_factory=dict)  # of parameters, by name
+    bounds: Mapping[str, ValueRange] = field(default_factory=dict)  # of parameters, by name
     effects: tuple[Effect, ...] = ()  # what forward leaves behind in Python
     # Those of tensors that are computed for nothing, and the modules in which they stand.
     unread_annotations: Mapping[Annotation, str] = field(default_factory=dict)

@@ -67,7 +67,7 @@ Sliced = tuple[fx.Graph, dict[str, int], dict[str, Tensor]]  # a graph, and what
 
 
 @dataclass(frozen=True)
-class Question:
+class GuardQuestion:
     """To a number: what it is as a `kind` (bool, int, float), or what a method of it gives."""
 
     kind: str
@@ -90,7 +90,7 @@ class Decision:
     graph: fx.Graph  # of what is asked, from some inputs
     inputs: Mapping[str, Any]  # placeholder -> number of the flat argument, or its own placeholder
     constants: Mapping[str, Tensor]  # placeholder -> value
-    question: Question  # to the number that the graph gives
+    question: GuardQuestion  # to the number that the graph gives
     answer: Any
     source: str | None
 
@@ -112,7 +112,7 @@ def decisions_made(model: nn.Module, leaves: Sequence[Any]) -> Iterator[list[Dec
     """While forward of the model is followed, questions to values are answered by those of its flat
     inputs."""
     made: list[Decision] = []
-    asked = Asked(leaves, made)
+    asked = ValueQueries(leaves, made)
 
     def as_bool(self: Tensor) -> Any:
         number = asked.of(self)
@@ -127,7 +127,7 @@ def decisions_made(model: nn.Module, leaves: Sequence[Any]) -> Iterator[list[Dec
             if number is None:
                 return plain[name](self)
             kind = "float" if name == "__float__" else "int"
-            return number if name == "item" else number.asked(Question(kind))
+            return number if name == "item" else number.asked(GuardQuestion(kind))
 
         return method
 
@@ -176,7 +176,7 @@ def by_placeholder(made: Sequence[Decision], inputs: Sequence[str | None]) -> tu
     return tuple(seen.values())
 
 
-class Asked:
+class ValueQueries:
     """Values of what follows from inputs alone."""
 
     def __init__(self, leaves: Sequence[Any], made: list[Decision]) -> None:
@@ -214,7 +214,7 @@ class _Number:
     constants: Mapping[str, Tensor]
     made: list[Decision] = field(repr=False)
 
-    def asked(self, question: Question) -> Any:
+    def asked(self, question: GuardQuestion) -> Any:
         answer = question(self.value)
         made = self.graph, self.inputs, self.constants, question, answer
         if self.inputs:  # else it is the same in every batch
@@ -222,13 +222,13 @@ class _Number:
         return answer
 
     def __bool__(self) -> bool:
-        return bool(self.asked(Question("bool")))
+        return bool(self.asked(GuardQuestion("bool")))
 
     def __int__(self) -> int:
-        return int(self.asked(Question("int")))
+        return int(self.asked(GuardQuestion("int")))
 
     def __float__(self) -> float:
-        return float(self.asked(Question("float")))
+        return float(self.asked(GuardQuestion("float")))
 
     __index__ = __int__
 
@@ -239,7 +239,7 @@ class _Number:
     @property
     def itself(self) -> Any:
         """The number, which is part of the program then."""
-        return self.asked(Question(type(self.value).__name__))
+        return self.asked(GuardQuestion(type(self.value).__name__))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.itself, name)
@@ -283,10 +283,10 @@ def _method(name: str) -> Callable[..., Any]:
     def ask(self: _Number, *others: Any) -> Any:
         plain = [one.itself if type(one) is _Number else one for one in others]
         if any(isinstance(one, Tensor) for one in plain):
-            return Question(name, tuple(plain))(self.itself)
+            return GuardQuestion(name, tuple(plain))(self.itself)
         if is_made and not all(isinstance(one, Number) for one in plain):
             return NotImplemented  # as numbers themselves answer
-        return self.asked(Question(name, tuple(plain)))
+        return self.asked(GuardQuestion(name, tuple(plain)))
 
     return ask
 

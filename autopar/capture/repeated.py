@@ -28,7 +28,7 @@ from autopar._torch.modules import has_code_around_forward
 from autopar._torch.tensors import memory_of
 from autopar.capture.attributes import Reads, has_same, is_equal, noted
 from autopar.capture.autocasts import active
-from autopar.capture.decisions import Asked
+from autopar.capture.decisions import ValueQueries
 from autopar.capture.fake import FakeTensor
 from autopar.capture.hidden import Hiding
 from autopar.capture.hooks import replaced, while_it_runs
@@ -114,13 +114,13 @@ def blocks_followed_once(model: nn.Module, shown: int | None) -> Iterator[Hiding
             stack.callback(block.__dict__.pop, "forward")
         stack.enter_context(follower.hiding.of(model, hidden))
         stack.enter_context(while_it_runs(model, partial(follower.knows, model)))
-        asks = Asked.sliced
+        asks = ValueQueries.sliced
 
-        def sliced(asked: Asked, tensor: Tensor) -> Any:
+        def sliced(asked: ValueQueries, tensor: Tensor) -> Any:
             follower.leaves_doubt()
             return asks(asked, tensor)
 
-        stack.enter_context(replaced(Asked, "sliced", sliced))
+        stack.enter_context(replaced(ValueQueries, "sliced", sliced))
         yield follower.hiding
 
 

@@ -44,7 +44,7 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ValueRange:
     """Between what forward puts the elements of a parameter."""
 
     least: float | None
@@ -54,7 +54,7 @@ class Bounds:
         return f"{self.least} .. {self.greatest}"
 
 
-def bounds_of(parameter: fx.Node, value: fx.Node) -> Bounds | None:
+def bounds_of(parameter: fx.Node, value: fx.Node) -> ValueRange | None:
     """The bounds between which a value is a parameter, if it is that, in whatever dtype."""
     bounds = None
     while value is not parameter:
@@ -63,7 +63,7 @@ def bounds_of(parameter: fx.Node, value: fx.Node) -> Bounds | None:
             least, greatest = map(call.get, ("min", "max"))
             if isinstance(least, fx.Node) or isinstance(greatest, fx.Node):
                 return None
-            bounds = Bounds(least, greatest)
+            bounds = ValueRange(least, greatest)
         elif value.target not in _UNCHANGED:
             return None
         value = value.args[0]  # type: ignore[assignment]
@@ -137,7 +137,7 @@ def require_apart(write: Write, given: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def put_between(bounds: Bounds, parameter: Tensor) -> None:
+def put_between(bounds: ValueRange, parameter: Tensor) -> None:
     """Bound a parameter, or a rank's piece of one."""
     local_of(parameter).clamp_(bounds.least, bounds.greatest)
 

@@ -115,7 +115,7 @@ class Asker:
             return TooLarge(smallest.memory, smallest=smallest)
         except NothingFaster:
             return TooSlow(cutoff)
-        except layout_search.OutOfTime:
+        except layout_search.DeadlinePassed:
             return OutOfTime()
         except NotAlike:
             return Unlike()

@@ -56,7 +56,7 @@ CHEAPEST = States.of("zero1")  # of states that are cut: the others move no less
 _SLACK = 1e-6  # relative, of a solver that rounds
 
 
-class Saving(NamedTuple):
+class MemorySaving(NamedTuple):
     """Bytes that some regions need not keep, and the least seconds that it takes to do without."""
 
     bytes_: float
@@ -152,7 +152,7 @@ class Bounds:
                 break
         return seconds * (1 - _SLACK)
 
-    def _savings(self, pieces: int) -> Iterable[Saving]:
+    def _savings(self, pieces: int) -> Iterable[MemorySaving]:
         """Return what regions spare if they run again, or if a host keeps it, whichever is less."""
         host, shown = self._device.host, 2 * (1 - self._device.overlap)
         for region in self._parts:
@@ -161,7 +161,7 @@ class Bounds:
             for size, again in ((region.cheap, some), (region.dear, more)):
                 moved = math.inf if host.is_device else shown * host.copied(size / pieces, 0)
                 if size:
-                    yield Saving(size, min(again, moved))
+                    yield MemorySaving(size, min(again, moved))
 
     @cached_property
     def update(self) -> float:

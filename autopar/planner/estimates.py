@@ -70,7 +70,7 @@ class _Use(NamedTuple):
     experts: int = 1  # of those that cut the batch
 
 
-class _Shape(NamedTuple):
+class _ScheduleShape(NamedTuple):
     """How a schedule behaves for each of its stages."""
 
     bubble: float  # micro-batches' time that a rank waits, for each stage but one
@@ -144,7 +144,7 @@ class Estimates:
         """Return the estimate where the axes of a mesh are used in one way, and bytes are so many
         times what they seem."""
         stages, parts = question.stages, question.microbatches
-        shape = _Shape(0.0, 1.0, 1, 1)
+        shape = _ScheduleShape(0.0, 1.0, 1, 1)
         if question.schedule is not None:
             shape = _shape(question.schedule, min(stages, _BASE))
         if shape.chunks * stages > self._blocks + _ENDS:
@@ -321,7 +321,7 @@ def _share_of_experts(captured: Captured) -> float:
 
 
 @cache
-def _shape(name: Schedule | ScheduleName, stages: int) -> _Shape:
+def _shape(name: Schedule | ScheduleName, stages: int) -> _ScheduleShape:
     """Return the behaviour of a schedule, by a small one of the same name."""
     if isinstance(name, Schedule):
         made, stages = name, name.ranks
@@ -331,7 +331,7 @@ def _shape(name: Schedule | ScheduleName, stages: int) -> _Shape:
         try:
             made = listed(name, stages, parts)
         except InvalidInput:
-            return _Shape(math.inf, 1.0, 1, 1)  # it is asked about last, and says why
+            return _ScheduleShape(math.inf, 1.0, 1, 1)  # it is asked about last, and says why
     third = [made.parts / made.stages / 3] * made.stages
     twice = [2 * share for share in third]
     step = simulate(made, forward=third, backward=twice, backward_weight=third).makespan
@@ -339,4 +339,4 @@ def _shape(name: Schedule | ScheduleName, stages: int) -> _Shape:
     fullest = max(
         sum(counts[0] for counts in live.values()) for live in peak_counts(made, recompute=False)
     )
-    return _Shape(bubble, fullest / made.stages, made.pipes, made.chunks)
+    return _ScheduleShape(bubble, fullest / made.stages, made.pipes, made.chunks)

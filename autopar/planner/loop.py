@@ -35,7 +35,7 @@ from autopar.planner.question import Found, OutOfTime, Question, TooLarge
 from autopar.planner.record import AnswerCosts, Record, handicap
 from autopar.planner.refusals import refusal
 from autopar.planner.request import Request
-from autopar.planner.rules import MINIMUM, RULES, TEMPLATE, Asked, Rule, minimum_memory
+from autopar.planner.rules import MINIMUM, RULES, TEMPLATE, Asked, FollowUp, minimum_memory
 from autopar.planner.schedule_lists import listed
 from autopar.planner.templates import Templates
 from autopar.recompute import Recompute
@@ -65,7 +65,7 @@ class Planner:
         self.record, self._patience = Record(), request.patience
         self.ended: Ended = ""
         self._costs = AnswerCosts()
-        self._queue: dict[Question, Rule] = {}  # with the rule that asks
+        self._queue: dict[Question, FollowUp] = {}  # with the rule that asks
         self._seen: dict[Question, None] = {}
 
     @cached_property
@@ -140,7 +140,7 @@ class Planner:
         for rule in RULES:
             self._add(rule.follow(asked, self), rule)
 
-    def _add(self, questions: Iterable[Question], rule: Rule) -> None:
+    def _add(self, questions: Iterable[Question], rule: FollowUp) -> None:
         for question in map(self.templates.normalised, questions):
             if question not in self._seen:
                 self._seen[question] = None
@@ -174,7 +174,7 @@ class Planner:
     def _look(self, phase: str, detail: str) -> None:
         """Show what is looked at; end a long answer when the time is over."""
         if self.record.found and self._patience.is_over():
-            raise layout_search.OutOfTime
+            raise layout_search.DeadlinePassed
         seconds = seconds_text(self.record.fastest)
         best = f"best so far {seconds}" if self.record.found else ""
         self._report(phase, "; ".join(filter(None, (detail, best))))

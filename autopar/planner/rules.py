@@ -44,7 +44,7 @@ class Asked:
 
     question: Question
     answer: Answer
-    rule: Rule
+    rule: FollowUp
 
     @property
     def step(self) -> SearchStep:
@@ -74,7 +74,7 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True)
-class Rule:
+class FollowUp:
     """When which questions follow, and why."""
 
     name: str
@@ -293,22 +293,24 @@ def _is_near(asked: Asked, search: Progress, share: float) -> bool:
     return False
 
 
-TEMPLATE = Rule("template", "experts write it down", lambda asked, search: iter(()))
-MINIMUM = Rule("minimum memory", "where nothing fits, the least is told of", _minimum)
-RULES: Sequence[Rule] = (
-    Rule("other schedules", "the order of the work changes waiting and memory", _other_schedules),
-    Rule("cut states", "states that are cut leave room", _cut_states),
-    Rule("fewer cuts", "what fits may fit with states that move less", _fewer_cuts),
-    Rule("recompute", "what runs again is not kept", _recompute),
-    Rule("own layouts", "cut states and recomputation move other tensors", _own_layouts, 0.02),
-    Rule("shared layouts", "the best layouts of whole states may fit too", _shared_layouts),
-    Rule("leaner layouts", "other layouts take less memory", _leaner_layouts, 0.02),
-    Rule("finer mesh", "another axis cuts what one axis cannot", _finer_meshes, 0.01),
-    Rule("fewer axes", "two axes that do the same may be one", _fewer_axes),
-    Rule("hidden gathers", "forward hides gathers of cut states", _hidden_gathers, 0.03),
-    Rule("buffers", "larger buffers spare latency", _buffers, 0.03),
-    Rule("pieces", "ranks that keep the same keep a piece each", _pieces),
-    Rule("host", "the host has memory, too", _on_host),
+TEMPLATE = FollowUp("template", "experts write it down", lambda asked, search: iter(()))
+MINIMUM = FollowUp("minimum memory", "where nothing fits, the error names the least", _minimum)
+RULES: Sequence[FollowUp] = (
+    FollowUp("other schedules", "the order of work changes waiting and memory", _other_schedules),
+    FollowUp("cut states", "states that are cut leave room", _cut_states),
+    FollowUp("fewer cuts", "what fits may fit with states that move less", _fewer_cuts),
+    FollowUp("recompute", "what runs again is not kept", _recompute),
+    FollowUp(
+        "own layouts", "cut states and what runs again move other tensors", _own_layouts, 0.02
+    ),
+    FollowUp("shared layouts", "the best layouts of whole states may fit too", _shared_layouts),
+    FollowUp("leaner layouts", "other layouts take less memory", _leaner_layouts, 0.02),
+    FollowUp("finer mesh", "another axis cuts what one axis cannot", _finer_meshes, 0.01),
+    FollowUp("fewer axes", "two axes that do the same may be one", _fewer_axes),
+    FollowUp("hidden gathers", "forward hides gathers of cut states", _hidden_gathers, 0.03),
+    FollowUp("buffers", "larger buffers spare latency", _buffers, 0.03),
+    FollowUp("pieces", "ranks that keep the same keep a piece each", _pieces),
+    FollowUp("host", "the host has memory, too", _on_host),
     MINIMUM,
-    Rule("whole program", "a short program cannot say what unequal blocks take", _whole_program),
+    FollowUp("whole program", "a short program stands for equal blocks only", _whole_program),
 )

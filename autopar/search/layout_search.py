@@ -172,7 +172,7 @@ class LayoutSearch:
                     self._considered.append(ConsideredMesh(mesh, None, None, reason))
                     continue
                 self._weigh(mesh)
-            except OutOfTime:
+            except DeadlinePassed:
                 if self._best is None:
                     raise
                 self._is_interrupted, remaining = True, meshes[number:]
@@ -391,7 +391,7 @@ class NothingFaster(Exception):
     """Signal that no layouts take less than the cutoff of a search."""
 
 
-class OutOfTime(Exception):
+class DeadlinePassed(Exception):
     """Signal that the deadline of a search has passed: it ends with what it has."""
 
 
