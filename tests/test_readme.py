@@ -16,6 +16,7 @@ import pytest
 
 import autopar as ap
 from autopar.commands.parsers import make_parser
+from autopar.planner.rules import RULES
 from tests import documents, programs
 from tests.documents import LINKED, PAGES, ROOT, Block, Program
 
@@ -140,3 +141,9 @@ def test_the_table_of_laws_names_files_that_exist():
     table = (ROOT / "tests" / "README.md").read_text()
     for name in re.findall(r"`([\w/]+\.py)`", table):
         assert (ROOT / "tests" / name).exists() or (ROOT / name).exists(), name
+
+
+def test_the_rules_of_the_planner_are_explained_as_they_stand():
+    page = (ROOT / "docs" / "concepts" / "search.md").read_text()
+    rows = page.partition("| rule | reason |\n|---|---|\n")[2].partition("\n\n")[0]
+    assert rows.splitlines() == [f"| {rule.name} | {rule.reason} |" for rule in RULES]
