@@ -207,7 +207,7 @@ class Planner:
             return best
         if best.pipelining is None:
             search = search.taken(best.seconds)
-        search = replace(search, considered=self.record.considered(question))
+        search = replace(search, considered=self.record.considered(question, best.mesh))
         bound = min([search.bound, self.record.least, *map(self._bounds.seconds, self._queue)])
         return best.changed(search.cut_short(bound) if self.ended else search.lowered(bound))
 

@@ -1,6 +1,6 @@
 """Record: what was asked and found, which answer is best, and what another has to beat.
 
-    record = Record(request.fastest)
+    record = Record()
     record.add(asked)
     record.fastest              # seconds of the fastest way that fits
     record.cutoff(question)     # what this question has to beat: a simpler way may take a bit more
@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from autopar.candidates.axis_roles import axis_roles
 from autopar.candidates.candidate import Candidate
+from autopar.mesh import Mesh
 from autopar.planner.question import Found, Question, Refused, TooLarge, TooSlow
 from autopar.planner.rules import Asked
 from autopar.recompute import Recompute
@@ -93,24 +95,30 @@ class Record:
         slow = (one.answer.bound for one in self.asked if isinstance(one.answer, TooSlow))
         return min([*slow, *self.ruled_out.values()], default=math.inf)
 
-    def considered(self, chosen: Question) -> tuple[ConsideredMesh, ...]:
-        """Return what is known of each mesh with the stages and micro-batches of a question."""
+    def considered(self, chosen: Question, mesh: Mesh) -> tuple[ConsideredMesh, ...]:
+        """Return what is known of each mesh with the stages and micro-batches of a question. The
+        `mesh` was chosen; if its axes are named by what they do, so are those of others."""
         size = chosen.stages, chosen.microbatches
-        meshes: dict[object, ConsideredMesh] = {}
+        meshes: dict[Mesh, tuple[ConsideredMesh, Asked]] = {}
         for one in self.asked:
             if (one.question.stages, one.question.microbatches) == size:
                 known = _considered(one)
-                before = meshes.setdefault(known.mesh, known)
+                before, _ = meshes.setdefault(known.mesh, (known, one))
                 if (before.why, before.seconds or math.inf) > (
                     known.why,
                     known.seconds or math.inf,
                 ):
-                    meshes[known.mesh] = known
+                    meshes[known.mesh] = known, one
+        found = {key: known for key, (known, _) in meshes.items()}
+        if mesh.names != chosen.meshes[0].names:
+            found = {key: replace(known, mesh=_named(one)) for key, (known, one) in meshes.items()}
+            if mesh.shape == chosen.meshes[0].shape and chosen.meshes[0] in found:
+                found[chosen.meshes[0]] = replace(found[chosen.meshes[0]], mesh=mesh)
         for question, bound in self.ruled_out.items():
             if (question.stages, question.microbatches) == size:
-                mesh = question.meshes[0]
-                meshes.setdefault(mesh, ConsideredMesh(mesh, bound, None, "takes at least that"))
-        return tuple(meshes.values())
+                other = question.meshes[0]
+                found.setdefault(other, ConsideredMesh(other, bound, None, "takes at least that"))
+        return tuple(found.values())
 
 
 class AnswerCosts:
@@ -177,3 +185,11 @@ def _considered(asked: Asked) -> ConsideredMesh:
         least = answer.least_bytes
         return ConsideredMesh(mesh, None, least, f"needs at least {bytes_text(least, 4)}")
     return ConsideredMesh(mesh, None, None, str(answer))
+
+
+def _named(asked: Asked) -> Mesh:
+    """Return the mesh of a question, with axes named by what they do in its answer."""
+    answer, mesh = asked.answer, asked.question.meshes[0]
+    way = answer.candidate if isinstance(answer, Found) else getattr(answer, "way", None)
+    names = axis_roles(way) if isinstance(way, Candidate) and way.mesh == mesh else {}
+    return mesh.renamed(names)

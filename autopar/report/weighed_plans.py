@@ -60,7 +60,8 @@ def weighed_plans(
         elif figures.seconds == chosen.seconds:
             why = "as fast"
         else:
-            why = "was not run" if ran else "faster"
+            faster = share_text(1 - figures.seconds / chosen.seconds)
+            why = "was not run" if ran else f"{faster} faster, but more complex"
         plans.append(WeighedPlan(figures, is_chosen, why))
     return plans
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ def test_what_runs_again_is_a_part_of_its_own() -> None:
 
 def test_what_was_weighed_and_ruled_out_is_saved_printed_and_drawn(tmp_path: Path) -> None:
     plan = plans.chosen()
+    way = plan.alternative(plan.limit or math.inf)
     assert sum(plan.left_out.values()) > 0
     plan.save(tmp_path / "plan.json")
     saved = Plan.load(tmp_path / "plan.json")
@@ -74,13 +76,16 @@ def test_what_was_weighed_and_ruled_out_is_saved_printed_and_drawn(tmp_path: Pat
     page = (tmp_path / "plan.html").read_text()
     for text in (str(plan), str(saved)):
         assert "ruled out by bounds, unbuilt:" in text
+        lines = text[text.index("ways to run a step (* taken)") :].splitlines()
+        rows = list(pairwise(lines))
         for one in plan.alternatives[:4]:
-            lines = text[text.index("ways to run a step (* taken)") :].splitlines()
-            place = next(at for at, line in enumerate(lines) if line[4:] == one.how)
-            row = lines[place + 1]
-            assert lines[place].startswith("  * ") == (one is plan.alternatives[0])
-            assert row.startswith(f"      {seconds_text(one.seconds)}")
-            assert all(seconds_text(part) in row for part in one.cost.parts.values() if part)
+            figures = f"      {seconds_text(one.seconds)}"
+            mark = "  * " if one == way else "    "
+            row = next(
+                row for row in rows if row[0] == mark + one.how and row[1].startswith(figures)
+            )
+            assert all(seconds_text(part) in row[1] for part in one.cost.parts.values() if part)
+        assert sum(line.startswith("  * ") for line in lines) == 1
     for one in plan.alternatives:
         assert all(seconds_text(part) in page for part in one.cost.parts.values() if part)
         assert bytes_text(one.held.at_peak.activations) in page
