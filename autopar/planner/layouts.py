@@ -41,7 +41,7 @@ from autopar.text.progress import Report
 MOST_BUILT = 3  # programs whose cost graphs are kept
 LESS = 0.9  # of a limit: few layouts are in between
 MOST_LEANER = 3  # layouts that are looked at for replicas, each with so much of the last limit
-UNEQUAL = 0.01  # relative: what blocks may lose by being equal
+UNEQUAL = 1e-4  # relative: what blocks may lose by being equal
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class CostGraphBuilder:
     constraints: Constraints
     microbatches: int = 1
     states: States = WHOLE
+    at_other_moment: bool = field(default=False, kw_only=True)  # than is counted first
 
     @deferred_collection()
     def __post_init__(self) -> None:
@@ -137,7 +138,7 @@ class CostGraphBuilder:
         full = [nodes for _, nodes in self.runs if self.regions[nodes[0].name].is_full]
         self.remade = set[str]().union(*map(self.saved.remade, full))
         self.counts_activations, self.counts_gradients = count_moments(
-            self.captured, self.uses, self.saved, self.microbatches
+            self.captured, self.uses, self.saved, self.microbatches, other=self.at_other_moment
         )
         for node in calls:
             cost = self._cost(node.name)

@@ -32,12 +32,15 @@ def count_moments(
     uses: Mapping[str, Collection[Use]],
     saved_tensors: SavedTensors,
     microbatches: int,
+    *,
+    other: bool = False,
 ) -> tuple[bool, bool]:
     """Return whether activations are counted, and whether the gradients of parameters are.
 
     Activations are held when backward begins, gradients when it ends; activations go while
     gradients come. With several micro-batches both are held at once. Both moments are within the
-    limit in every plan that fits; the larger one is counted."""
+    limit in every plan that fits; the one is counted that is larger as long as nothing is cut, or
+    the other."""
     if microbatches > 1:
         return True, True
     kept_values = {value for value in uses if saved_tensors.is_kept(value)}
@@ -52,7 +55,8 @@ def count_moments(
     learned_parameters = [nodes[name] for name in captured.parameters if info(nodes[name]).learns]
     activations = sum(bytes_of(node) * info(node).times for node in values)
     gradients = sum(bytes_of(node) * info(node).times for node in learned_parameters)
-    return activations >= gradients, activations < gradients
+    counts_activations = (activations >= gradients) != other
+    return counts_activations, not counts_activations
 
 
 def uses_of_input(captured: Captured, node: fx.Node) -> list[Use] | None:

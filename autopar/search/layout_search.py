@@ -85,6 +85,8 @@ class SearchCache:
     """Keep what is known of one program, with its constraints and states, between searches."""
 
     graphs: dict[Mesh, MeshCostGraph] = field(default_factory=dict)
+    # Those that count the bytes of the other moment.
+    others: dict[Mesh, MeshCostGraph] = field(default_factory=dict)
     least: dict[Mesh, float] = field(default_factory=dict)  # seconds, whatever memory it takes
     # Seconds of a step in larger micro-batches, with which none takes longer.
     seconds_in_larger_microbatches: Mapping[Mesh, float] = field(default_factory=dict)
@@ -98,6 +100,7 @@ class SearchCache:
         for mesh, least in self.least.items():
             if least > DROP_GRAPH_ABOVE * seconds:
                 self.graphs.pop(mesh, None)
+                self.others.pop(mesh, None)
 
 
 @dataclass
@@ -261,10 +264,7 @@ class LayoutSearch:
         builder, cost_graph = None, graphs.get(mesh)
         if cost_graph is None:
             self.report("mesh", f"{self._progress}, pricing operators")
-            constraints, count = self.constraints(mesh), self.microbatches
-            builder = CostGraphBuilder(
-                self.captured, mesh, self.cluster, constraints, count, self.states
-            )
+            builder = self._builder(mesh)
             cost_graph = builder.built
         if cost_graph.alone >= best_seconds:
             step_seconds = seconds_text(cost_graph.alone * self.microbatches)
@@ -276,22 +276,51 @@ class LayoutSearch:
             graphs[mesh] = builder.run()
         return cost_graph
 
+    def _builder(self, mesh: Mesh, *, at_other_moment: bool = False) -> CostGraphBuilder:
+        """Return what builds the cost graph on a mesh, its operators priced."""
+        return CostGraphBuilder(
+            self.captured,
+            mesh,
+            self.cluster,
+            self.constraints(mesh),
+            self.microbatches,
+            self.states,
+            at_other_moment=at_other_moment,
+        )
+
     def _fitting(self, cost_graph: MeshCostGraph) -> _MeshSolution:
         """Return the best solution whose finished program fits; raise `NoRoom` if there is none."""
         limit = None if self.memory is None else self.memory - cost_graph.fixed_bytes
         solved = self._solved(cost_graph, limit)
+        is_many, needed = is_large(self.captured), 0.0
+        is_last = limit is None or self.finished_bytes is None
+        if not is_last and limit is not None:
+            is_sure = is_many and solved.solution.memory <= SAFE_SHARE * limit
+            is_last = is_sure or solved.solution.objective >= self._seconds_to_beat
+        if not is_last and limit is not None:
+            needed = self._needed(solved)
+            if self._is_too_large(needed) and self.microbatches == 1:
+                other = self._solved(self._at_other_moment(cost_graph.mesh), limit, solved)
+                if other.solution.bound > solved.solution.bound:
+                    solved, needed = other, self._needed(other)
         bound = solved.solution.bound
         self._cannot_beat(max(bound - cost_graph.slack, self._least(cost_graph.mesh)))
-        if limit is None or self.finished_bytes is None:
+        if is_last or limit is None:
             return solved
-        is_many = is_large(self.captured)
-        is_sure = is_many and solved.solution.memory <= SAFE_SHARE * limit
-        if is_sure or solved.solution.objective >= self._seconds_to_beat:
-            return solved
-        fitting = self._tightened(solved, limit)
+        fitting = self._tightened(solved, limit, needed)
         if fitting.limit == limit or is_many:
             return fitting.solved
         return self._widened(fitting, bound)
+
+    def _at_other_moment(self, mesh: Mesh) -> MeshCostGraph:
+        """Return the graph that counts gradients where the first counts activations, or the other
+        way round. What fits is within the limit at both moments."""
+        if mesh not in self.known.others:
+            self.known.others[mesh] = self._builder(mesh, at_other_moment=True).run()
+        return self.known.others[mesh]
+
+    def _is_too_large(self, needed: float) -> bool:
+        return self.memory is not None and needed > self.memory and not self._is_interrupted
 
     def _solved(
         self, cost_graph: MeshCostGraph, limit: float | None, similar: _MeshSolution | None = None
@@ -316,13 +345,12 @@ class LayoutSearch:
         assert self.finished_bytes is not None
         return self.finished_bytes(solved.decisions)
 
-    def _tightened(self, solved: _MeshSolution, limit: float) -> _FittingSolution:
+    def _tightened(self, solved: _MeshSolution, limit: float, needed: float) -> _FittingSolution:
         """Return the first solution whose finished program fits, as the search's limit is lowered.
-        Raise `NoRoom` if there is none."""
+        `needed`: the bytes of the first one's. Raise `NoRoom` if there is none."""
         assert self.memory is not None
         cost_graph, too_high = solved.cost_graph, math.inf
         for tries_left in reversed(range(MAX_LOWERED_LIMITS)):
-            needed = self._needed(solved)
             if needed <= self.memory:
                 return _FittingSolution(solved, limit, too_high)
             if self._is_interrupted:
@@ -340,6 +368,7 @@ class LayoutSearch:
                 if too_high <= least or is_large(self.captured):
                     break
                 solved, limit = self._solved(cost_graph, least, solved), least
+            needed = self._needed(solved)
         rule, remedy = "the finished program fits into memory", "more memory"
         raise NoRoom(rule, got=bytes_text(needed, 4), remedy=remedy)
 

@@ -14,6 +14,7 @@ import numpy as np
 from autopar.errors import InvalidInput
 from autopar.solver.dominated import restricted
 from autopar.solver.elimination import Elimination
+from autopar.solver.gap_closing import CLOSED, close_gap
 from autopar.solver.lagrangian import LagrangianSearch
 from autopar.solver.optimum import Optimiser
 from autopar.solver.packed_graph import Array, Integers, PackedGraph
@@ -34,7 +35,9 @@ def branch_and_bound(
     if not search.relax(cutoff, multiplier):
         if search.choice is None:
             search.smallest()
-    elif search.gap > search.tolerance:
+        return
+    close_gap(search, min(CLOSED, search.tolerance))
+    if search.gap > search.tolerance:
         search.report(f"within {share_text(search.gap)} of the best")
         if Branching(search).run() == "tangled":
             search.by_constraints()

@@ -10,7 +10,7 @@ array([1., 6.])
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -37,6 +37,11 @@ class MinPlusPower:
             first, last = _halves(count)
             self._powers[count] = least_product(self._power(first), self._power(last))
         return self._powers[count]
+
+    @property
+    def step(self) -> Array:
+        """Return the block matrix."""
+        return self._powers[1]
 
     def states(self, shared: int, first: int, last: int) -> list[int]:
         """Return the states between the blocks on the cheapest way, both ends with them."""
@@ -91,17 +96,53 @@ class Chain:
 
     def reduce(self, nodes: list[Array], edges: list[Array]) -> ReducedChain | None:
         """Return the table for these node and edge weights; `None` if a block is tangled."""
-        elimination = Elimination(self._sizes, self.limit)
-        for node in self._block:
-            elimination.add((node,), nodes[self.packed.node_table[node]])
-        for low, high, table in self._edges:
-            elimination.add((low, high), edges[table])
-        ends = (*self.run.shared, *self._in, *self._out)
+        elimination, ends = self.block(nodes, edges), self.ends
         if len(elimination.order(keep=ends)) + len(ends) < len(self._sizes):
             return None
         elimination.run(keep=ends)
         step = elimination.joint(ends).reshape(self.shared_entries, self.entries, self.entries)
         return ReducedChain(self, elimination, MinPlusPower(step, self.run.count))
+
+    @property
+    def sides(self) -> list[Sequence[int]]:
+        """Return the nodes that one block and others see: the shared ones, those of the block
+        before that cross into it, and those of it that cross into the next."""
+        return [self.run.shared, self._in, self._out]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Return the nodes of all sides."""
+        return (*self.run.shared, *self._in, *self._out)
+
+    def block(self, nodes: list[Array], edges: list[Array]) -> Elimination:
+        """Return the tables of one block, with nothing eliminated."""
+        elimination = Elimination(self._sizes, self.limit)
+        for node in self._block:
+            elimination.add((node,), nodes[self.packed.node_table[node]])
+        for low, high, table in self._edges:
+            elimination.add((low, high), edges[table])
+        return elimination
+
+    def block_memory(self) -> Iterator[tuple[tuple[int, ...], Array]]:
+        """Yield the bytes of one block, by the nodes that they depend on."""
+        for node in self._block:
+            if (memory := self.packed.node_tables[self.packed.node_table[node]].memory) is not None:
+                yield (node,), memory
+        for low, high, table in self._edges:
+            if (memory := self.packed.edge_tables[table].memory) is not None:
+                yield (low, high), memory
+
+    def state(self, nodes: Sequence[int], values: Mapping[int, Integers]) -> Integers:
+        """Return the number of the strategies of some nodes together, for many choices."""
+        number: Integers = np.zeros(1, np.int64)
+        for node in nodes:
+            number = number * int(self.packed.sizes[node]) + values[node]
+        return number
+
+    def write(self, choice: Integers, block: int, strategies: Mapping[int, int]) -> None:
+        """Write the strategies of one block, told of that which stands for all, to a choice."""
+        begin = self.run.start + block * self.run.period
+        choice[begin : begin + self.run.period] = [strategies[v] for v in self._block]
 
     def complete(self, reduced: ReducedChain, choice: Integers) -> None:
         """Write the choice of every block, given those of the nodes in `scope`."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -137,7 +137,14 @@ class Elimination:
         return choice
 
     def marginals(self) -> dict[int, Array]:
-        """Return for each eliminated variable the least total with each of its strategies.
+        """Return for each eliminated variable the least total with each of its strategies."""
+        return {
+            scope[0]: total.min(axis=tuple(range(1, total.ndim))) for scope, total in self.totals()
+        }
+
+    def totals(self) -> Iterator[tuple[Scope, Array]]:
+        """Yield for each eliminated variable, the last first, it with the neighbours that it had,
+        and the least total with each of their strategies.
 
         Back along the trail: what the rest costs at least, as a table over the neighbours that a
         variable had, is the total of the bucket its message went to, less that message."""
@@ -155,13 +162,12 @@ class Elimination:
             else:
                 alone = float(np.min(sum((table for _, table in parts), np.zeros(1))))
                 outside[v] = self.constant - alone if np.isfinite(alone) else np.inf
-        least_totals: dict[int, Array] = {}
         for (v, parts), scope in zip(reversed(self.trail), reversed(scopes)):
             total: Array = np.full([self.sizes[u] for u in scope], 0.0)
             for part_scope, table in parts:
-                total += _aligned(part_scope, table, scope)
+                total += aligned(part_scope, table, scope)
             total += outside.pop(v)
-            least_totals[v] = total.min(axis=tuple(range(1, total.ndim)))
+            yield scope, total
             for child, neighbours, message in children.pop(v, ()):
                 summed_dims = tuple(dim for dim, u in enumerate(scope) if u not in neighbours)
                 rest = total.min(axis=summed_dims)
@@ -171,14 +177,13 @@ class Elimination:
                 outside[child] = np.subtract(
                     rest, message, where=possible, out=np.zeros_like(message)
                 )
-        return least_totals
 
     def joint(self, scope: Scope) -> Array:
         """Return the sum of all that is left, over `scope` in rows."""
         scope = self._open(scope)
         total = np.full([self.sizes[v] for v in scope], self.constant)
         for part_scope, table in self.factors.items():
-            total += _aligned(part_scope, table, scope)
+            total += aligned(part_scope, table, scope)
         return total.reshape(-1)
 
     def _open(self, scope: Scope) -> Scope:
@@ -225,7 +230,7 @@ def least_product(left: Array, right: Array) -> Array:
 
 def _least(parts: list[tuple[Scope, Array]], v: int, neighbours: Scope, shape: list[int]) -> Array:
     """Return the sum of `parts` as a table over `neighbours`, at the best strategy of `v`."""
-    tables = sorted((_aligned(scope, t, (v, *neighbours)) for scope, t in parts), key=np.size)
+    tables = sorted((aligned(scope, t, (v, *neighbours)) for scope, t in parts), key=np.size)
     if len(tables) > 2:  # add the small ones first, to pass over the whole join only once
         subtotal = tables[0]
         for table in tables[1:-1]:
@@ -244,7 +249,7 @@ def _least(parts: list[tuple[Scope, Array]], v: int, neighbours: Scope, shape: l
     return out
 
 
-def _aligned(table_scope: Scope, table: Array, scope: Scope) -> Array:
+def aligned(table_scope: Scope, table: Array, scope: Scope) -> Array:
     """Return `table` with a dim for each variable of `scope`, of size 1 where it has none."""
     table = table.transpose([table_scope.index(v) for v in scope if v in table_scope])
     return table[tuple([slice(None) if v in table_scope else None for v in scope])]

@@ -83,7 +83,7 @@ class Optimiser:
             if relative_gap(cached.value, cached.bound) <= max(tolerance, EXACT):
                 self.core = max(self.core, core)
                 return cached
-        elimination, reduced = self._eliminated(multiplier)
+        elimination, reduced = self.eliminated(multiplier)
         value = bound = elimination.constant
         choice: dict[int, int] = {}
         if elimination.core:
@@ -103,7 +103,7 @@ class Optimiser:
 
     def least_with(self, node: int, multiplier: float = 0.0) -> Array:
         """Return the least weight with each strategy of `node`, which lies outside all chains."""
-        elimination, _ = self._eliminated(multiplier, keep=(node,))
+        elimination, _ = self.eliminated(multiplier, keep=(node,))
         if set(elimination.core) == {node}:
             return elimination.joint((node,))
         sizes = {v: self.variables[v] for v in elimination.core}
@@ -137,7 +137,7 @@ class Optimiser:
         steps = self._ready[0].order()
         return len(steps) < len(self.variables) or _work(steps) > MOST_WORK
 
-    def _eliminated(
+    def eliminated(
         self, multiplier: float, keep: tuple[int, ...] = ()
     ) -> tuple[Elimination, list[ReducedChain]]:
         """Return all weights after elimination.
@@ -159,6 +159,13 @@ class Optimiser:
         elimination, reduced = self._elimination(multiplier, 0)
         elimination.run(keep)
         return elimination, reduced
+
+    def block(self, chain: Chain, multiplier: float) -> Elimination:
+        """Return the weights of a chain's block as tables, nothing eliminated yet."""
+        packed = self.packed
+        nodes = [table.weighted(multiplier) for table in packed.node_tables]
+        edges = [table.weighted(multiplier) for table in packed.edge_tables]
+        return chain.block(nodes, edges)
 
     def _elimination(self, multiplier: float, limit: int) -> tuple[Elimination, list[ReducedChain]]:
         """Return all weights as tables, chains reduced to theirs, nothing eliminated yet."""
