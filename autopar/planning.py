@@ -70,9 +70,11 @@ def plan(
         kwargs: The keyword arguments of the same call.
         cluster: The machines. None: the GPUs of this machine, or a DGX H100 where there are none.
             Example: `ap.Cluster.preset("dgx-a100", nodes=4)`.
-        mesh: The axes over all ranks. None: every mesh that fits the cluster is weighed. Example:
-            `ap.Mesh(dp=2, tp=4)`; a torch `DeviceMesh` is accepted.
-        mode: "auto" searches for the least predicted time and keeps annotations; "propagate"
+        mesh: The axes over all ranks. None: it is chosen among all that fit the cluster, and its
+            axes are named by what they do: `dp`, `tp`, `sp`, `ep`. Example: `ap.Mesh(dp=2, tp=4)`;
+            a torch `DeviceMesh` is accepted.
+        mode: "auto" searches for the least predicted time, takes the simplest plan within 1% of
+            it, and keeps annotations; "propagate"
             spreads annotations without a search; "data" cuts the batch and nothing else.
         memory: The bytes of each device that a plan may use, at most what the device has. Example:
             `"40GB"`.
