@@ -80,7 +80,7 @@ def test_stages_are_explained_by_what_the_next_best_loses() -> None:
     assert f": loses {most} {seconds_text(parts[most])}" in why.why
     assert f"\n    loses {most} {seconds_text(parts[most])}" in text
     assert f"the fastest that fits: {seconds_text(why.way.seconds)} a step" in text
-    assert "ruled out by bounds, unbuilt" in text
+    assert "ruled out by bounds, unasked" in text
 
 
 def test_what_does_not_fit_is_told_with_its_bytes() -> None:

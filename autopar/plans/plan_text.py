@@ -282,7 +282,7 @@ def _weighed(plan: PlanValue | SavedValue) -> list[str]:
     if plan.trials:
         lines += ["ways that were run (* taken)", *stacked_table(rows_of_trials(plan.trials))]
     if plan.left_out:
-        lines += wrap_line(f"ruled out by bounds, unbuilt: {left_out_words(plan.left_out)}")
+        lines += wrap_line(f"ruled out by bounds, unasked: {left_out_words(plan.left_out)}")
     return lines
 
 

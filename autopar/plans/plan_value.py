@@ -61,7 +61,7 @@ class PlanValue(Candidate):
     limit: float | None = None  # bytes of each device that the search kept to
     constraints: Constraints | None = None  # the layouts that annotations fix
     alternatives: tuple[Alternative, ...] = ()  # ways to run a step that were weighed
-    # How many more were ruled out by bounds, unbuilt, of each kind.
+    # How many questions were ruled out by bounds, unasked.
     left_out: Mapping[str, int] = field(default_factory=dict)
     asked: tuple[SearchStep, ...] = ()  # what the planner asked, with its answers, in order
     trials: tuple[Trial, ...] = ()  # what some of them took when they were run, the fastest first

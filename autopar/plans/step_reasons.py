@@ -192,7 +192,7 @@ class WayExplanation:
             lines += ["", "  meshes by the search for layouts (* taken)"]
             lines += table(rows_of_meshes(self.meshes, inner), _LISTED)
         if self.left_out:
-            words = f"  ruled out by bounds, unbuilt: {left_out_words(self.left_out)}"
+            words = f"  ruled out by bounds, unasked: {left_out_words(self.left_out)}"
             lines += ["", *wrap_line(words)]
         return "\n".join(lines)
 

@@ -75,7 +75,7 @@ def test_what_was_weighed_and_ruled_out_is_saved_printed_and_drawn(tmp_path: Pat
     plan.report(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
     for text in (str(plan), str(saved)):
-        assert "ruled out by bounds, unbuilt:" in text
+        assert "ruled out by bounds, unasked:" in text
         lines = text[text.index("ways to run a step (* taken)") :].splitlines()
         rows = list(pairwise(lines))
         for one in plan.alternatives[:4]:
@@ -89,7 +89,7 @@ def test_what_was_weighed_and_ruled_out_is_saved_printed_and_drawn(tmp_path: Pat
     for one in plan.alternatives:
         assert all(seconds_text(part) in page for part in one.cost.parts.values() if part)
         assert bytes_text(one.held.at_peak.activations) in page
-    assert "Bounds ruled out, unbuilt:" in page
+    assert "Bounds ruled out, unasked:" in page
 
 
 def test_schedules_are_named_in_words() -> None:
