@@ -96,8 +96,8 @@ class Record:
         return min([*slow, *self.ruled_out.values()], default=math.inf)
 
     def considered(self, chosen: Question, mesh: Mesh) -> tuple[ConsideredMesh, ...]:
-        """Return what is known of each mesh with the stages and micro-batches of a question. The
-        `mesh` was chosen; if its axes are named by what they do, so are those of others."""
+        """Return what is known of each mesh with the stages and micro-batches of a question, whose
+        `mesh` was chosen. Axes are named by what they do, where that is known."""
         size = chosen.stages, chosen.microbatches
         meshes: dict[Mesh, tuple[ConsideredMesh, Asked]] = {}
         for one in self.asked:
@@ -109,11 +109,9 @@ class Record:
                     known.seconds or math.inf,
                 ):
                     meshes[known.mesh] = known, one
-        found = {key: known for key, (known, _) in meshes.items()}
-        if mesh.names != chosen.meshes[0].names:
-            found = {key: replace(known, mesh=_named(one)) for key, (known, one) in meshes.items()}
-            if mesh.shape == chosen.meshes[0].shape and chosen.meshes[0] in found:
-                found[chosen.meshes[0]] = replace(found[chosen.meshes[0]], mesh=mesh)
+        found = {key: replace(known, mesh=_named(one)) for key, (known, one) in meshes.items()}
+        if mesh.shape == chosen.meshes[0].shape and chosen.meshes[0] in found:
+            found[chosen.meshes[0]] = replace(found[chosen.meshes[0]], mesh=mesh)
         for question, bound in self.ruled_out.items():
             if (question.stages, question.microbatches) == size:
                 other = question.meshes[0]

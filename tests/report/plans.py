@@ -18,19 +18,18 @@ def pipelined() -> Plan:
     return ap.plan(case.model, case.args, case.kwargs, mesh=ap.Mesh(pp=2, tp=2), **about)
 
 
-@lru_cache
-def chosen() -> Plan:
-    """Among all ways to run a step on two nodes."""
-    case = models.gpt(layers=6, batch=16)
-    cluster = ap.Cluster.preset("dgx-a100", 2)
-    return ap.plan(case.model, case.args, case.kwargs, cluster=cluster, seconds=None)
-
-
 def small(nodes: int = 2, devices: int = 2) -> ap.Cluster:
     """A few devices, with a slow network between nodes."""
     device = ap.Cluster.preset("dgx-a100").device
     node = Node(device, devices, Link(1e-6, 300e9))
     return ap.Cluster((node,) * nodes, Link(1e-5, 10e9), "small")
+
+
+@lru_cache
+def chosen() -> Plan:
+    """Among all ways to run a step on two nodes."""
+    case = models.gpt(layers=6, batch=16)
+    return ap.plan(case.model, case.args, case.kwargs, cluster=small(), seconds=None)
 
 
 def tensor_parallel(case: models.Case) -> models.Case:
