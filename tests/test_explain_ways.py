@@ -80,7 +80,8 @@ def test_stages_are_explained_by_what_the_next_best_loses() -> None:
     most = max(parts, key=lambda name: parts[name])
     assert f": loses {most} {seconds_text(parts[most])}" in why.why
     assert f"\n    loses {most} {seconds_text(parts[most])}" in text
-    assert f"the fastest that fits: {seconds_text(why.way.seconds)} a step" in text
+    assert "the fastest that fits" in text
+    assert f": {seconds_text(why.way.seconds)} a step" in text
     assert "ruled out by bounds, unasked" in text
 
 
@@ -104,7 +105,8 @@ def test_what_is_faster_and_was_not_taken_is_told_with_the_reason() -> None:
     faster = replace(why.others[0].best, seconds=0.995 * why.way.seconds, fits=True)
     told = replace(why, others=(WeighedValue("2 ranks deep", faster, 1),))
     assert "less (-0.5%): what is more complex has to gain 1%" in told.why
-    assert "the fastest that fits" not in str(told)
+    fastest = f"simpler than the fastest that fits, which takes {seconds_text(faster.seconds)}"
+    assert fastest in " ".join(str(told).split())
 
 
 def test_what_was_asked_for_says_so() -> None:

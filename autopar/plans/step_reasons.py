@@ -7,6 +7,7 @@ Shown is the best of the weighed ways with each other decision, all else free, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,6 +90,7 @@ class WayExplanation:
     meshes: tuple[ConsideredMesh, ...] = ()  # that the search for layouts looked at
     is_cut_short: bool = False  # by time, or Ctrl-C
     has_loss: bool = True  # stages and micro-batches need it
+    fastest: float = math.inf  # seconds, of all that was weighed and fits
     # Measured seconds of those that were run, by how they run: they decided.
     ran: Mapping[str, float] = field(default_factory=dict)
 
@@ -197,14 +199,17 @@ class WayExplanation:
         return "\n".join(lines)
 
     def _fastest(self) -> list[str]:
-        """Return a line with the seconds of the chosen way, if nothing that fits takes less."""
-        fitting = [other.best.seconds for other in self.others if other.best.fits]
+        """Return a line with the seconds of the chosen way, and of the fastest if it is another."""
         if ran := self.ran.get(self.way.how):
             return [f"  the fastest that was run: {seconds_text(ran)} a step when it was measured"]
-        if not fitting or min(fitting) < self.way.seconds * (1 - _SAME):
+        fitting = [other.best.seconds for other in self.others if other.best.fits]
+        if not fitting:
             return []
+        fastest, words = min(self.fastest, *fitting), "the fastest that fits"
+        if fastest < self.way.seconds * (1 - _SAME):
+            words = f"simpler than the fastest that fits, which takes {seconds_text(fastest)}"
         held = f"{bytes_text(self.way.memory)} of {bytes_text(self.limit)}"
-        return [f"  the fastest that fits: {seconds_text(self.way.seconds)} a step, {held}"]
+        return wrap_line(f"  {words}: {seconds_text(self.way.seconds)} a step, {held}")
 
     def _rows(self) -> list[tuple[str, ...]]:
         values = [WeighedValue(self.chosen, self.way, 1), *self.others]
@@ -247,6 +252,7 @@ def explain_way(plan: PlanValue, name: str) -> WayExplanation:
         meshes=tuple(considered),
         is_cut_short=plan.search is not None and plan.search.interrupted,
         has_loss=plan.loss is not None,
+        fastest=min((one.seconds for one in weighed if one.fits), default=math.inf),
         ran=measured(plan.trials),
     )
 
