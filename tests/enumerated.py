@@ -86,13 +86,12 @@ def every_way(
 
 def _sizes(part: ap.Cluster, batch: int, most_stages: int, count: int) -> Iterator[dict[str, Any]]:
     """Stages, micro-batches, mesh and schedule, of a program of so many equal blocks."""
-    counts = [1 << power for power in range(batch.bit_length()) if batch % (1 << power) == 0]
+    counts = [parts for parts in range(1, batch + 1) if batch % parts == 0]
     for parts in counts:
         for mesh in _meshes(part.devices, 3 if parts == 1 else 2):
             yield {"mesh": mesh, "pipeline": None, "microbatches": parts}
     for stages in range(2, most_stages + 1):
-        rows = [stages * times for times in (1, 2, 4, 8) if batch % (stages * times) == 0]
-        for parts in rows if part.devices % stages == 0 else ():
+        for parts in counts if part.devices % stages == 0 else ():
             for inner in _meshes(part.devices // stages, 2):
                 mesh = Mesh(pp=stages, **inner.sizes)
                 for made in weighed_schedules(stages, parts, count):

@@ -1,4 +1,4 @@
-"""The automatic choice is as fast as the fastest of all ways that are asked for by name.
+"""No way that is asked for by name is faster than what the automatic choice finds.
 
 At length, for more models on more machines: `benchmarks/exhaustive.py`.
 """
@@ -43,7 +43,11 @@ def test_no_way_by_name_is_faster(make: Callable[[], Case], given: ap.Cluster) -
         chosen, every = plan(case, given), ways(case, given)
     best = min(every, key=lambda way: way.seconds)
     assert len(every) > 10
-    assert chosen.cost.seconds == pytest.approx(best.seconds, rel=1e-6), best
+    fastest = chosen.alternatives[0]
+    assert fastest.fits
+    assert fastest.seconds <= best.seconds * (1 + 1e-6), best
+    # A simpler plan may take a bit more.
+    assert chosen.cost.seconds <= fastest.seconds * (1.01 + 1e-9)
 
 
 def test_states_on_the_host_have_layouts_of_their_own() -> None:

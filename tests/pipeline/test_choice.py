@@ -43,6 +43,14 @@ def plan(case: models.Case, cluster: ap.Cluster, **options: object) -> ap.Plan:
     return ap.plan(case.model, case.args, case.kwargs, cluster=cluster, mode="auto", **options)
 
 
+def fastest(chosen: ap.Plan) -> float:
+    """The seconds of the fastest way that was found which keeps nothing on a host."""
+    ways = (one for one in chosen.alternatives if one.fits)
+    return min(
+        one.seconds for one in ways if not one.states.is_on_host and "host" not in one.recompute
+    )
+
+
 @cache
 def of_two_stages() -> ap.Plan:
     return plan(models.shared("gpt"), slow_network(2))
@@ -153,14 +161,14 @@ def test_nodes_that_no_mesh_respects_are_planned_all_the_same(devices, options) 
 @pytest.mark.parametrize(
     ("name", "layers", "devices", "share"), [("gpt", 1, 2, 1.0), ("mlp", 2, 4, 0.6)]
 )
-def test_in_whatever_order_sizes_are_weighed_the_choice_takes_as_long(
+def test_in_whatever_order_questions_are_asked_the_choice_takes_as_long(
     name, layers, devices, share, monkeypatch
 ) -> None:
-    """What is weighed first only lets more of the others be left out."""
-    case, cluster = models.shared(name, layers=layers, batch=16), slow_network(devices)
-    free = plan(case, cluster)
+    """What is asked first only lets more of the others be left out."""
+    case, cluster = models.shared(name, layers=layers, batch=8), slow_network(devices)
+    free = plan(case, cluster, seconds=None)
     memory = share * free.memory.peak
-    own = free if share == 1 else plan(case, cluster, memory=memory)
+    own = free if share == 1 else plan(case, cluster, memory=memory, seconds=None)
     assert own.memory.peak <= memory
     for sign in (1, -1):
 
@@ -168,38 +176,37 @@ def test_in_whatever_order_sizes_are_weighed_the_choice_takes_as_long(
             return sign * (question.stages + question.microbatches / 1e3)
 
         monkeypatch.setattr(Planner, "_order", order)
-        other = plan(case, cluster, memory=memory)
-        assert other.cost.seconds == pytest.approx(own.cost.seconds, rel=1e-9), sign
+        other = plan(case, cluster, memory=memory, seconds=None)
+        assert fastest(other) == pytest.approx(fastest(own), rel=1e-6), sign
+        assert other.cost.seconds <= 1.01 * fastest(own), sign
         assert other.memory.peak <= memory
 
 
 @pytest.mark.parametrize(
     ("name", "layers", "devices", "share"),
-    [("gpt", 2, 4, 1.0), ("mlp", 2, 8, 0.6), ("mlp", 3, 4, 0.6), ("vit", 1, 4, 0.7)],
+    [("gpt", 2, 4, 1.0), ("mlp", 2, 4, 0.6), ("mlp", 3, 4, 0.6), ("vit", 1, 2, 0.7)],
 )
 def test_what_bounds_leave_out_is_not_faster(name, layers, devices, share, monkeypatch) -> None:
-    """Every size, schedule and layout weighed to its end, and with bounds; also where states are
-    cut, or on the host, and where regions run again."""
+    """Every question is answered to its end, and with bounds; also where states are cut, and where
+    regions run again."""
     device = replace(slow_network(1).nodes[0].device, overhead=2e-5)
     node = Node(device, devices, Link(1e-6, 1e8))
-    case = models.shared(name, layers=layers, batch=16)
+    case = models.shared(name, layers=layers, batch=4)
     cluster = ap.Cluster((node,), node.link, "toy")
-    memory = share * plan(case, cluster).memory.peak
-    told: list[Planner] = []
+    memory = share * plan(case, cluster, seconds=None).memory.peak
 
     def found() -> ap.Plan:
-        return plan(case, cluster, memory=memory)
+        return plan(case, cluster, memory=memory, seconds=None)
 
-    kept = Planner.best
-    monkeypatch.setattr(Planner, "best", lambda self, n=1: told.append(self) or kept(self, n))
     bounded = found()
-    assert told[0].left_out.total()
+    assert bounded.left_out["questions"]
     monkeypatch.setattr(Planner, "_bound", lambda *_: 0.0)
     monkeypatch.setattr(Record, "cutoff", lambda *_: math.inf)
     whole = found()
-    assert not told[1].left_out
+    assert not whole.left_out["questions"]
     assert len(whole.alternatives) >= len(bounded.alternatives)
-    assert bounded.cost.seconds == pytest.approx(whole.cost.seconds, rel=1e-9)
+    assert fastest(bounded) == pytest.approx(fastest(whole), rel=1e-6)
+    assert bounded.cost.seconds <= 1.01 * fastest(whole)
     assert bounded.memory.peak <= memory
 
 

@@ -1,4 +1,4 @@
-"""What is asked for by name is a choice of one: the same stages, at the same price, from file too.
+"""What is asked for by name is a choice of one: no slower than what the choice told of it.
 
 And no price is too good to be true: not below the work over all devices, not below the bound.
 """
@@ -62,7 +62,7 @@ def named(case: Case, cluster: ap.Cluster, one: Alternative) -> ap.Plan:
     every = [ap.Recompute(k, p) for k in KINDS for p in ("device", "cut", "host")]
     kind = next((how for how in every if one.recompute.endswith(how.words)), None)
     words = {"mesh": one.mesh, "microbatches": one.microbatches, "pipeline": None}
-    words["recompute"] = kind
+    words |= {"recompute": kind, "states": one.states}
     if one.schedule:
         schedule = {"name": one.schedule, **dict(one.options)}
         words |= {"schedule": schedule, "pipeline": "auto"}
@@ -82,22 +82,26 @@ def least_seconds(plan: ap.Plan) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_asked_for_by_name_is_what_the_choice_priced(name: str) -> None:
+def test_what_is_asked_for_by_name_is_no_slower_than_the_choice_told(name: str) -> None:
+    """The choice gives up on layouts that cannot be the best."""
     case, plan = chosen(name)
     fitting = [one for one in plan.alternatives if one.fits]
+    taken = next(one for one in fitting if one.seconds == pytest.approx(plan.cost.seconds))
     step = max(len(fitting) // 5, 1)
-    for one in fitting[::step]:
+    for one in (taken, *fitting[::step]):
         again = named(case, plan.cluster, one)
-        assert again.cost.seconds == pytest.approx(one.seconds), str(one)
-        assert again.memory.peak == pytest.approx(one.memory), str(one)
+        assert again.cost.seconds <= one.seconds * (1 + 1e-9), str(one)
         assert again.search.bound <= again.cost.seconds * (1 + 1e-9)
         assert least_seconds(again) <= again.cost.seconds * (1 + 1e-9)
-        if one is fitting[0]:
+        if one is taken:
             assert again.whole_mesh == plan.whole_mesh
+            assert again.cost.seconds == pytest.approx(plan.cost.seconds)
+            assert again.memory.peak == pytest.approx(plan.memory.peak)
             assert again.decisions == plan.decisions
             assert again.pipelining == plan.pipelining
-    best = fitting[0].seconds
-    assert plan.cost.seconds == pytest.approx(best)
+    fastest = fitting[0].seconds
+    assert fastest <= plan.cost.seconds * (1 + 1e-9)
+    assert plan.cost.seconds <= 1.01 * fastest
     assert all(least_seconds(plan) <= one.seconds * (1 + 1e-9) for one in plan.alternatives)
 
 
