@@ -109,14 +109,16 @@ class Estimates:
         """Correct the estimates of similar questions by the seconds of an answer."""
         mesh = question.meshes[0]
         guess = self._on(question, mesh, is_plain=True)
-        self._seconds.note(self._names(question, mesh), seconds / guess.seconds)
+        if guess.seconds < math.inf:
+            self._seconds.note(self._names(question, mesh), seconds / guess.seconds)
 
     def learn_bytes(self, question: Question, bytes_: float) -> None:
         """Correct them by the bytes that the fullest device needs; of a mix that is what it has."""
         if isinstance(question.recompute, Recompute):
             mesh = question.meshes[0]
             guess = self._on(question, mesh, is_plain=True)
-            self._bytes.note(self._kept_names(question, mesh), bytes_ / guess.bytes_)
+            if guess.seconds < math.inf:
+                self._bytes.note(self._kept_names(question, mesh), bytes_ / guess.bytes_)
 
     def _names(self, question: Question, mesh: Mesh) -> Sequence[Hashable]:
         """Return what ratios are kept by, the most alike first."""

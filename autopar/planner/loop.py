@@ -31,7 +31,7 @@ from autopar.planner.asker import Asker
 from autopar.planner.estimates import Estimates
 from autopar.planner.hosting import may_go
 from autopar.planner.patience import Ended, Patience
-from autopar.planner.question import Found, OutOfTime, Question, TooLarge
+from autopar.planner.question import Found, OutOfTime, Question, Refused, TooLarge
 from autopar.planner.record import AnswerCosts, Record, handicap
 from autopar.planner.refusals import refusal
 from autopar.planner.request import Request
@@ -87,7 +87,7 @@ class Planner:
         best: list[Candidate] = []
         try:
             self._ask_all()
-            if not self.record.has_some:
+            if not self.record.has_some and not self._is_refused:
                 self._add(minimum_memory([*self._seen], self), MINIMUM)
                 self._ask_all(is_last=True)
             best = self._finished(wanted)
@@ -170,6 +170,13 @@ class Planner:
         if not self.record.has_some:
             is_late = patience.is_late() and not is_last
         return patience.is_over() and (self.record.has_some or is_late)
+
+    @property
+    def _is_refused(self) -> bool:
+        """Return whether the program has none of the stages and micro-batches, in any memory."""
+        answers = [one.answer for one in self.record.asked]
+        is_answered = bool(answers) and not self._queue and not self.record.ruled_out
+        return is_answered and all(isinstance(answer, Refused) for answer in answers)
 
     def _look(self, phase: str, detail: str) -> None:
         """Show what is looked at; end a long answer when the time is over."""

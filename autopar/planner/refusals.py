@@ -59,14 +59,15 @@ def _nothing_fits(
 
 
 def _no_size(asked: Sequence[Asked], request: Request) -> InvalidInput:
-    """Return the one reason why there is no number of stages and micro-batches, or each reason
-    with the first size that it holds for. A batch that cannot be cut at all is the one reason."""
+    """Return the one reason why there is no number of stages and micro-batches, as it was first
+    met, or each reason with the first size that it holds for. A batch that cannot be cut at all is
+    the one reason."""
     errors = [(one.question, one.answer.error) for one in asked if isinstance(one.answer, Refused)]
     for _, error in errors:
         if isinstance(error, InseparableBatch):
             return error
-    if len({(error.rule, str(error.got)) for _, error in errors}) == 1:
-        return errors[-1][1]
+    if len({error.rule for _, error in errors}) == 1:
+        return errors[0][1]
     by_rule: dict[str, list[tuple[Question, InvalidInput]]] = defaultdict(list)
     for question, error in errors:
         by_rule[error.rule].append((question, error))

@@ -297,8 +297,11 @@ def test_a_choice_that_recomputes_is_exact_and_can_be_saved(tmp_path) -> None:
 
 
 def test_more_stages_than_layers_are_refused_before_anything_runs() -> None:
-    with pytest.raises(ap.InvalidInput, match="stages"):
-        plan(models.gpt(), slow_network(8), mesh=ap.Mesh(pp=8))
+    """Whatever the schedule and the micro-batches are: the rule is the one of stages."""
+    with pytest.raises(ap.InvalidInput, match="stages") as error:
+        plan(models.shared("gpt"), slow_network(8), mesh=ap.Mesh(pp=8))
+    assert error.value.rule == "a pipeline has at most as many stages as the model has layers"
+    assert error.value.got == "8 stages for 2 layers"
 
 
 @cache
