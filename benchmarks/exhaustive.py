@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -62,7 +63,7 @@ def measure(model: str, machine: str, part: float, saves: bool) -> dict[str, Any
         "memory": memory,
         "fastest": fastest.how,
         "fastest_seconds": fastest.seconds,
-        "plan": f"{chosen.cluster.used_of_nodes}: {chosen.alternative(chosen.limit).how}",
+        "plan": f"{chosen.cluster.used_of_nodes}: {chosen.alternative(memory or math.inf).how}",
         "plan_seconds": chosen.cost.seconds,
         "by_name": str(best),
         "by_name_seconds": best.seconds,

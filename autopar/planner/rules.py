@@ -239,7 +239,8 @@ def _buffers(asked: Asked, search: Progress) -> Iterator[Question]:
 
 
 def _pieces(asked: Asked, search: Progress) -> Iterator[Question]:
-    if asked.question.schedule is not None and _is_leanest(asked, search):
+    is_free = asked.question.schedule is not None and len(search.templates.kinds) > 1
+    if is_free and _is_leanest(asked, search):
         for kind in _IN_PIECES:
             yield replace(asked.question, recompute=kind)
 
