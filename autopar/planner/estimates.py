@@ -109,16 +109,14 @@ class Estimates:
         """Correct the estimates of similar questions by the seconds of an answer."""
         mesh = question.meshes[0]
         guess = self._on(question, mesh, is_plain=True)
-        if guess.seconds < math.inf:
-            self._seconds.note(self._names(question, mesh), seconds / guess.seconds)
+        self._seconds.note(self._names(question, mesh), _ratio(seconds, guess.seconds))
 
     def learn_bytes(self, question: Question, bytes_: float) -> None:
         """Correct them by the bytes that the fullest device needs; of a mix that is what it has."""
         if isinstance(question.recompute, Recompute):
             mesh = question.meshes[0]
             guess = self._on(question, mesh, is_plain=True)
-            if guess.seconds < math.inf:
-                self._bytes.note(self._kept_names(question, mesh), bytes_ / guess.bytes_)
+            self._bytes.note(self._kept_names(question, mesh), _ratio(bytes_, guess.bytes_))
 
     def _names(self, question: Question, mesh: Mesh) -> Sequence[Hashable]:
         """Return what ratios are kept by, the most alike first."""
@@ -266,6 +264,10 @@ class Estimates:
         return ClusterPrice(part, mesh, States().buffer_bytes)
 
 
+def _ratio(answer: float, guess: float) -> float:
+    return answer / guess if guess else math.inf
+
+
 class _Ratios:
     """The factors by which answers differed from estimates: of each name the mean."""
 
@@ -276,8 +278,8 @@ class _Ratios:
         return name in self._logs
 
     def note(self, names: Sequence[Hashable], ratio: float) -> None:
-        """Keep a factor under several names."""
-        for name in names:
+        """Keep a factor under several names; none, if either figure is nothing."""
+        for name in names if 0 < ratio < math.inf else ():
             self._logs[name].append(math.log(ratio))
 
     def of(self, names: Sequence[Hashable]) -> float:

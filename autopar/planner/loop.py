@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
 
 from torch import nn
 
@@ -68,12 +67,17 @@ class Planner:
         self._queue: dict[Question, FollowUp] = {}  # with the rule that asks
         self._seen: dict[Question, None] = {}
 
-    @cached_property
+    def prepare(self) -> None:
+        """Add the templates to the queue, once."""
+        if not self._seen:
+            is_large_program, least_stages = is_large(self._asker.program), self._asker.least_stages
+            first = self.templates.first(self._estimates, least_stages, is_large=is_large_program)
+            self._add(first, TEMPLATE)
+
+    @property
     def promise(self) -> float:
-        """The seconds that the first question promises; the templates are made now."""
-        is_large_program, least_stages = is_large(self._asker.program), self._asker.least_stages
-        first = self.templates.first(self._estimates, least_stages, is_large=is_large_program)
-        self._add(first, TEMPLATE)
+        """The least seconds that a question in the queue promises."""
+        self.prepare()
         return min(map(self._order, self._queue), default=math.inf)
 
     @frozen_objects()
@@ -82,8 +86,9 @@ class Planner:
     ) -> list[Candidate]:
         """Return the best ways to run a step that differ, at most so many; refuse if none fits.
         `fastest`: seconds that are to be beaten; if nothing does, none are returned."""
-        self.record.to_beat, self._patience = fastest, patience or self.request.patience
-        assert self.promise >= 0
+        self.record.to_beat, self.record.wanted = fastest, wanted
+        self._patience = patience or self.request.patience
+        self.prepare()
         best: list[Candidate] = []
         try:
             self._ask_all()

@@ -38,6 +38,7 @@ class Record:
     """The questions about one request with their answers."""
 
     to_beat: float = math.inf  # seconds that were found elsewhere
+    wanted: int = 1  # how many ways that differ
     asked: list[Asked] = field(default_factory=list)  # in order
     ruled_out: dict[Question, float] = field(default_factory=dict)  # with their bounds, unasked
     found: list[Asked] = field(default_factory=list)  # the fastest first
@@ -66,7 +67,8 @@ class Record:
 
     def cutoff(self, question: Question) -> float:
         """Return the seconds that a question has to beat to be worth it."""
-        best = min([self.to_beat, *(_seconds(one) * _handicap(one) for one in self.found)])
+        costs = sorted({_seconds(one) * _handicap(one) for one in self.found})
+        best = min([self.to_beat, *costs[self.wanted - 1 : self.wanted]])
         simplest = min((complexity(_candidate(one)) for one in self._nearly_best()), default=0)
         is_simpler = complexity(question) < simplest
         return best * (1 + SIMPLER if is_simpler else 1 - EQUAL) / handicap(question)
