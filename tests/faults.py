@@ -310,7 +310,7 @@ FAULTS = (
         "autopar/planner/record.py",
         "cost <= min(costs) * (1 + SIMPLER)]",
         "cost <= min(costs) * (1 + 1 / SIMPLER)]",
-        ("tests/test_auto_choice.py", "tests/test_auto.py"),
+        ("tests/test_simplicity.py",),
     ),
     Fault(
         "follow-ups-forgotten",

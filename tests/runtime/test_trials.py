@@ -94,22 +94,27 @@ def test_steps_count_when_they_get_no_faster() -> None:
 
 
 def test_what_is_run_is_what_the_same_request_by_name_gives() -> None:
-    """The plans are those that are predicted fastest, and each costs what it costs by name."""
+    """The plans are those that are predicted fastest, the simplest of the best first. Each takes
+    no less than what its name is planned to."""
     case = small()
     options = PlanOptions(cluster=FOUR)
     plans = make_plans(case.model, case.args, case.kwargs, options, 8)
     seconds = [plan.seconds for plan in plans]
-    assert seconds == sorted(seconds)
+    near = sum(one <= 1.01 * min(seconds) for one in seconds)
+    assert seconds[0] <= 1.01 * min(seconds)
+    assert max(seconds[:near]) <= min(seconds[near:])
+    assert seconds[near:] == sorted(seconds[near:])
     assert len({plan.alternative(1.0).how for plan in plans}) == 8
     assert plans[0].seconds == ap.plan(case.model, case.args, cluster=FOUR).seconds
     for plan in plans:
         asked: dict[str, Any] = {"mesh": plan.whole_mesh, "microbatches": plan.microbatches}
+        asked["states"] = plan.states
         if plan.pipelining is not None:
             made = plan.pipelining.schedule
             asked["schedule"] = {"name": made.name, **dict(made.options)}
             asked["microbatches"] = made.all_parts
         named = ap.plan(case.model, case.args, cluster=FOUR, **asked)
-        assert named.seconds == pytest.approx(plan.seconds, rel=1e-9)
+        assert named.alternatives[0].seconds <= plan.seconds * (1 + 1e-6)
 
 
 class Noisy(nn.Module):
