@@ -42,7 +42,8 @@ def tensor_parallel(case: models.Case) -> models.Case:
 
 @lru_cache
 def megatron() -> Plan:
-    """Tensor parallelism of four ranks by annotation."""
+    """Tensor parallelism of four ranks by annotation; all else is asked for, too."""
     case = tensor_parallel(models.gpt(layers=6, tied=False))
     about = {"mesh": ap.Mesh(tp=4), "cluster": ap.Cluster.preset("dgx-h100")}
+    about |= {"microbatches": 1, "states": "whole", "recompute": None}
     return ap.plan(case.model, case.args, case.kwargs, mode="propagate", **about)
