@@ -41,6 +41,11 @@ def small() -> Case:
     return models.shared("mlp")
 
 
+def is_undivided(how: str) -> bool:
+    """Return whether a way has one micro-batch, by its words."""
+    return how.split(": ")[-1].split(", ")[-1] == "1 micro-batch"
+
+
 @pytest.fixture(autouse=True)
 def _captured_once() -> Iterator[None]:
     with shared_captures():
@@ -61,7 +66,7 @@ def test_the_fastest_that_was_measured_is_taken_and_all_are_told(tmp_path: Path)
     assert [one.measured for one in plan.trials] == sorted(one.measured for one in plan.trials)
     assert plan.trials[0].how == plan.alternative(math.inf).how
     for one in plan.trials:
-        assert one.measured == one.predicted + (3.0 if one.how.endswith(": 1 micro-batch") else 1.0)
+        assert one.measured == one.predicted + (3.0 if is_undivided(one.how) else 1.0)
         assert one.how in {way.how for way in plan.alternatives}
         assert one.how in str(plan).partition("ways that were run")[2]
     told = str(plan.explain("microbatches"))
@@ -177,8 +182,8 @@ def test_what_has_no_room_is_left_out_and_told_of() -> None:
         pytest.warns(UserWarning, match="left out: .*1 micro-batch.*out of memory"),
     ):
         plan = parallel(small(), 3).plan
-    assert [bool(one.why) for one in plan.trials] == [False, False, True]
-    assert plan.trials[-1].measured is None
+    assert [bool(one.why) for one in plan.trials] == [is_undivided(one.how) for one in plan.trials]
+    assert plan.trials[-1].measured is None is not plan.trials[0].measured
     assert plan.microbatches > 1
 
     def nowhere(module: ap.ParallelModule) -> float:
@@ -231,8 +236,10 @@ def test_progress_tells_of_each_round() -> None:
     with timed(lambda module: 1.0 if module.plan.microbatches == 1 else 2.0):
         plan = parallel(small(), 3, progress=report).plan
     rounds = [line.partition(",")[0] for line in heard]
-    assert rounds == ["round 1 of 3"] * 3 + ["round 2 of 3", "round 3 of 3"]
-    assert {line.partition(", ")[2] for line in heard[3:]} == {plan.trials[0].how}
+    fast = [one.how for one in plan.trials if is_undivided(one.how)]
+    assert 0 < len(fast) < 3
+    assert rounds == ["round 1 of 3"] * 3 + [f"round {n} of 3" for n in (2, 3) for _ in fast]
+    assert {line.partition(", ")[2] for line in heard[3:]} == {*fast}
 
 
 def test_rounds_begin_with_another_one_each() -> None:
