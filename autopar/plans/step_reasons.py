@@ -252,7 +252,7 @@ def explain_way(plan: PlanValue, name: str) -> WayExplanation:
         meshes=tuple(considered),
         is_cut_short=plan.search is not None and plan.search.interrupted,
         has_loss=plan.loss is not None,
-        fastest=min((one.seconds for one in weighed if one.fits), default=math.inf),
+        fastest=min((other.seconds for other in weighed if other.fits), default=math.inf),
         ran=measured(plan.trials),
     )
 
