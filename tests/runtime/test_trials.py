@@ -148,6 +148,7 @@ def test_it_leaves_no_trace() -> None:
     for profile in (None, 3):
         torch.manual_seed(1)
         about = {"cluster": machines(2), "backend": "virtual", "mesh": ap.Mesh(dp=2)}
+        about["states"] = "whole"
         module = ap.parallelize(model, (x,), profile=profile, **about)
         numbers.append(torch.get_rng_state())
         losses.append(module.step(x).item())
