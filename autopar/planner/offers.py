@@ -114,7 +114,8 @@ class Choice:
                 if not ways:
                     raise
                 self.ended = "Ctrl-C"
-            ways.sort(key=lambda way: way[0].seconds)
+            if len(self.planners) > 1:  # one planner gives the simplest of the best first
+                ways.sort(key=lambda way: way[0].seconds)
             if planner.ended == "Ctrl-C" or self.request.patience.is_over():
                 self.ended = self.ended or planner.ended
             self.was_cut_short |= bool(planner.ended)
