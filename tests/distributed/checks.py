@@ -662,13 +662,16 @@ def saves_and_loads_checkpoints() -> None:
 FOUR = {"mesh": Mesh(a=2, b=2), "cluster": machines(4, *EVEN)}
 
 
+HOSTED = ap.States("all", "all", "all", parameters_device="host", optimizer_device="host")
+
+
 @cache
-def limited() -> list[tuple[Case, float]]:
-    """Cases, each with less memory than its fastest plan takes."""
-    every = models.shared("gpt2", layers=1), models.shared("resnet")
+def limited() -> list[tuple[Case, ap.States, float]]:
+    """Cases with cut states, each with less memory than its fastest plan takes."""
+    every = (models.shared("gpt2", layers=1), ap.States.of("zero3")), (models.shared("resnet"), HOSTED)
     return [
-        (case, 0.75 * ap.plan(case.model, case.args, case.kwargs, **FOUR).memory.peak)
-        for case in every
+        (case, states, 0.75 * ap.plan(case.model, case.args, case.kwargs, **FOUR).memory.peak)
+        for case, states in every
     ]
 
 
@@ -677,8 +680,9 @@ def holds_what_was_predicted() -> None:
 
     The last of them keeps its masters, their gradients and its states on the host.
     """
-    for case, limit in limited():
-        module = ap.parallelize(case.model, case.args, case.kwargs, memory=limit, **FOUR)
+    for case, states, limit in limited():
+        options = {"states": states, "memory": limit, **FOUR}
+        module = ap.parallelize(case.model, case.args, case.kwargs, **options)
         cut = [name for name, _ in module.named_parameters() if module.plan.layouts[name].axes]
         assert cut
         optimizer = torch.optim.AdamW(module.parameters())
