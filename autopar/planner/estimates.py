@@ -223,7 +223,7 @@ class Estimates:
             data *= size
         last = mesh.size // data
         uses = [_Use(data, last)]
-        if last == sizes[-1] and len(sizes) > 1 and rows % mesh.size == 0:
+        if len(sizes) > 1 and last == sizes[-1] and rows % mesh.size == 0:
             uses += [_Use(mesh.size, 1, last)] if self._experts else []
         return uses
 

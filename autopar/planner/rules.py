@@ -108,9 +108,13 @@ def _fewer_cuts(asked: Asked, search: Progress) -> Iterator[Question]:
 
 def _recompute(asked: Asked, search: Progress) -> Iterator[Question]:
     question = asked.question
-    is_open = isinstance(asked.answer, TooLarge) and _is_first(question, search)
-    if is_open and question.recompute == search.templates.kinds[0]:
-        for kind in search.templates.kinds[1:]:
+    plain, *others = search.templates.kinds
+    if not _is_first(question, search):
+        return
+    if question.is_mixed:  # layouts in which nothing has to run again are other ones
+        yield replace(question, recompute=plain)
+    elif isinstance(asked.answer, TooLarge) and question.recompute == plain:
+        for kind in others:
             yield replace(question, recompute=kind)
 
 
@@ -223,7 +227,8 @@ def _fewer_axes(asked: Asked, search: Progress) -> Iterator[Question]:
 
 def _hidden_gathers(asked: Asked, search: Progress) -> Iterator[Question]:
     question = asked.question
-    if question.states.is_whole and search.request.states is None and _is_best(asked, search):
+    is_free = search.request.states is None and search.request.mode == "auto"
+    if question.states.is_whole and is_free and _is_best(asked, search):
         for states in search.templates.states(question.stages)[1:2]:
             yield replace(question, states=states, has_own_layouts=True)
 

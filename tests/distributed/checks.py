@@ -668,7 +668,10 @@ HOSTED = ap.States("all", "all", "all", parameters_device="host", optimizer_devi
 @cache
 def limited() -> list[tuple[Case, ap.States, float]]:
     """Cases with cut states, each with less memory than its fastest plan takes."""
-    every = (models.shared("gpt2", layers=1), ap.States.of("zero3")), (models.shared("resnet"), HOSTED)
+    every = (
+        (models.shared("gpt2", layers=1), ap.States.of("zero3")),
+        (models.shared("resnet"), HOSTED),
+    )
     return [
         (case, states, 0.75 * ap.plan(case.model, case.args, case.kwargs, **FOUR).memory.peak)
         for case, states in every
