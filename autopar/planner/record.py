@@ -95,7 +95,8 @@ class Record:
     def least(self) -> float:
         """The seconds that what was ruled out takes at least."""
         slow = (one.answer.bound for one in self.asked if isinstance(one.answer, TooSlow))
-        return min([*slow, *self.ruled_out.values()], default=math.inf)
+        least = min([*slow, *self.ruled_out.values()], default=math.inf)
+        return max(least, self.fastest) if least >= self.fastest * (1 - 2 * EQUAL) else least
 
     def considered(self, chosen: Question, mesh: Mesh) -> tuple[ConsideredMesh, ...]:
         """Return what is known of each mesh with the stages and micro-batches of a question, whose

@@ -146,6 +146,12 @@ def test_the_mix_of_one_stage_is_the_fastest_of_all(seed: int) -> None:
         assert options.seconds[chosen[0]] == pytest.approx(options.seconds[fits].min())
 
 
+def test_no_mix_is_found_where_rounding_seems_to_spare_bytes() -> None:
+    """A missing byte count such as 0.4 - 0.3 is not what 0.4 plus and minus it gives."""
+    alone = MixOptions(np.ones(1), np.array([[0.4]]), np.zeros((1, 2), np.int64))
+    assert fastest_options([alone], [np.ones((1, 1))], np.array([0.3])) is None
+
+
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("stages", [2, 3])
 def test_mixes_of_stages_that_share_memory_fit_and_are_the_fastest(seed: int, stages: int) -> None:

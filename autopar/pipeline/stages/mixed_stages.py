@@ -249,14 +249,15 @@ def fastest_options(
     while (missing := np.maximum(used - rooms, 0)).any():
         ratios = []
         for choices, size, at in zip(options, sizes, chosen):
-            left = np.maximum(used - rooms + size - size[at], 0).sum(axis=1)
+            # Rounded as below: an option that spares nothing must not seem to spare a little.
+            left = np.maximum(used + (size - size[at]) - rooms, 0).sum(axis=1)
             cost = np.maximum(choices.seconds - choices.seconds[at], _EQUAL * choices.seconds[at])
             ratios.append((missing.sum() - left) / cost)
         stage = int(np.argmax([ratio.max() for ratio in ratios]))
         best = int(ratios[stage].argmax())
         if ratios[stage][best] <= 0:
             return None
-        used += sizes[stage][best] - sizes[stage][chosen[stage]]
+        used = used + (sizes[stage][best] - sizes[stage][chosen[stage]])
         chosen[stage] = best
     numbers = range(len(options))
     together = [(stage,) for stage in numbers] + [
