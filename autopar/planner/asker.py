@@ -253,7 +253,7 @@ class _Desk:
             batches=batches,
             offered=question.meshes,
             memory=question.memory,
-            is_all=is_straight,
+            is_all=is_straight and not question.is_as_added_up,
             states=question.states if own else WHOLE,
             recompute=self.regions.all(kind),
             cutoff=cutoff * question.stages,

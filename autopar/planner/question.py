@@ -61,6 +61,8 @@ class Question:
     # Layouts are searched for these states and this recomputation. Otherwise those of whole states
     # with nothing recomputed are taken, which other questions use, too.
     has_own_layouts: bool = False
+    # `memory` holds for the bytes that the search adds up, whatever the finished program takes.
+    is_as_added_up: bool = False
 
     @property
     def is_mixed(self) -> bool:

@@ -132,7 +132,8 @@ def _own_layouts(asked: Asked, search: Progress) -> Iterator[Question]:
 
 def _shared_layouts(asked: Asked, search: Progress) -> Iterator[Question]:
     question = asked.question
-    if search.request.states is not None and question.states.keeps_mesh and question.states.is_cut:
+    is_cut = question.states.keeps_mesh and question.states.is_cut
+    if search.request.states is not None and is_cut and question.memory == math.inf:
         yield replace(question, has_own_layouts=False)
 
 
@@ -182,10 +183,10 @@ def minimum_memory(questions: Sequence[Question], search: Progress) -> Iterator[
                 recompute=kind if len(search.templates.kinds) > 1 else search.templates.kinds[0],
                 memory=1.0,
                 has_own_layouts=True,
+                is_as_added_up=True,
             )
 
 
-_MORE = 1.2  # times a limit that no finished program met
 _LEANEST = (FULL, Recompute("full", "host"))
 
 
@@ -193,11 +194,9 @@ def _minimum(asked: Asked, search: Progress) -> Iterator[Question]:
     question, answer = asked.question, asked.answer
     if asked.rule != MINIMUM or not isinstance(answer, TooLarge):
         return
-    if answer.smallest is None:
-        return
-    least = answer.smallest.memory * question.stages * (1 + 1e-9)
-    # Finished programs may take more than the search adds up.
-    yield replace(question, memory=max(least, _MORE * question.memory))
+    if answer.smallest is not None and question.memory == 1.0:
+        limit = answer.smallest.memory * question.stages
+        yield replace(question, memory=limit * (1 + 1e-9))
 
 
 def _split(mesh: Mesh, most: int) -> Iterator[Mesh]:
