@@ -82,11 +82,8 @@ class LaidOutProgram:
     @cached_property
     def rewritten(self) -> fx.Graph:
         """Return the program of all ranks."""
-        captured, decisions, price = (
-            self.captured,
-            self.decisions,
-            self.machine_prices.slowest.price,
-        )
+        captured, decisions = self.captured, self.decisions
+        price = self.machine_prices.slowest.price
         if (source := self.source) is None:
             return rewrite(captured, decisions, price, verify_each=False)
         if decisions.recompute != source.decisions.recompute:

@@ -174,6 +174,11 @@ class Cluster:
         return self.used or tuple(node.devices for node in self.nodes)
 
     @property
+    def node_of(self) -> Ranks:
+        """The number of the node of each rank."""
+        return self._links.node_of
+
+    @property
     def devices_per_node(self) -> int:
         """Return the fewest devices that take ranks in any used node."""
         return min(used for used in self.used_of_nodes if used)
@@ -205,14 +210,14 @@ class Cluster:
 
         The devices of a node share its host: each brings its part of the memory.
         """
-        node_of = self._links.node_of[: len(needed)]
+        node_of = self.node_of[: len(needed)]
         ranks, sums = np.bincount(node_of), np.bincount(node_of, needed)
         hosts = zip(self.nodes, ranks.tolist(), sums.tolist())
         loads = [HostLoad(n, size, n * node.device.host.memory) for node, n, size in hosts if n]
         return min(loads, key=lambda load: load.room)
 
     def _kinds(self, ranks: Iterable[int]) -> list[Device]:
-        nodes = np.unique(self._links.node_of[np.fromiter(ranks, int)])
+        nodes = np.unique(self.node_of[np.fromiter(ranks, int)])
         return list(dict.fromkeys(self.nodes[node].device for node in nodes.tolist()))
 
     def require_room(self, mesh: Mesh) -> None:

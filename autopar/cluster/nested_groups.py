@@ -28,7 +28,7 @@ def nested_group_sizes(cluster: Cluster, mesh: Mesh, axes: Sequence[str]) -> tup
     outer = [index for index in range(len(mesh.names)) if index not in inner]
     ranks = np.arange(mesh.size).reshape(mesh.shape).transpose(outer + inner)
     size = math.prod(mesh.shape[index] for index in inner)
-    nodes = np.repeat(np.arange(len(cluster.nodes)), cluster.used_of_nodes)[ranks.reshape(-1, size)]
+    nodes = cluster.node_of[ranks.reshape(-1, size)]
     sizes = [size]
     for count in (level.nodes for level in reversed(cluster.levels)):
         sizes.append(_neighbours(nodes // count, sizes[-1]))

@@ -87,11 +87,8 @@ def state_memory(sizes: ParameterSizes, states: States, replicas: int) -> StateM
         stored, summed, updated = (
             replicas if factor == "all" else factor for factor in _factors(states, kind)
         )
-        held = partial(_elements, counts)
-        element, is_copied = (
-            kind.element,
-            stored != updated or kind.element.copy != kind.element.master,
-        )
+        held, element = partial(_elements, counts), kind.element
+        is_copied = stored != updated or element.copy != element.master
         total += np.array(
             [
                 held(updated) * element.master,

@@ -291,13 +291,8 @@ class LayoutSearch:
     def _fitting(self, cost_graph: MeshCostGraph) -> _MeshSolution:
         """Return the best solution whose finished program fits; raise `NoRoom` if there is none."""
         limit = None if self.memory is None else self.memory - cost_graph.fixed_bytes
-        solved = self._solved(cost_graph, limit)
-        is_many, needed = is_large(self.captured), 0.0
-        is_last = limit is None or self.finished_bytes is None
-        if not is_last and limit is not None:
-            is_sure = is_many and solved.solution.memory <= SAFE_SHARE * limit
-            is_last = is_sure or solved.solution.objective >= self._seconds_to_beat
-        if not is_last and limit is not None:
+        solved, needed = self._solved(cost_graph, limit), None
+        if limit is not None and self._has_to_be_finished(solved, limit):
             needed = self._needed(solved)
             if self._is_too_large(needed) and self.microbatches == 1:
                 other = self._solved(self._at_other_moment(cost_graph.mesh), limit, solved)
@@ -305,12 +300,18 @@ class LayoutSearch:
                     solved, needed = other, self._needed(other)
         bound = solved.solution.bound
         self._cannot_beat(max(bound - cost_graph.slack, self._least(cost_graph.mesh)))
-        if is_last or limit is None:
+        if limit is None or needed is None:
             return solved
         fitting = self._tightened(solved, limit, needed)
-        if fitting.limit == limit or is_many:
+        if fitting.limit == limit or is_large(self.captured):
             return fitting.solved
         return self._widened(fitting, bound)
+
+    def _has_to_be_finished(self, solved: _MeshSolution, limit: float) -> bool:
+        """Return whether only the finished program tells whether a solution fits."""
+        is_sure = is_large(self.captured) and solved.solution.memory <= SAFE_SHARE * limit
+        is_beaten = solved.solution.objective >= self._seconds_to_beat
+        return self.finished_bytes is not None and not is_sure and not is_beaten
 
     def _at_other_moment(self, mesh: Mesh) -> MeshCostGraph:
         """Return the graph that counts gradients where the first counts activations, or the other
