@@ -89,7 +89,7 @@ def test_plans_under_a_limit_are_exact_and_cost_what_the_search_said(
     name: str, part: float
 ) -> None:
     case, mesh = case_of(name), Mesh(a=2, b=2)
-    options = {"mode": "auto", "cluster": machines(4, *EVEN)}
+    options = {"mode": "auto", "cluster": machines(4, *EVEN), "states": "whole", "recompute": None}
     free = ap.plan(case.model, case.args, case.kwargs, mesh=mesh, **options)
     limit = free.memory.peak * part
     module = assert_parity(case, mesh, memory=limit, **options)

@@ -216,7 +216,7 @@ def test_what_runs_again_unasked_is_no_slower_than_by_name(schedule: str) -> Non
     model, x = Blocks().double(), torch.randn(16, 8, dtype=torch.float64)
     asked = {"mesh": Mesh(pp=2, x=2), "microbatches": 4, "states": "zero1"}
     asked |= {"cluster": machines(4, *EVEN)}
-    limit = 0.8 * max(one.peak for one in ap.plan(model, (x,), **asked).memories)
+    limit = 0.85 * max(one.peak for one in ap.plan(model, (x,), **asked).memories)
     asked |= {"memory": limit, "schedule": schedule}
     named, chosen = (ap.plan(model, (x,), **asked, recompute=how) for how in ("full", "auto"))
     assert chosen.seconds <= named.seconds * (1 + 1e-9)

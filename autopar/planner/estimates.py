@@ -229,12 +229,12 @@ class Estimates:
 
     def _moved(self, stages: int, mesh: Mesh, parts: int, use: _Use) -> float:
         """Return the seconds that cut tensors of one micro-batch move in all stages together."""
+        if use.tensor * use.experts == 1:
+            return 0.0
         price = self._price(stages, mesh)
         axes = mesh.names[-1:] if mesh.shape[-1] in (use.tensor, use.experts) else mesh.names
         kind = "all_to_all" if use.experts > 1 else "all_reduce"
         products = self._expert_products if use.experts > 1 else self._products
-        if use.tensor * use.experts == 1:
-            return 0.0
         return sum(
             count * float(price.seconds(kind, axes, size / parts / use.data))
             for size, count in products

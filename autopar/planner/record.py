@@ -95,8 +95,12 @@ class Record:
     def least(self) -> float:
         """The seconds that what was ruled out takes at least."""
         slow = (one.answer.bound for one in self.asked if isinstance(one.answer, TooSlow))
-        least = min([*slow, *self.ruled_out.values()], default=math.inf)
-        return max(least, self.fastest) if least >= self.fastest * (1 - 2 * EQUAL) else least
+        return self._bound(min([*slow, *self.ruled_out.values()], default=math.inf))
+
+    def _bound(self, seconds: float) -> float:
+        """Return a bound, which is the seconds of the fastest way where it is as much but for the
+        tolerance by which that is to be beaten."""
+        return max(seconds, self.fastest) if seconds >= self.fastest * (1 - 2 * EQUAL) else seconds
 
     def considered(self, chosen: Question, mesh: Mesh) -> tuple[ConsideredMesh, ...]:
         """Return what is known of each mesh with the stages and micro-batches of a question, whose
@@ -105,7 +109,7 @@ class Record:
         meshes: dict[Mesh, tuple[ConsideredMesh, Asked]] = {}
         for one in self.asked:
             if (one.question.stages, one.question.microbatches) == size:
-                known = _considered(one)
+                known = self._considered(one)
                 before, _ = meshes.setdefault(known.mesh, (known, one))
                 if (before.why, before.seconds or math.inf) > (
                     known.why,
@@ -118,8 +122,21 @@ class Record:
         for question, bound in self.ruled_out.items():
             if (question.stages, question.microbatches) == size:
                 other = question.meshes[0]
-                found.setdefault(other, ConsideredMesh(other, bound, None, "takes at least that"))
+                least = self._bound(bound)
+                found.setdefault(other, ConsideredMesh(other, least, None, "takes at least that"))
         return tuple(found.values())
+
+    def _considered(self, asked: Asked) -> ConsideredMesh:
+        answer, mesh = asked.answer, asked.question.meshes[0]
+        if isinstance(answer, Found):
+            return ConsideredMesh(mesh, answer.seconds, answer.candidate.memory.peak)
+        if isinstance(answer, TooSlow):
+            least = self._bound(answer.bound)
+            return ConsideredMesh(mesh, least, None, "takes at least that")
+        if isinstance(answer, TooLarge):
+            least = answer.least_bytes
+            return ConsideredMesh(mesh, None, least, f"needs at least {bytes_text(least, 4)}")
+        return ConsideredMesh(mesh, None, None, str(answer))
 
 
 class AnswerCosts:
@@ -174,18 +191,6 @@ def _candidate(asked: Asked) -> Candidate:
 
 def _seconds(asked: Asked) -> float:
     return _candidate(asked).seconds
-
-
-def _considered(asked: Asked) -> ConsideredMesh:
-    answer, mesh = asked.answer, asked.question.meshes[0]
-    if isinstance(answer, Found):
-        return ConsideredMesh(mesh, answer.seconds, answer.candidate.memory.peak)
-    if isinstance(answer, TooSlow):
-        return ConsideredMesh(mesh, answer.bound, None, "takes at least that")
-    if isinstance(answer, TooLarge):
-        least = answer.least_bytes
-        return ConsideredMesh(mesh, None, least, f"needs at least {bytes_text(least, 4)}")
-    return ConsideredMesh(mesh, None, None, str(answer))
 
 
 def _named(asked: Asked) -> Mesh:

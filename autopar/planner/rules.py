@@ -99,10 +99,11 @@ def _cut_states(asked: Asked, search: Progress) -> Iterator[Question]:
 
 def _fewer_cuts(asked: Asked, search: Progress) -> Iterator[Question]:
     question = asked.question
-    if isinstance(asked.answer, Found) and _is_first(question, search):
-        settings = search.templates.states(question.stages)
-        later = _after(question.states, settings)
-        for states in settings[: len(settings) - len(later) - 1]:
+    settings = search.templates.states(question.stages)
+    if isinstance(asked.answer, Found | Refused) and _is_first(question, search):
+        fewer = len(settings) - len(_after(question.states, settings)) - 1
+        # Without replicas no states are cut.
+        for states in settings[:1] if isinstance(asked.answer, Refused) else settings[:fewer]:
             yield replace(question, states=states)
 
 

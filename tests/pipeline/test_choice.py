@@ -144,7 +144,7 @@ def test_memory_that_nothing_meets_is_answered_with_the_least(options) -> None:
         ((6, 6), {"pipeline": 3, "microbatches": 3}),
         ((3, 3), {}),
         ((4, 8), {"pipeline": 2, "microbatches": 2}),
-        ((5, 3), {"pipeline": None}),
+        ((5, 3), {"mesh": ap.Mesh(x=8)}),
     ],
 )
 def test_nodes_that_no_mesh_respects_are_planned_all_the_same(devices, options) -> None:
