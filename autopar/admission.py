@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar._torch.compiler import COMPILER_OPTIONS, missing_cpp_compiler
 from autopar.base.schema import is_count
+from autopar.candidates.request import Request
 from autopar.capture.captured import Captured
 from autopar.capture.fake import has_no_data
 from autopar.errors import InvalidInput, require_one_of
@@ -25,9 +26,8 @@ from autopar.mesh import Mesh
 from autopar.options import OptionKind, PlanOptions, read_request
 from autopar.passes.microbatches import batch_statistics
 from autopar.pipeline.schedule import Schedule
-from autopar.planner.request import Request
-from autopar.planner.verdict import named_statistics, refuse_random, require_rules, warn
 from autopar.plans.plan import Plan, SavedPlan
+from autopar.plans.verdict import named_statistics, refuse_random, require_rules, warn
 from autopar.runtime.module.call_outputs import OUTPUT_FORMS, OutputsLike
 from autopar.strategies.node_info import info
 from autopar.text.units import counted

@@ -28,6 +28,7 @@ from autopar.admission import (
     validate_pieces,
     warn_about_virtual_mesh,
 )
+from autopar.candidates.patience import SECONDS
 from autopar.capture.failure import check_call
 from autopar.capture.python_state import state_put_back
 from autopar.capture.regions import repeated
@@ -36,10 +37,9 @@ from autopar.defaults import Mode
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.options import DynamicShapesLike, PlanOptions, RecomputeLike, ScheduleLike, StatesLike
-from autopar.planner.patience import SECONDS
-from autopar.planner.verdict import tell_of_statistics, warn
 from autopar.planning import make_plans
 from autopar.plans.plan import Plan, SavedPlan
+from autopar.plans.verdict import tell_of_statistics, warn
 from autopar.precision import Precision
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend

@@ -20,6 +20,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.base.schema import FURTHEST, is_count
+from autopar.candidates.patience import SECONDS, require_seconds
+from autopar.candidates.recomputation import AskedRecomputation
+from autopar.candidates.request import AXIS, Request
 from autopar.cluster import Cluster
 from autopar.cluster.presets import NAMES as PRESETS
 from autopar.defaults import MODES, Mode
@@ -29,9 +32,6 @@ from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import FROM_FILE, known_names
 from autopar.pipeline.schedules import schedule as make_schedule
-from autopar.planner.patience import SECONDS, require_seconds
-from autopar.planner.recomputation import AskedRecomputation
-from autopar.planner.request import AXIS, Request
 from autopar.precision import Precision
 from autopar.recompute import Recompute, RecomputeSetting
 from autopar.states import NAMED, States

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.admission import admit, require_loss
+from autopar.candidates.patience import SECONDS, Patience
 from autopar.capture import capture
 from autopar.capture.dynamic import DynamicShapes, read_dynamic
 from autopar.capture.failure import check_call
@@ -31,9 +32,8 @@ from autopar.options import (
 )
 from autopar.passes.batch_cutter import InseparableBatch
 from autopar.planner.offers import Choice, has_world
-from autopar.planner.patience import SECONDS, Patience
-from autopar.planner.verdict import cut_short, tell, tell_of_uncut, tell_of_whole_states, warn
 from autopar.plans.plan import Plan
+from autopar.plans.verdict import cut_short, tell, tell_of_uncut, tell_of_whole_states, warn
 from autopar.precision import Precision
 from autopar.text.progress import Report, reporter
 

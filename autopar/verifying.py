@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autopar.api import BackendName, parallelize
+from autopar.candidates.patience import SECONDS
 from autopar.capture import capture
 from autopar.capture.containers import in_own_containers
 from autopar.capture.execute import evaluate
@@ -31,9 +32,8 @@ from autopar.errors import InvalidInput, error_text
 from autopar.mesh import Mesh
 from autopar.options import DynamicShapesLike, PlanOptions, RecomputeLike, ScheduleLike, StatesLike
 from autopar.passes.microbatches import batch_statistics
-from autopar.planner.patience import SECONDS
-from autopar.planner.verdict import named_statistics
 from autopar.plans.plan import Plan, SavedPlan
+from autopar.plans.verdict import named_statistics
 from autopar.precision import Precision
 from autopar.runtime.backends.virtual_backend import VirtualGraph
 from autopar.runtime.module.parallel_module import ParallelModule

@@ -33,8 +33,8 @@ import torch
 
 import autopar as ap
 from autopar import planning
+from autopar.candidates.patience import SECONDS
 from autopar.capture import capture
-from autopar.planner.patience import SECONDS
 from benchmarks.choice_cases import CASES, ChoiceCase
 from benchmarks.choice_templates import Template
 from benchmarks.whole_plans import warm_up

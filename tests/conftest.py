@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.planner.patience import SECONDS, Patience
+from autopar.candidates.patience import SECONDS, Patience
 from tests import sampling
 from tests.cpu_seconds import CpuSeconds, law_of, recorded
 

@@ -7,13 +7,13 @@ import math
 import pytest
 
 import autopar as ap
+from autopar.candidates.recomputation import Regions
 from autopar.capture import capture
 from autopar.options import PlanOptions, read_request
 from autopar.pipeline.schedules import schedule
 from autopar.planner.bounds import Bounds, most_held
 from autopar.planner.loop import Planner
 from autopar.planner.question import MIXED, Found, Question
-from autopar.planner.recomputation import Regions
 from autopar.planner.record import Record
 from autopar.planner.rules import Asked
 from autopar.recompute import FULL

@@ -17,6 +17,14 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar import Cluster, Mesh
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.mixed_problem import (
+    MixedProblem,
+    Offer,
+    grouped,
+    members_of,
+    mixed_problem,
+)
+from autopar.candidates.recomputation import FULL, KINDS, PLAIN, AskedRecomputation, Regions
 from autopar.capture import capture
 from autopar.capture import shortened as shortening
 from autopar.capture.captured import Captured
@@ -24,14 +32,6 @@ from autopar.capture.regions import blocks
 from autopar.capture.rows import Row
 from autopar.capture.shortened import shortened
 from autopar.cost.repeats import NO_EQUAL_BLOCKS
-from autopar.planner.mixed_problem import (
-    MixedProblem,
-    Offer,
-    grouped,
-    members_of,
-    mixed_problem,
-)
-from autopar.planner.recomputation import FULL, KINDS, PLAIN, AskedRecomputation, Regions
 from autopar.recompute import Recompute
 from autopar.search.propagation import propagate
 from autopar.strategies.node_info import info

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import autopar as ap
+from autopar.candidates.patience import Patience
 from autopar.cluster import Device, Link, Node
 from autopar.errors import Interrupted, InvalidInput
 from autopar.options import PlanOptions
-from autopar.planner.patience import Patience
 from autopar.planning import make_plans
 from tests.large_models import gpt2_xl
 from tests.models import Case, gpt, mlp
@@ -106,8 +106,8 @@ def test_enough_seconds_are_as_good_as_no_end() -> None:
 
 def test_what_cannot_be_lengthened_is_chosen_anew_though_the_time_is_over(monkeypatch) -> None:
     """A short program that is not like the whole one is left; the whole one then has a plan."""
+    from autopar.candidates.whole import Whole
     from autopar.pipeline.stages.stretch import NotAlike
-    from autopar.planner.whole import Whole
 
     def refuse(self: Whole, found: object) -> object:
         raise NotAlike

@@ -13,6 +13,11 @@ import pytest
 
 from autopar import Cluster, Mesh
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.mixed_problem import Mix
+from autopar.candidates.recomputation import AskedRecomputation, Regions
+from autopar.candidates.request import Request
+from autopar.candidates.staged import StagedProgram, Tried
+from autopar.candidates.whole import Whole
 from autopar.capture import capture
 from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks
@@ -27,11 +32,6 @@ from autopar.pipeline.stages.cut import choose_stages
 from autopar.pipeline.stages.stage_tables import StageCosts
 from autopar.planner import asker
 from autopar.planner.loop import Planner
-from autopar.planner.mixed_problem import Mix
-from autopar.planner.recomputation import AskedRecomputation, Regions
-from autopar.planner.request import Request
-from autopar.planner.staged import StagedProgram, Tried
-from autopar.planner.whole import Whole
 from autopar.recompute import FULL, PLAIN, SELECTIVE, Recompute
 from autopar.search.constraints import Constraints
 from autopar.search.layout_search import LayoutSearch

@@ -11,12 +11,12 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autopar.candidates.patience import SECONDS
 from autopar.defaults import MODES, QUESTIONS, VERIFIED_RANKS
 from autopar.pipeline import NAMES as SCHEDULES
 from autopar.pipeline.notation import read_option
 from autopar.pipeline.schedules import option_names
 from autopar.pipeline.simulation.synchronization import MODES as SYNC_MODES
-from autopar.planner.patience import SECONDS
 from autopar.plans.changes import CHANGES
 from autopar.states import NAMED
 

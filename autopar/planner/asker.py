@@ -20,6 +20,11 @@ from torch import nn
 from autopar.candidates.alternative import Alternative
 from autopar.candidates.axis_roles import axis_roles, with_names
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.recomputation import Regions
+from autopar.candidates.request import Request
+from autopar.candidates.stage_mixes import MixedWay, StageMixes
+from autopar.candidates.staged import StagedProgram, StagedWay, Tried
+from autopar.candidates.whole import Whole
 from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
 from autopar.capture.shortened import LEAST_BESIDE, Shortened, shortened
@@ -41,12 +46,7 @@ from autopar.planner.question import (
     TooSlow,
     Unlike,
 )
-from autopar.planner.recomputation import Regions
-from autopar.planner.request import Request
 from autopar.planner.schedule_lists import listed
-from autopar.planner.stage_mixes import MixedWay, StageMixes
-from autopar.planner.staged import StagedProgram, StagedWay, Tried
-from autopar.planner.whole import Whole
 from autopar.recompute import FULL, Recompute, summary
 from autopar.search import layout_search
 from autopar.search.constraints import Constraints, read_constraints, require_used

@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 from torch import fx
 
+from autopar.candidates.recomputation import Regions
+from autopar.candidates.request import Request
 from autopar.capture.captured import Captured
 from autopar.capture.origins import is_of_parameters, state_bytes
 from autopar.capture.regions import runs
@@ -44,8 +46,6 @@ from autopar.pipeline.memory.activation_counts import peak_counts
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.simulation.compute_lower_bound import least_time
 from autopar.planner.question import Question
-from autopar.planner.recomputation import Regions
-from autopar.planner.request import Request
 from autopar.recompute import FULL, PLAIN, Recompute
 from autopar.states import States
 from autopar.strategies.node_info import info

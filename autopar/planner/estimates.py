@@ -19,6 +19,7 @@ from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
+from autopar.candidates.request import Request
 from autopar.capture.captured import Captured
 from autopar.capture.origins import is_of_parameters
 from autopar.cluster import Cluster
@@ -33,7 +34,6 @@ from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.simulation.simulator import simulate
 from autopar.planner.bounds import Bounds
 from autopar.planner.question import Question, ScheduleName
-from autopar.planner.request import Request
 from autopar.planner.schedule_lists import listed
 from autopar.recompute import FULL, PLAIN, SELECTIVE, Recompute
 from autopar.states import Factor, States

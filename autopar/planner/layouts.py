@@ -15,20 +15,20 @@ from torch import fx
 
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.lengthened import longer
+from autopar.candidates.request import Request
 from autopar.candidates.state_places import (
     has_something_to_cut,
     main_axes,
     require_agreement,
     require_something_to_cut,
 )
+from autopar.candidates.whole import Whole
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
 from autopar.cluster.cluster_part import ClusterPart, PipelineLine
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
-from autopar.planner.request import Request
-from autopar.planner.whole import Whole
 from autopar.recompute import Recompute
 from autopar.search.constraints import Constraints
 from autopar.search.decisions import Decisions

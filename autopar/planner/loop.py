@@ -22,6 +22,8 @@ from torch import nn
 from autopar.base.garbage_collection import frozen_objects
 from autopar.candidates.alternative import Alternative, best_first
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.patience import Ended, Patience
+from autopar.candidates.request import Request
 from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks
 from autopar.errors import Interrupted, InvalidInput
@@ -29,11 +31,9 @@ from autopar.mesh import Mesh
 from autopar.planner.asker import Asker
 from autopar.planner.estimates import Estimates
 from autopar.planner.hosting import may_go
-from autopar.planner.patience import Ended, Patience
 from autopar.planner.question import Found, OutOfTime, Question, Refused, TooLarge
 from autopar.planner.record import AnswerCosts, Record, handicap
 from autopar.planner.refusals import refusal
-from autopar.planner.request import Request
 from autopar.planner.rules import MINIMUM, RULES, TEMPLATE, Asked, FollowUp, minimum_memory
 from autopar.planner.schedule_lists import listed
 from autopar.planner.templates import Templates

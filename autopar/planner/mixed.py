@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.mixed_problem import Mix, members_of, mixed_problem
+from autopar.candidates.recomputation import KINDS, Regions
+from autopar.candidates.whole import Whole
 from autopar.cost.footprint import CONSTANT_KINDS
 from autopar.pipeline.stages.stretch import NotAlike
-from autopar.planner.mixed_problem import Mix, members_of, mixed_problem
 from autopar.planner.question import Answer, Found, TooLarge, TooSlow
-from autopar.planner.recomputation import KINDS, Regions
-from autopar.planner.whole import Whole
 from autopar.recompute import PLAIN
 from autopar.text.progress import Report
 

@@ -17,13 +17,13 @@ from torch import nn
 
 from autopar.candidates.alternative import Alternative, best_first
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.patience import Ended
+from autopar.candidates.request import Request
 from autopar.candidates.search_step import SearchStep
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster, Device
 from autopar.errors import Interrupted, InvalidInput
 from autopar.planner.loop import Planner
-from autopar.planner.patience import Ended
-from autopar.planner.request import Request
 from autopar.text.progress import Report
 
 

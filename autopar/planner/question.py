@@ -29,7 +29,7 @@ from autopar.states import WHOLE, States
 from autopar.text.units import bytes_text, counted, seconds_text
 
 if TYPE_CHECKING:
-    from autopar.planner.staged import StagedWay
+    from autopar.candidates.staged import StagedWay
 
 Mixed = Literal["mixed"]  # regions run again as memory asks for it, each in its own way
 MIXED: Mixed = "mixed"

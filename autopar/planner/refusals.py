@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.recomputation import Regions
+from autopar.candidates.request import Request
 from autopar.candidates.room_checks import no_room_on_host
+from autopar.candidates.staged import StagedWay
 from autopar.capture.captured import Captured
 from autopar.capture.sizes import rows_of
 from autopar.errors import InvalidInput
 from autopar.passes.batch_cutter import InseparableBatch
 from autopar.planner.question import Question, Refused, TooLarge
-from autopar.planner.recomputation import Regions
-from autopar.planner.request import Request
 from autopar.planner.rules import Asked
-from autopar.planner.staged import StagedWay
 from autopar.recompute import PLAIN
 from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
 from autopar.states import HOSTED

@@ -15,6 +15,7 @@ from itertools import pairwise, product
 from typing import Protocol
 
 from autopar.candidates.axis_roles import axis_roles
+from autopar.candidates.request import MOST_AXES, MOST_INNER_AXES, Request
 from autopar.candidates.search_step import SearchStep
 from autopar.capture.captured import Captured
 from autopar.mesh import Mesh
@@ -26,7 +27,6 @@ from autopar.planner.question import (
     TooLarge,
     Unlike,
 )
-from autopar.planner.request import MOST_AXES, MOST_INNER_AXES, Request
 from autopar.planner.templates import Templates
 from autopar.recompute import FULL, Recompute
 from autopar.states import BUFFER_BYTES, States

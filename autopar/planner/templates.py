@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
+from autopar.candidates.recomputation import Regions
+from autopar.candidates.request import Request
 from autopar.capture.captured import Captured
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import batch_size
@@ -20,8 +22,6 @@ from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import weighed_names
 from autopar.planner.estimates import Estimates
 from autopar.planner.question import MIXED, Mixed, Question, ScheduleName
-from autopar.planner.recomputation import Regions
-from autopar.planner.request import Request
 from autopar.planner.schedule_lists import is_light
 from autopar.recompute import Recompute
 from autopar.states import States

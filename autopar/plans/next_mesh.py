@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 
 from autopar.candidates.alternative import Alternative
+from autopar.candidates.recomputation import AskedRecomputation
+from autopar.candidates.request import Request
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.mesh import Mesh
 from autopar.planner.loop import Planner
-from autopar.planner.recomputation import AskedRecomputation
-from autopar.planner.request import Request
 from autopar.plans.plan_value import PlanValue
 from autopar.recompute import Recompute
 from autopar.search.smallest_footprint import NothingFits

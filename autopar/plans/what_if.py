@@ -17,6 +17,8 @@ from typing import Any
 
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.moved import data_axis, idle_axes, moved
+from autopar.candidates.patience import SECONDS, Patience, require_seconds
+from autopar.candidates.request import AXIS, Request
 from autopar.capture.again import captured_again
 from autopar.capture.captured import Captured
 from autopar.capture.sizes import Sizes, resized, sizes_of
@@ -25,12 +27,10 @@ from autopar.errors import InvalidInput, known_arguments
 from autopar.layout import Layout
 from autopar.passes.microbatches import batch_statistics
 from autopar.planner.offers import Choice, has_world
-from autopar.planner.patience import SECONDS, Patience, require_seconds
-from autopar.planner.request import AXIS, Request
-from autopar.planner.verdict import refuse_random, require_rules
 from autopar.plans.changes import UNITS, Change, Changes
 from autopar.plans.plan_value import PlanValue
 from autopar.plans.situation import Situation, WhatIf
+from autopar.plans.verdict import refuse_random, require_rules
 from autopar.search.smallest_footprint import NothingFits
 from autopar.strategies.node_info import info
 from autopar.tensor_type import TensorType

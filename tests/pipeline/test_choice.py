@@ -12,13 +12,13 @@ import torch
 
 import autopar as ap
 from autopar.base.schema import write
+from autopar.candidates.staged import StagedProgram, StagedWay
 from autopar.cluster import Device, Link, Node
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.simulation.compute_lower_bound import least_time
 from autopar.planner.loop import Planner
 from autopar.planner.question import Question
 from autopar.planner.record import Record
-from autopar.planner.staged import StagedProgram, StagedWay
 from autopar.recompute import Recompute
 from tests import models
 from tests.annotations import megatron

@@ -11,15 +11,15 @@ import pytest
 
 from autopar import Mesh
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.recomputation import KINDS, AskedRecomputation, Regions
+from autopar.candidates.request import Request
+from autopar.candidates.stage_mixes import MixedWay, StageMixes
+from autopar.candidates.staged import StagedProgram, StagedWay, Tried
 from autopar.capture import capture
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.schedules import schedule
 from autopar.pipeline.stages.mixed_stages import MixOptions, fastest_options
-from autopar.planner.recomputation import KINDS, AskedRecomputation, Regions
-from autopar.planner.request import Request
-from autopar.planner.stage_mixes import MixedWay, StageMixes
-from autopar.planner.staged import StagedProgram, StagedWay, Tried
 from autopar.recompute import FULL, PLAIN
 from autopar.search.constraints import Constraints
 from autopar.search.propagation import propagate, with_batch_axis

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from autopar import Cluster, Mesh
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.recomputation import AskedRecomputation, Regions
+from autopar.candidates.request import Request
+from autopar.candidates.staged import StagedProgram, StagedWay, Tried
 from autopar.capture import capture
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.errors import InvalidInput
@@ -18,9 +21,6 @@ from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.memory.memory_items import MemoryItem
 from autopar.pipeline.schedules import schedule, weighed_schedules
 from autopar.pipeline.stages.stage_tables import price_stages
-from autopar.planner.recomputation import AskedRecomputation, Regions
-from autopar.planner.request import Request
-from autopar.planner.staged import StagedProgram, StagedWay, Tried
 from autopar.search.constraints import Constraints
 from autopar.search.propagation import propagate, with_batch_axis
 from autopar.states import NAMED

@@ -27,7 +27,6 @@ from autopar.capture.failure import check_call, require_one_dtype
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.capture.plain_tensors import is_plain
 from autopar.errors import InvalidInput
-from autopar.planner.verdict import require_rules, tell
 from autopar.plans.companion_plan import (
     follow_companion,
     plan_companion,
@@ -35,6 +34,7 @@ from autopar.plans.companion_plan import (
     stage_companion,
 )
 from autopar.plans.plan import Plan
+from autopar.plans.verdict import require_rules, tell
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.module.call_signature import CallSignature, changing_values

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.recomputation import PLAIN, Regions
+from autopar.candidates.request import Request
 from autopar.capture.annotations import Pin
 from autopar.cluster import Cluster
 from autopar.errors import InvalidInput
@@ -29,8 +31,6 @@ from autopar.pipeline.stages.cut import choose_stages
 from autopar.pipeline.stages.stage_cost import StageCost
 from autopar.pipeline.stages.stage_hardware import StageHardware
 from autopar.pipeline.stages.stage_tables import StageCosts
-from autopar.planner.recomputation import PLAIN, Regions
-from autopar.planner.request import Request
 from autopar.recompute import Recompute
 
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from autopar.candidates.patience import FOREVER, Patience
+from autopar.candidates.recomputation import AskedRecomputation
 from autopar.cluster import Cluster
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.defaults import Mode
 from autopar.mesh import Mesh, meshes
 from autopar.pipeline.schedule import Schedule
-from autopar.planner.patience import FOREVER, Patience
-from autopar.planner.recomputation import AskedRecomputation
 from autopar.states import HOSTED, NAMED, WHOLE, States
 
 AXIS = "pp"  # of a pipeline, if nobody calls it otherwise

@@ -6,8 +6,6 @@ tell(captured, best)            of what was chosen
 tell_of_uncut(best)             of what data parallelism leaves to all ranks
 tell_of_whole_states(best)      of parameters that stay whole though states are cut
 tell_of_statistics(captured, microbatches)
-no_size(reasons, request)       where each of the sizes was refused
-nothing(found, request, regions, captured)    where all that was found is too large
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import torch
 from torch import fx
 
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.patience import Ended
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of, registered_as, rule_for
 from autopar.capture.normalisations.draws import instead
@@ -26,7 +25,6 @@ from autopar.capture.randomness import is_random
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import batch_statistics
-from autopar.planner.patience import Ended
 from autopar.search.decisions import Fallback
 from autopar.solver.cp_sat_residual import relative_gap
 from autopar.strategies.node_info import info
@@ -47,17 +45,21 @@ def tell(captured: Captured, best: Candidate, before: Candidate | None = None) -
     refuse_random(captured, best.whole_mesh, best.microbatches)
     if before is None or not batch_statistics(before.captured):
         tell_of_statistics(captured, best.microbatches)
-    known = {one.operator for one in before.decisions.fallbacks} if before is not None else set()
+    known = (
+        {fallback.operator for fallback in before.decisions.fallbacks}
+        if before is not None
+        else set()
+    )
     replicated: dict[str, list[Fallback]] = {}
     # One that draws random numbers is here on one rank alone, where there is nothing to cut.
     calls = {node.name: node for node in captured.operators if not is_random(node)}
     for fallback in best.decisions.fallbacks:
         if fallback.node in calls and fallback.operator not in known:
             replicated.setdefault(fallback.operator, []).append(fallback)
-    for operator, found in replicated.items():
+    for operator, places in replicated.items():
         warn(
-            f"{operator} has no rule and runs replicated ({counted(len(found), 'time')}, first at "
-            f"{found[0].source}): every rank does all of it. {rule_for(calls[found[0].node])}"
+            f"{operator} has no rule and runs replicated ({counted(len(places), 'time')}, first at "
+            f"{places[0].source}): every rank does all of it. {rule_for(calls[places[0].node])}"
         )
 
 
@@ -162,7 +164,7 @@ def named_statistics(statistics: Sequence[fx.Node]) -> str:
 
 
 def cut_short(ended: Ended, seconds: float, best: Candidate) -> str:
-    """What is to tell of planning that ended early, as it did."""
+    """Return what is to tell of planning that ended early."""
     is_time, bound = ended == "time", 0.0 if best.search is None else best.search.bound
     how = f"ended with its {seconds:g} seconds" if is_time else "was interrupted"
     most = f" by {share_text(relative_gap(best.seconds, bound))} at most" if bound else ""

@@ -23,6 +23,9 @@ import numpy as np
 
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.lengthened import lengthened
+from autopar.candidates.recomputation import KINDS
+from autopar.candidates.staged import StagedProgram, StagedWay
+from autopar.candidates.whole import Whole
 from autopar.pipeline.memory.activation_counts import peak_counts
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedule import Schedule
@@ -30,9 +33,6 @@ from autopar.pipeline.stages.mix_problem import MixProblem, StageMix
 from autopar.pipeline.stages.mixed_stages import Array, MixedStages, regions_of
 from autopar.pipeline.stages.pins import pinned_points
 from autopar.pipeline.stages.stretch import NotAlike
-from autopar.planner.recomputation import KINDS
-from autopar.planner.staged import StagedProgram, StagedWay
-from autopar.planner.whole import Whole
 from autopar.recompute import Recompute
 
 LEANEST_FIRST = KINDS[::-1]

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import fx
 
+from autopar.candidates.recomputation import FULL, PLAIN
 from autopar.capture.captured import Captured
 from autopar.capture.regions import runs
 from autopar.cost.repeats import NO_EQUAL_BLOCKS, EqualBlocks
@@ -37,7 +38,6 @@ from autopar.cost.saved_tensors import (
 )
 from autopar.cost.time_report import NodePrices
 from autopar.mesh import Mesh
-from autopar.planner.recomputation import FULL, PLAIN
 from autopar.recompute import Keep, Recompute
 from autopar.solver.cp_sat import new_model, new_solver, outcome, weighted_sum
 from autopar.strategies.node_info import info

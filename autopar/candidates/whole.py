@@ -16,14 +16,14 @@ from math import isclose
 from autopar.candidates.alternative import Alternative
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.lengthened import lengthened, recomputed
+from autopar.candidates.mixed_problem import Mix
+from autopar.candidates.recomputation import Regions
+from autopar.candidates.request import Request
 from autopar.capture.captured import Captured
 from autopar.capture.regions import label_of
 from autopar.capture.shortened import Shortened
 from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.pipeline.stages.stretch import NotAlike
-from autopar.planner.mixed_problem import Mix
-from autopar.planner.recomputation import Regions
-from autopar.planner.request import Request
 from autopar.recompute import Recompute, summary
 
 _CLOSE = 1e-6  # relative
