@@ -119,7 +119,7 @@ class Planner:
             if (bound := self._bound(question)) >= cutoff:
                 self.record.ruled_out[question] = bound
                 continue
-            self._look("plan", str(question))
+            self._show("plan", str(question))
             is_late = self.record.has_some and self._costs.of(question) > self._patience.left()
             started = time.process_time()
             answer = OutOfTime() if is_late else self._asker.ask(question, cutoff)
@@ -184,9 +184,13 @@ class Planner:
         return is_answered and all(isinstance(answer, Refused) for answer in answers)
 
     def _look(self, phase: str, detail: str) -> None:
-        """Show what is looked at; end a long answer when the time is over."""
+        """Show what an answer looks at; end it when the time is over."""
         if self.record.found and self._patience.is_over():
             raise layout_search.DeadlinePassed
+        self._show(phase, detail)
+
+    def _show(self, phase: str, detail: str) -> None:
+        """Show what is looked at, and the best so far."""
         seconds = seconds_text(self.record.fastest)
         best = f"best so far {seconds}" if self.record.found else ""
         self._report(phase, "; ".join(filter(None, (detail, best))))
