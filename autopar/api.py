@@ -87,6 +87,7 @@ def parallelize(
     mesh: Mesh | DeviceMesh | None = None,
     mode: Mode = "auto",
     memory: float | str | None = None,
+    reserve: float | str | None = None,
     strict: bool = False,
     microbatches: int | Literal["auto"] = "auto",
     pipeline: str | int | None = "auto",
@@ -139,8 +140,11 @@ def parallelize(
         mode: "auto" searches for the least predicted time, takes the simplest plan within 1% of
             it, and keeps annotations; "propagate"
             spreads annotations without a search; "data" cuts the batch and nothing else.
-        memory: The bytes of each device that a plan may use, at most what the device has. Example:
-            `"40GB"`.
+        memory: The bytes of each device that a plan may use, at most what the device has. None:
+            what it has but for the reserve. Example: `"40GB"`.
+        reserve: The bytes of each device that are left for what is no tensor: the driver, buffers
+            of groups of ranks, gaps of the allocator. None: that of the kind of device, 5 of 80 GB
+            on a GPU and nothing on a CPU. Example: `"8GB"`.
         strict: Refuse operators that have no rule. They otherwise run whole on every rank.
         microbatches: Into how many equal parts a step cuts the batch, to run one after another.
             "auto" chooses; it keeps the batch whole where batch norm would compute another loss.

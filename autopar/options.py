@@ -138,7 +138,12 @@ OPTION_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "memory": OptionKind(
         "a number of bytes from 1000 on, or with its unit",
         lambda given: given is None or LEAST_MEMORY <= read_bytes(given) <= FURTHEST,
-        '"40GB", "512MiB", 40e9, or None for what the devices have',
+        '"40GB", "512MiB", 40e9, or None for what the devices have but for a reserve',
+    ),
+    "reserve": OptionKind(
+        "a number of bytes, or with its unit",
+        lambda given: given is None or 0 <= read_bytes(given) <= FURTHEST,
+        '"4GB", 0 for none, or None for that of the kind of device',
     ),
     "strict": FLAG,
     "microbatches": OptionKind(
@@ -192,6 +197,7 @@ class PlanOptions:
     mesh: Mesh | DeviceMesh | None = None
     mode: Mode = "auto"
     memory: float | str | None = None
+    reserve: float | str | None = None
     strict: bool = False
     microbatches: int | Literal["auto"] = "auto"
     pipeline: str | int | None = "auto"
@@ -242,6 +248,14 @@ def read_request(options: PlanOptions) -> Request:
         cluster = Cluster.local(_devices_here() if mesh is None else mesh.size, measure=False)
     if mesh is not None:
         cluster.require_room(mesh)
+    if options.reserve is not None:
+        if options.memory is not None:
+            raise InvalidInput(
+                "a reserve is what is left of a device's memory, of which a plan uses the rest",
+                got=f"reserve={options.reserve!r} beside memory={options.memory!r}",
+                remedy="one of the two",
+            )
+        cluster = cluster.with_reserve(read_bytes(options.reserve))
     limit = read_limit(options.memory, cluster)
     is_limited = options.mode == "auto" or options.memory is not None
     request = Request(cluster, options.mode, limit, is_limited, microbatches=count)
@@ -300,19 +314,19 @@ def _refuse_options(
 
 def read_limit(memory: float | str | None, cluster: Cluster) -> float:
     """Return the bytes of each device that a plan keeps to; refuse more than the smallest has."""
-    has = cluster.device.memory
+    has, usable = cluster.device.memory, cluster.device.usable_memory
     if memory is None:
-        return has
+        return usable
     if (limit := read_bytes(memory)) > has:
         raise InvalidInput(
             "memory is at most what each device has",
             got=f"memory={memory!r} on {cluster.device.name}, which has {bytes_text(has)}",
-            remedy="less, or None for all that they have",
+            remedy="less, or None for what they have but for a reserve",
         )
     # The limit holds for larger devices too. Less by a hair, it differs from the default, which
     # lets each device use all that it has.
-    is_for_all = any(node.device.memory > has for node in cluster.nodes)
-    return math.nextafter(limit, 0.0) if limit == has and is_for_all else limit
+    is_for_all = any(node.device.usable_memory > usable for node in cluster.nodes)
+    return math.nextafter(limit, 0.0) if limit == usable and is_for_all else limit
 
 
 def _devices_here() -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -30,7 +29,6 @@ from autopar.options import (
     StatesLike,
     read_request,
 )
-from autopar.passes.batch_cutter import InseparableBatch
 from autopar.planner.offers import Choice, has_world
 from autopar.plans.plan import Plan
 from autopar.plans.verdict import cut_short, tell, tell_of_uncut, tell_of_whole_states, warn
@@ -47,6 +45,7 @@ def plan(
     mesh: Mesh | DeviceMesh | None = None,
     mode: Mode = "auto",
     memory: float | str | None = None,
+    reserve: float | str | None = None,
     strict: bool = False,
     microbatches: int | Literal["auto"] = "auto",
     pipeline: str | int | None = "auto",
@@ -76,8 +75,11 @@ def plan(
         mode: "auto" searches for the least predicted time, takes the simplest plan within 1% of
             it, and keeps annotations; "propagate"
             spreads annotations without a search; "data" cuts the batch and nothing else.
-        memory: The bytes of each device that a plan may use, at most what the device has. Example:
-            `"40GB"`.
+        memory: The bytes of each device that a plan may use, at most what the device has. None:
+            what it has but for the reserve. Example: `"40GB"`.
+        reserve: The bytes of each device that are left for what is no tensor: the driver, buffers
+            of groups of ranks, gaps of the allocator. None: that of the kind of device, 5 of 80 GB
+            on a GPU and nothing on a CPU. Example: `"8GB"`.
         strict: Refuse operators that have no rule. They otherwise run whole on every rank.
         microbatches: Into how many equal parts a step cuts the batch, to run one after another.
             "auto" chooses; it keeps the batch whole where batch norm would compute another loss.
@@ -138,17 +140,11 @@ def make_plans(
             require_loss(captured, profile)
         admitted = replace(admit(captured, request, options), patience=patience)
         uses_every_device = options.cluster is None or has_world()
-        choose = partial(Choice, model, captured, uses_every_device=uses_every_device)
-        choice = choose(request=admitted, report=report)
-        try:
-            ways = choice.best(profile or 1)
-        except InseparableBatch as error:
-            if admitted.microbatches is not None:
-                raise
-            choice = choose(request=replace(admitted, microbatches=1), report=report)
-            ways = choice.best(profile or 1)
-            warn(f"the step has one micro-batch, and each stage waits for others: {error.got}")
+        choice = Choice(model, captured, admitted, report, uses_every_device=uses_every_device)
+        ways = choice.best(profile or 1)
     best, _ = ways[0]
+    if best.pipelining is not None and (error := choice.inseparable) is not None:
+        warn(f"the step has one micro-batch, and each stage waits for others: {error.got}")
     tell(captured, best)
     if request.mode == "data":
         tell_of_uncut(best)

@@ -84,6 +84,7 @@ def verify(
     mesh: Mesh | DeviceMesh | None = None,
     mode: Mode = "auto",
     memory: float | str | None = None,
+    reserve: float | str | None = None,
     strict: bool = False,
     microbatches: int | Literal["auto"] = "auto",
     pipeline: str | int | None = "auto",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -47,10 +46,10 @@ CASES = [
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_pinned_plans_are_not_predicted_faster(name: str, way: str) -> None:
     case = WAYS[way](MODELS[name]())
-    by_hand = ap.plan(case.model, case.args, case.kwargs, mode="propagate", mesh=MESH)
     for where, cluster in CLUSTERS.items():
-        seconds = replace(by_hand, cluster=cluster).cost.seconds
-        assert automatic(name, where).objective <= seconds * (1 + 1e-9)
+        options = {"mode": "propagate", "mesh": MESH, "cluster": cluster}
+        by_hand = ap.plan(case.model, case.args, case.kwargs, **options)
+        assert automatic(name, where).objective <= by_hand.cost.seconds * (1 + 1e-9)
 
 
 @cache
@@ -64,7 +63,9 @@ def automatic(name: str, where: str) -> SearchReport:
     options = {"mode": "auto", "mesh": MESH, "cluster": CLUSTERS[where]}
     plan = ap.plan(case.model, case.args, case.kwargs, **options)
     assert plan.search is not None
-    assert plan.search.added_up == pytest.approx(plan.cost.seconds, rel=1e-6)
+    # States that were cut afterwards are not those that the search added up.
+    said = plan.search.added_up if plan.states.is_whole else plan.search.objective
+    assert said == pytest.approx(plan.cost.seconds, rel=1e-6)
     return plan.search
 
 

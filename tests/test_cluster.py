@@ -276,3 +276,32 @@ def test_a_mesh_of_more_ranks_than_devices_is_refused(mesh: Mesh, mode: str) -> 
     model, inputs = torch.nn.Linear(4, 4), (torch.zeros(64, 4),)
     with pytest.raises(InvalidInput, match="at most as many ranks"):
         ap.plan(model, inputs, mesh=mesh, mode=mode, cluster=Cluster.preset("dgx-h100"))
+
+
+def test_a_plan_leaves_the_reserve_of_its_devices_unless_it_is_told_otherwise() -> None:
+    model, x = torch.nn.Linear(4, 4), torch.randn(4, 4)
+    cluster = Cluster.preset("dgx-a100")
+    device = cluster.device
+    assert device.usable_memory == device.memory - device.reserve < device.memory
+
+    def limit(**options: object) -> float | None:
+        made = ap.plan(model, (x,), mesh=Mesh(dp=2), cluster=cluster, **options)
+        again = ap.plan(model, (x,), mesh=Mesh(dp=2), cluster=made.cluster)
+        assert again.limit == made.cluster.device.usable_memory
+        return made.limit
+
+    assert limit() == device.usable_memory
+    assert limit(reserve="8GB") == device.memory - 8e9
+    assert limit(reserve=0) == limit(memory=device.memory) == device.memory
+    assert Cluster.local(2, measure=False).device.reserve == 0
+    with pytest.raises(InvalidInput, match="leaves some of a device's memory"):
+        limit(reserve=device.memory)
+    with pytest.raises(InvalidInput, match="of which a plan uses the rest"):
+        limit(reserve="8GB", memory="40GB")
+
+
+def test_unlike_devices_have_the_least_and_the_most_that_any_leaves() -> None:
+    large, small = (preset(name)[0].device for name in ("dgx-h100", "dgx-v100"))
+    large = replace(large, reserve=70e9)
+    assert Device.weakest([large, small]).usable_memory == large.usable_memory
+    assert Device.strongest([large, small]).usable_memory == small.usable_memory

@@ -59,8 +59,8 @@ class Request:
     @cached_property
     def roomiest(self) -> float:
         """The bytes that a plan keeps to of the device that has most."""
-        most = self.cluster.strongest(range(self.cluster.devices)).memory
-        is_own = self.memory == self.cluster.device.memory
+        most = self.cluster.strongest(range(self.cluster.devices)).usable_memory
+        is_own = self.memory == self.cluster.device.usable_memory
         return most if is_own else self.memory
 
     @property

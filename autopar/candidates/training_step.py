@@ -150,7 +150,7 @@ class TrainingStep:
     def room(self, limit: float | None) -> float:
         """Return the bytes of its fullest device under a limit. None: all that devices have."""
         prices = self.program.machine_prices
-        limit = prices.cluster.device.memory if limit is None else limit
+        limit = prices.cluster.device.usable_memory if limit is None else limit
         peaks = [memory.peak for memory in self.memories]
         return limit + prices.spare(limit)[peaks.index(max(peaks))]
 

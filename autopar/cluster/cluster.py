@@ -200,10 +200,17 @@ class Cluster:
 
     def spare(self, limit: float, places: Sequence[Ranks]) -> list[float]:
         """Return the bytes that the devices of each place have above `limit`. Return zeros where
-        the user set a limit below the device's memory."""
-        if limit != self.device.memory:
+        the user set a limit that differs from what a plan counts on."""
+        if limit != self.device.usable_memory:
             return [0.0] * len(places)
-        return [self.weakest(ranks).memory - limit for ranks in places]
+        return [self.weakest(ranks).usable_memory - limit for ranks in places]
+
+    def with_reserve(self, bytes_: float) -> Cluster:
+        """Return these machines with so many bytes of each device left for what is no tensor."""
+        nodes = tuple(
+            replace(node, device=replace(node.device, reserve=bytes_)) for node in self.nodes
+        )
+        return replace(self, nodes=nodes)
 
     def fullest_host(self, needed: NDArray[np.float64]) -> HostLoad:
         """Return the load of the host with the least room; `needed`: bytes by rank.

@@ -6,7 +6,8 @@ name = "two kinds"
 flops = { bf16 = 100e12, f32 = 10e12 }
 memory = 16e9
 bandwidth = 0.7e12                  # overhead, efficiency, bandwidth_efficiency, half_flops,
-                                    # half_bytes, near_bytes, far_seconds, overlap
+                                    # half_bytes, near_bytes, far_seconds, overlap,
+                                    # reserve
 host = { memory = 64e9, copy_bandwidth = 25e9 }   # of each device; the rest as wished
 
 [[nodes]]                           # one or more of these

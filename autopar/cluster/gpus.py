@@ -34,6 +34,7 @@ from autopar.cluster.presets import (
     P100,
     V100,
     data_sheet,
+    gpu_reserve,
     preset,
     rates,
 )
@@ -57,7 +58,7 @@ _KNOWN_GPUS: tuple[tuple[str, Device], ...] = (
     ("H100", H100),
     ("A100 PCIe 40GB", replace(A100, name="A100 PCIe 40 GB", memory=40e9, bandwidth=1.555e12)),
     ("A100 PCIe", replace(A100, name="A100 PCIe 80 GB", bandwidth=1.935e12)),
-    ("A100 40GB", replace(A100, name="A100 40 GB", memory=40e9, bandwidth=1.555e12)),
+    ("A100 40GB", data_sheet("A100 40 GB", rates(19.5, 19.5, 312), 40, 1555, 1, efficiency=0.76)),
     ("A100", A100),
     ("V100 PCIe", data_sheet("V100 PCIe", rates(7, 14, 112, 0), 32, 900, 5, 2, HOST_OF_PCIE_3)),
     ("V100", V100),
@@ -88,6 +89,7 @@ def local_gpus(devices: int) -> tuple[tuple[Node, ...], Link]:
             device,
             flops={dtype: rate / crowd for dtype, rate in device.flops.items()},
             memory=device.memory / crowd,
+            reserve=gpu_reserve(device.memory / crowd),
             bandwidth=device.bandwidth / crowd,
         )
         link = replace(link, bandwidth=link.bandwidth / crowd)
@@ -105,7 +107,8 @@ def local_gpu(index: int) -> tuple[Device, Link]:
     properties = torch.cuda.get_device_properties(index)
     name = properties.name
     device = known_gpu(name) or measure_gpu(torch.device("cuda", index), name)
-    return replace(device, memory=float(properties.total_memory)), gpu_links(name)[0]
+    memory = float(properties.total_memory)
+    return replace(device, memory=memory, reserve=gpu_reserve(memory)), gpu_links(name)[0]
 
 
 def gpu_links(name: str) -> tuple[Link, Link]:

@@ -15,6 +15,7 @@ from autopar.base.schema import Count, NotNegative, Part, Positive
 from autopar.cluster.collective_counts import PASSES
 from autopar.errors import InvalidInput
 from autopar.tensor_type import DTYPE_NAMES
+from autopar.text.units import bytes_text
 
 COST = {"worst": max}  # of what is worse the more there is of it
 # Of a device whose rates were measured: they are what it reaches.
@@ -86,8 +87,17 @@ class Device:
     # turns. 1/1.19 is the mean over A100, H100, MI210 and MI250 (arXiv 2507.03114).
     overlap: Part = 0.84
     host: Host = Host()
+    # Bytes of its memory that no plan counts on unless it is told to: what the driver, groups of
+    # ranks and an allocator take besides tensors.
+    reserve: NotNegative = 0.0
 
     def __post_init__(self) -> None:
+        if self.reserve >= self.memory:
+            raise InvalidInput(
+                "a reserve leaves some of a device's memory for tensors",
+                got=f"{bytes_text(self.reserve)} of {self.name}'s {bytes_text(self.memory)}",
+                remedy="a smaller reserve, or 0 for none",
+            )
         if "f32" not in self.flops:
             raise InvalidInput(
                 "a device has a rate for f32, which stands for all that have none",
@@ -98,7 +108,8 @@ class Device:
     @classmethod
     def weakest(cls, kinds: Sequence[Device]) -> Device:
         """Return a device as weak in each respect as the weakest of several."""
-        worst = _extremes(cls, kinds, besides=("name", "flops", "host"))
+        worst = _extremes(cls, kinds, besides=("name", "flops", "host", "reserve"))
+        worst["reserve"] = worst["memory"] - min(kind.usable_memory for kind in kinds)
         flops = {
             dtype: min(kind.peak(dtype) for kind in kinds) / worst["efficiency"]
             for dtype in _dtypes(kinds)
@@ -110,8 +121,9 @@ class Device:
     @classmethod
     def strongest(cls, kinds: Sequence[Device]) -> Device:
         """Return a device as strong in each respect as the strongest of several: none is faster."""
-        left_out = ("name", "flops", "host", "half_flops")
+        left_out = ("name", "flops", "host", "half_flops", "reserve")
         best = _extremes(cls, kinds, is_best=True, besides=left_out)
+        best["reserve"] = best["memory"] - max(kind.usable_memory for kind in kinds)
         peaks = {dtype: max(kind.peak(dtype) for kind in kinds) for dtype in _dtypes(kinds)}
         # What it takes a product to get going is the same time in every dtype.
         start = min(kind.half("f32") / kind.peak("f32") for kind in kinds)
@@ -121,6 +133,11 @@ class Device:
         best["host"] = Host.strongest([kind.host for kind in kinds])
         flops = {dtype: peak / best["efficiency"] for dtype, peak in peaks.items()}
         return cls(" | ".join(kind.name for kind in kinds), flops, **best)
+
+    @property
+    def usable_memory(self) -> float:
+        """Return the bytes that a plan counts on."""
+        return self.memory - self.reserve
 
     @property
     def throughput(self) -> float:

@@ -18,6 +18,14 @@ HOST_OF_PCIE_3 = Host(memory=64e9, copy_bandwidth=12e9, bandwidth=15e9, flops=0.
 HOST_OF_PCIE_4 = Host(memory=250e9, copy_bandwidth=25e9, bandwidth=40e9, flops=0.6e12)
 HOST_OF_PCIE_5 = Host(memory=250e9, copy_bandwidth=50e9, bandwidth=60e9, flops=1e12)
 
+# What a process takes of its GPU besides tensors. A group of ranks takes buffers of NCCL: 544 MB of
+# an A100 for a group of two and 688 MB for a larger one (NCCL's issue 964), less if all channels
+# are not used.
+CONTEXT_BYTES = 0.5e9
+GROUP_BYTES = 0.5e9
+GROUPS = 4  # of a rank: the world, and one for each axis of a mesh of three
+FRAGMENTATION = 0.03  # of the memory: between blocks of torch's allocator
+
 
 def data_sheet(
     name: str,
@@ -36,7 +44,14 @@ def data_sheet(
         "half_flops": half_flops * 1e9,
         "half_bytes": half_bytes * 1e6,
     }
-    return Device(name, flops, memory * 1e9, bandwidth * 1e9, **efficiencies, host=host)
+    size = memory * 1e9
+    reserve = gpu_reserve(size)
+    return Device(name, flops, size, bandwidth * 1e9, **efficiencies, host=host, reserve=reserve)
+
+
+def gpu_reserve(memory: float) -> float:
+    """Return the bytes of a GPU that are left for what is no tensor."""
+    return CONTEXT_BYTES + GROUPS * GROUP_BYTES + FRAGMENTATION * memory
 
 
 def rates(f64: float, f32: float, f16: float, bf16: float | None = None) -> dict[str, float]:

@@ -26,6 +26,7 @@ def make_plan(spec: str, arguments: argparse.Namespace) -> Plan:
         **read_decisions(arguments),
         "cluster": read_cluster(arguments.cluster, arguments.nodes),
         "memory": arguments.memory,
+        "reserve": arguments.reserve,
         "seconds": arguments.seconds,
     }
     model, args, kwargs = load_call(spec)

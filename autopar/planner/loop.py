@@ -34,7 +34,7 @@ from autopar.planner.hosting import may_go
 from autopar.planner.question import Found, OutOfTime, Question, Refused, TooLarge
 from autopar.planner.record import AnswerCosts, Record, handicap
 from autopar.planner.refusals import refusal
-from autopar.planner.rules import MINIMUM, RULES, TEMPLATE, Asked, FollowUp, minimum_memory
+from autopar.planner.rules import HOST, MINIMUM, RULES, TEMPLATE, Asked, FollowUp, minimum_memory
 from autopar.planner.schedule_lists import listed
 from autopar.planner.templates import Templates
 from autopar.recompute import Recompute
@@ -118,6 +118,8 @@ class Planner:
             rule, cutoff = self._queue.pop(question), self.record.cutoff(question)
             if (bound := self._bound(question)) >= cutoff:
                 self.record.ruled_out[question] = bound
+                if bound == math.inf and self.record.needs_host:
+                    self._add(HOST.follow(Asked(question, TooLarge(bound), rule), self), HOST)
                 continue
             self._show("plan", str(question))
             is_late = self.record.has_some and self._costs.of(question) > self._patience.left()

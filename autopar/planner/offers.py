@@ -23,7 +23,9 @@ from autopar.candidates.search_step import SearchStep
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster, Device
 from autopar.errors import Interrupted, InvalidInput
+from autopar.passes.batch_cutter import InseparableBatch
 from autopar.planner.loop import Planner
+from autopar.planner.question import Refused
 from autopar.text.progress import Report
 
 
@@ -92,6 +94,13 @@ class Choice:
         steps = (one.step for planner in self.planners for one in planner.record.asked)
         return tuple(steps)
 
+    @property
+    def inseparable(self) -> InseparableBatch | None:
+        """Return why the batch cannot be cut into micro-batches, if that was asked for."""
+        answers = (one.answer for planner in self.planners for one in planner.record.asked)
+        errors = (answer.error for answer in answers if isinstance(answer, Refused))
+        return next((error for error in errors if isinstance(error, InseparableBatch)), None)
+
     def best(self, wanted: int = 1) -> list[tuple[Candidate, Planner]]:
         """Return the best ways to run a step that differ, at most so many, and who found them."""
         ways: list[tuple[Candidate, Planner]] = []
@@ -131,6 +140,6 @@ class Choice:
     def _on(self, cluster: Cluster) -> Request:
         """Return the same request on these machines, whose memory is theirs."""
         asked = self.request
-        is_own = asked.limit == asked.cluster.device.memory
-        limit = cluster.device.memory if is_own else asked.limit
+        is_own = asked.limit == asked.cluster.device.usable_memory
+        limit = cluster.device.usable_memory if is_own else asked.limit
         return replace(asked, cluster=cluster, limit=limit)

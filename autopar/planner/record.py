@@ -56,6 +56,11 @@ class Record:
         return bool(self.found) or self.to_beat < math.inf
 
     @property
+    def needs_host(self) -> bool:
+        """Return whether nothing that was found fits without a host."""
+        return all(_is_hosted(_candidate(one)) for one in self.found)
+
+    @property
     def was_refused(self) -> bool:
         """Return whether some way cannot be taken, whatever is fastest."""
         return any(isinstance(one.answer, TooLarge | Refused) for one in self.asked)

@@ -60,12 +60,14 @@ def _nothing_fits(
 
 def _no_size(asked: Sequence[Asked], request: Request) -> InvalidInput:
     """Return the one reason why there is no number of stages and micro-batches, as it was first
-    met, or each reason with the first size that it holds for. A batch that cannot be cut at all is
-    the one reason."""
+    met, or each reason with the first size that it holds for. What refuses the whole batch is no
+    matter of micro-batches; else a batch that cannot be cut at all is the one reason."""
     errors = [(one.question, one.answer.error) for one in asked if isinstance(one.answer, Refused)]
-    for _, error in errors:
+    whole = [pair for pair in errors if pair[0].microbatches == 1]
+    for _, error in errors if not whole else ():
         if isinstance(error, InseparableBatch):
             return error
+    errors = whole or errors
     if len({error.rule for _, error in errors}) == 1:
         return errors[0][1]
     by_rule: dict[str, list[tuple[Question, InvalidInput]]] = defaultdict(list)

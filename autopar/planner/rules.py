@@ -134,7 +134,8 @@ def _own_layouts(asked: Asked, search: Progress) -> Iterator[Question]:
 def _shared_layouts(asked: Asked, search: Progress) -> Iterator[Question]:
     question = asked.question
     is_cut = question.states.keeps_mesh and question.states.is_cut
-    if search.request.states is not None and is_cut and question.memory == math.inf:
+    is_free = search.request.mode == "auto" and question.memory == math.inf
+    if search.request.states is not None and is_cut and is_free:
         yield replace(question, has_own_layouts=False)
 
 
@@ -300,6 +301,7 @@ def _is_near(asked: Asked, search: Progress, share: float) -> bool:
 
 
 TEMPLATE = FollowUp("template", "experts write it down", lambda asked, search: iter(()))
+HOST = FollowUp("host", "the host has memory, too", _on_host)
 MINIMUM = FollowUp("minimum memory", "where nothing fits, the error names the least", _minimum)
 RULES: Sequence[FollowUp] = (
     FollowUp("other schedules", "the order of work changes waiting and memory", _other_schedules),
@@ -316,7 +318,7 @@ RULES: Sequence[FollowUp] = (
     FollowUp("hidden gathers", "forward hides gathers of cut states", _hidden_gathers, 0.03),
     FollowUp("buffers", "larger buffers spare latency", _buffers, 0.03),
     FollowUp("pieces", "ranks that keep the same keep a piece each", _pieces),
-    FollowUp("host", "the host has memory, too", _on_host),
+    HOST,
     MINIMUM,
     FollowUp("whole program", "a short program stands for equal blocks only", _whole_program),
 )

@@ -50,7 +50,7 @@ def _request_on(plan: PlanValue, inner: Mesh) -> Request | None:
     return Request(
         plan.cluster,
         "auto",
-        plan.cluster.device.memory,
+        plan.cluster.device.usable_memory,
         False,
         axis=None if pipelining is None else pipelining.axis,
         mesh=mesh,

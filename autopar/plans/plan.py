@@ -240,7 +240,7 @@ class SavedPlan(SavedValue):
             candidate = candidate.cut_as(pipelining)
         # A way that is given by name may take more than a device has; the host is never exceeded.
         is_limited = self.limit is not None and (
-            self.mode == "auto" or self.limit != self.cluster.device.memory
+            self.mode == "auto" or self.limit != self.cluster.device.usable_memory
         )
         require_room(candidate, self.limit if is_limited and self.limit else math.inf)
         names = {name: placeholder for placeholder, name in captured.parameters.items()}

@@ -32,7 +32,7 @@ def report(
             beside the predicted ones: `pm.record(steps)` once they are made, or a list of what
             `pm.on_step` was called with.
     """
-    limit = plan.cluster.device.memory if plan.limit is None else plan.limit
+    limit = plan.cluster.device.usable_memory if plan.limit is None else plan.limit
     name = title or f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
     context = PageContext(plan.mode, limit, plan.alternatives, plan.left_out, plan.trials)
     measured = None if run is None else read_run(run, plan.seconds)

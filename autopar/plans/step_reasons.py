@@ -225,7 +225,7 @@ class WayExplanation:
 
 def explain_way(plan: PlanValue, name: str) -> WayExplanation:
     """The explanation of one of the `DECISIONS`."""
-    limit = plan.cluster.device.memory if plan.limit is None else plan.limit
+    limit = plan.cluster.device.usable_memory if plan.limit is None else plan.limit
     value_of, way = VALUE_OF[name], plan.alternative(limit)
     weighed = plan.alternatives
     if name == "mesh" and (other_mesh := next_mesh(plan, limit)) is not None:

@@ -84,7 +84,7 @@ def what_if(
     cluster, limit = _cluster(plan.cluster, changes, search=search), _limit(plan)
     if changes.memory is not None:
         cluster = _with_memory(cluster, changes.memory, limit)
-        limit = cluster.device.memory
+        limit = cluster.device.usable_memory
     now, whole = sizes_of(plan.original), plan.original
     wanted = Sizes(
         _size("batch", batch, now.batch, "a batch, the first dim of some input", whole),
@@ -201,7 +201,7 @@ def _of_sizes(planned: Captured, now: Sizes, wanted: Sizes) -> Captured:
 
 
 def _limit(plan: PlanValue) -> float:
-    return plan.cluster.device.memory if plan.limit is None else plan.limit
+    return plan.cluster.device.usable_memory if plan.limit is None else plan.limit
 
 
 def _cluster(now: Cluster, changes: Changes, *, search: bool) -> Cluster:
@@ -241,15 +241,16 @@ def _cluster(now: Cluster, changes: Changes, *, search: bool) -> Cluster:
 def _with_memory(cluster: Cluster, memory: Change, limit: float) -> Cluster:
     """Return a cluster whose devices have other memory.
 
-    A factor multiplies what a device has, or the `limit` that the plan was to keep to.
+    A factor multiplies what plans count on, or the `limit` that the plan was to keep to.
     """
-    is_own = limit == cluster.device.memory
+    is_own = limit == cluster.device.usable_memory
     nodes = tuple(
         replace(
             node,
             device=replace(
                 node.device,
-                memory=_changed("memory", memory, node.device.memory if is_own else limit),
+                memory=_changed("memory", memory, node.device.usable_memory if is_own else limit),
+                reserve=0.0,
             ),
         )
         for node in cluster.nodes

@@ -73,7 +73,7 @@ def test_bad_words(mode, options, message):
         ({"pipeline": 3, "microbatches": 6, "cluster": SIX}, "micro-batches"),
         ({"pipeline": 4, "microbatches": 4, "cluster": SIX}, "share the devices"),
         ({"pipeline": 8, "cluster": SIX}, "share the devices"),
-        ({"pipeline": "x"}, "a name for its axis"),
+        ({"pipeline": "tp"}, "a name for its axis"),
         ({"pipeline": 0}, "a name for its axis"),
     ],
 )
