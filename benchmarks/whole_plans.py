@@ -84,7 +84,7 @@ def measure_plan(name: str, layers: int = 0) -> dict[str, Any]:
         "gap": None if made.search is None else made.search.gap,
         "ended_early": made.search is not None and made.search.interrupted,
         "mesh": str(made.whole_mesh),
-        "schedule": best.said("recompute", "states"),
+        "schedule": best.description("recompute", "states"),
         "states": str(made.states),
         "recompute": summary(made.decisions.recompute),
         "memory": made.memory.peak,

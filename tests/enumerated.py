@@ -113,7 +113,7 @@ def shared_searches() -> Iterator[None]:
     def once(self: Layouts, asked: LayoutRequest) -> Any:
         request = self.request
         regions = tuple(sorted(asked.recompute.items()))
-        about = asked.memory, asked.is_all, asked.states, regions, asked.batch_axis, asked.line
+        about = asked.memory, asked.is_unstaged, asked.states, regions, asked.batch_axis, asked.line
         key = id(asked.captured), request.cluster, tuple(asked.offered), asked.cutoff, *about
         if key not in found:
             held.append(asked.captured)

@@ -15,7 +15,7 @@ from autopar.planner.bounds import Bounds, most_held
 from autopar.planner.loop import Planner
 from autopar.planner.question import MIXED, Found, Question
 from autopar.planner.record import Record
-from autopar.planner.rules import Asked
+from autopar.planner.rules import SearchEntry
 from autopar.recompute import FULL
 from tests import large_models
 from tests.models import gpt
@@ -42,7 +42,7 @@ def test_no_way_takes_less_than_its_bound(share: float, least: int, monkeypatch)
     checked = []
     learn = Planner._learn
 
-    def learned(self: Planner, asked: Asked) -> None:
+    def learned(self: Planner, asked: SearchEntry) -> None:
         if isinstance(asked.answer, Found):
             bound = self._bound(asked.question)
             assert bound <= asked.answer.seconds * (1 + 1e-6), str(asked)

@@ -112,7 +112,7 @@ def test_what_cannot_be_lengthened_is_chosen_anew_though_the_time_is_over(monkey
     def refuse(self: Whole, found: object) -> object:
         raise NotAlike
 
-    monkeypatch.setattr(Whole, "same", refuse)
+    monkeypatch.setattr(Whole, "confirmed", refuse)
     with torch.device("meta"):
         case = gpt2_xl(batch=4, sequence=16, layers=24)
     made = plan(case, seconds=AT_ONCE, cluster=ap.Cluster.preset("dgx-h100"))

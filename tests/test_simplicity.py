@@ -9,7 +9,7 @@ import pytest
 from autopar.mesh import Mesh
 from autopar.planner.question import Found, Question
 from autopar.planner.record import HOSTED, SIMPLER, Record
-from autopar.planner.rules import TEMPLATE, Asked
+from autopar.planner.rules import TEMPLATE, SearchEntry
 from autopar.states import BUFFER_BYTES, WHOLE, States
 from autopar.states import HOSTED as ON_HOST
 
@@ -31,7 +31,7 @@ def record_of(*ways: tuple[Question, float]) -> Record:
             is_hosted=asked.is_hosted,
             decisions=SimpleNamespace(keeps_on_host=False),
         )
-        record.add(Asked(asked, Found(candidate), TEMPLATE))
+        record.add(SearchEntry(asked, Found(candidate), TEMPLATE))
     return record
 
 

@@ -21,7 +21,7 @@ from autopar.text.units import counted
 
 @dataclass(frozen=True)
 class Alternative:
-    """One way to run a step that was weighed."""
+    """One way to run a step that was weighed, with its predicted figures."""
 
     mesh: Mesh
     microbatches: Count
@@ -37,8 +37,8 @@ class Alternative:
     states: States = WHOLE
     axis: str = ""  # of the pipeline
 
-    def said(self, *but: str) -> str:
-        """How it runs on its mesh, but for some of its fields."""
+    def description(self, *omitted: str) -> str:
+        """Return in words how a step runs on the mesh, without the `omitted` fields."""
         schedule = schedule_words(self.schedule, dict(self.options)) if self.schedule else ""
         words = {
             "recompute": f"recomputed ({self.recompute})" if self.recompute else "",
@@ -46,12 +46,12 @@ class Alternative:
             "schedule": schedule,
             "microbatches": counted(self.microbatches, "micro-batch"),
         }
-        return ", ".join(word for name, word in words.items() if word and name not in but)
+        return ", ".join(word for name, word in words.items() if word and name not in omitted)
 
     @property
     def how(self) -> str:
-        """Without its figures."""
-        return f"{self.mesh}: {self.said()}"
+        """Return the mesh and the description, without figures."""
+        return f"{self.mesh}: {self.description()}"
 
     def __str__(self) -> str:
         fits = "" if self.fits else ", does not fit"
@@ -60,4 +60,4 @@ class Alternative:
 
 def best_first(ways: Iterable[Alternative]) -> tuple[Alternative, ...]:
     """Return ways that fit first; of those that take as long, the one that was weighed first."""
-    return tuple(sorted(ways, key=lambda one: (not one.fits, float(f"{one.seconds:.9g}"))))
+    return tuple(sorted(ways, key=lambda way: (not way.fits, float(f"{way.seconds:.9g}"))))

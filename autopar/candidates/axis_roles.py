@@ -57,11 +57,11 @@ def renamed(decisions: Decisions, names: Mapping[str, str]) -> Decisions:
     return replace(
         decisions,
         mesh=decisions.mesh.renamed(names),
-        placeholders={key: one.renamed(names) for key, one in decisions.placeholders.items()},
-        strategies={key: one.renamed(names) for key, one in decisions.strategies.items()},
-        fixed={key: one.renamed(names) for key, one in decisions.fixed.items()},
+        placeholders={key: layout.renamed(names) for key, layout in decisions.placeholders.items()},
+        strategies={key: strategy.renamed(names) for key, strategy in decisions.strategies.items()},
+        fixed={key: layout.renamed(names) for key, layout in decisions.fixed.items()},
         ways={key: tuple(at.renamed(names) for at in way) for key, way in decisions.ways.items()},
-        apart={key: one.renamed(names) for key, one in decisions.apart.items()},
+        apart={key: places.renamed(names) for key, places in decisions.apart.items()},
     )
 
 

@@ -1,4 +1,4 @@
-"""Beside: another program on the parameters of one that is there, which stay in their places.
+"""Beside: another program on the parameters of a planned one, which stay in their places.
 
     spread_beside(source, mode, captured)      layouts spread from where parameters and inputs lie
     search_beside(source, captured)            the fastest layouts on the same mesh
@@ -49,23 +49,24 @@ _PLAN = "the plan"  # where a layout was said
 def spread_beside(
     source: Candidate, mode: Mode, captured: Captured, batches: Microbatches | None = None
 ) -> Candidate:
-    """Inputs of the same names lie as those of `source`, where they are large enough."""
-    mesh, kept = source.mesh, _kept(source, captured)
+    """Return layouts spread from parameters, and from inputs that `source` has, where these are
+    large enough."""
+    mesh, layouts = source.mesh, _source_layouts(source, captured)
     placed = source.decisions.placeholders
-    given = {
+    carried_inputs = {
         name: fitting(placed[name], info(node).val.shape, mesh)
         for name, node in _inputs(captured).items()
         if name in placed and placed[name].ndim == info(node).val.ndim
     }
-    inputs = given | {key: kept[name] for key, name in captured.buffers.items()}
-    said = replace(
+    inputs = carried_inputs | {key: layouts[name] for key, name in captured.buffers.items()}
+    constraints = replace(
         Constraints() if mode == "data" else constraints_beside(source, captured),
-        parameters=_constraints({name: kept[name] for name in captured.parameters.values()}),
+        parameters=_constraints({name: layouts[name] for name in captured.parameters.values()}),
         inputs=_constraints(inputs),
     )
-    left = [axis for axis in mesh if mesh[axis] > 1 and axis not in said.axes]
+    free_axes = [axis for axis in mesh if mesh[axis] > 1 and axis not in constraints.axes]
     decisions = propagate(
-        captured, mesh, said, batch=(batch_size(captured) or 1) >= mesh.degree(left)
+        captured, mesh, constraints, batch=(batch_size(captured) or 1) >= mesh.degree(free_axes)
     )
     return _placed(source, captured, batches, decisions)
 
@@ -78,20 +79,21 @@ def search_beside(
     inputs: Mapping[str, Layout] | None = None,
     report: Report | None = None,
 ) -> Candidate:
-    """The fastest layouts; within `limit` bytes of each device, if some are. `inputs`: where these
-    lie, if that is not free. `report` is told of the search."""
-    said = constraints_beside(source, captured)
-    parts = 1 if batches is None else batches.count
+    """Return the fastest layouts; within `limit` bytes of each device, if some are. `inputs`: where
+    these lie, if that is not free. `report` is called during the search."""
+    constraints = constraints_beside(source, captured)
+    count = 1 if batches is None else batches.count
 
     def run(memory: float) -> Candidate:
-        about = captured, source.machines, lambda mesh: said, memory, parts, source.states
-        search = LayoutSearch(*about)
+        search = LayoutSearch(
+            captured, source.machines, lambda mesh: constraints, memory, count, source.states
+        )
         search.report = report or search.report
-        found = search.run([source.mesh])
-        decisions = found.decisions
+        result = search.run([source.mesh])
+        decisions = result.decisions
         placed = {**decisions.placeholders, **(inputs or {})}
         decisions = replace(decisions, placeholders=placed)
-        return _placed(source, captured, batches, decisions).changed(found.report)
+        return _placed(source, captured, batches, decisions).changed(result.report)
 
     best = run(math.inf)
     if limit is not None and best.memory.peak > limit:
@@ -99,7 +101,7 @@ def search_beside(
             leaner = run(limit)
         except NothingFits:
             return best
-        return min(best, leaner, key=lambda one: one.memory.peak)
+        return min(best, leaner, key=lambda candidate: candidate.memory.peak)
     return best
 
 
@@ -110,33 +112,34 @@ def carry_beside(
     batches: Microbatches | None = None,
     inputs: Mapping[str, Layout] | None = None,
 ) -> Candidate:
-    """The layouts that `like` has, a program beside `source` or this itself, at inputs of other
-    sizes. `inputs`: where these lie, if that is not free."""
-    kept = _kept(source, captured)
-    own = captured.parameters | captured.buffers
-    placed = {**{key: kept[name] for key, name in own.items()}, **(inputs or {})}
+    """Return the layouts of `like`, a program beside `source` or `source` itself, at inputs of
+    other sizes. `inputs`: where these lie, if that is not free."""
+    layouts = _source_layouts(source, captured)
+    names = captured.parameters | captured.buffers
+    placed = {**{key: layouts[name] for key, name in names.items()}, **(inputs or {})}
     fixed = constraints_beside(source, captured).fixed
     decisions = carried(like.decisions, like.captured, captured, placed, fixed)
     return _placed(source, captured, batches, decisions)
 
 
 def constraints_beside(source: Candidate, captured: Captured) -> Constraints:
-    """What annotations ask for, as in `source` where dims are large enough for it, and where
-    parameters are."""
-    kept = _kept(source, captured)
-    parameters = {name: kept[name] for name in captured.parameters.values()}
+    """Return what annotations ask for, as in `source` where dims are large enough, with parameters
+    in their places."""
+    layouts = _source_layouts(source, captured)
+    parameters = {name: layouts[name] for name in captured.parameters.values()}
     marked = read_constraints(captured, source.mesh, {}, _marked_as(source, captured))
     recompute = _recomputed(source, captured)
     return replace(marked, parameters=_constraints(parameters), recompute=recompute)
 
 
 def _marked_as(source: Candidate, captured: Captured) -> dict[str, Layout]:
-    """The layouts that the markers of a program have in `source`. A cut gives way where a dim has
-    fewer elements than pieces; a number of slices is that of the same axes, which cut unevenly."""
-    there: dict[object, list[str]] = defaultdict(list)
+    """Return the layouts that the markers of a program have in `source`. A cut gives way where a
+    dim has fewer elements than pieces; a number of slices is that of the same axes, which cut
+    unevenly."""
+    markers: dict[object, list[str]] = defaultdict(list)
     for node, annotation in markers_of(source.captured):
-        there[info(node).module, replace(annotation, call=0)].append(node.name)
-    names = {key: iter(found) for key, found in there.items()}
+        markers[info(node).module, replace(annotation, call=0)].append(node.name)
+    names = {key: iter(group) for key, group in markers.items()}
     known: dict[str, Layout] = {}
     for node, annotation in markers_of(captured):
         name = next(names.get((info(node).module, replace(annotation, call=0)), iter(())), "")
@@ -149,64 +152,66 @@ def _marked_as(source: Candidate, captured: Captured) -> dict[str, Layout]:
 def _placed(
     source: Candidate, captured: Captured, batches: Microbatches | None, decisions: Decisions
 ) -> Candidate:
-    """With every place of parameters and buffers that of `source`."""
-    kept, own = _kept(source, captured), source.captured.parameters
-    there = {own[key]: at for key, at in source.decisions.apart.items()}
+    """Return the candidate with parameters and buffers in their places of `source`."""
+    layouts, source_names = _source_layouts(source, captured), source.captured.parameters
+    source_places = {source_names[key]: at for key, at in source.decisions.apart.items()}
     names = captured.parameters
-    apart = {key: there[name] for key, name in names.items() if name in there}
-    buffers = {key: kept[name] for key, name in captured.buffers.items()}
+    apart = {key: source_places[name] for key, name in names.items() if name in source_places}
+    buffers = {key: layouts[name] for key, name in captured.buffers.items()}
     placeholders = {**decisions.placeholders, **buffers}
     recompute = _recomputed(source, captured)
     decisions = replace(decisions, placeholders=placeholders, apart=apart, recompute=recompute)
     program = LaidOutProgram.of(
         captured, source.cluster, decisions, states=source.states, line=source.line
     )
-    made = Candidate(TrainingStep(program, batches))
-    if found := _unsummed(made):
-        gathered = {key: _gathered(apart[key]) for key in found}
+    candidate = Candidate(TrainingStep(program, batches))
+    if unsummed := _unsummed(candidate):
+        gathered = {key: _gathered(apart[key]) for key in unsummed}
         decisions = replace(decisions, apart={**apart, **gathered})
-        made = made.with_program(decisions=decisions)
-    return made
+        candidate = candidate.with_program(decisions=decisions)
+    return candidate
 
 
-def _unsummed(made: Candidate) -> list[str]:
-    """The parameters that are optimized in pieces over axes over which no gradient is summed: the
-    batch is too small for these axes, or others cut it."""
-    results: Any = made.rewritten.output_node().args[0]
-    learned = reached(results[: len(results) - len(made.captured.mutations)])
-    copied = copied_parameters(made.rewritten.find_nodes(op="placeholder"), made.mesh)
+def _unsummed(candidate: Candidate) -> list[str]:
+    """Return the parameters that are optimized in pieces over axes over which no gradient is
+    summed: the batch is too small for these axes, or others cut it."""
+    results: Any = candidate.rewritten.output_node().args[0]
+    learned = reached(results[: len(results) - len(candidate.captured.mutations)])
+    copied = copied_parameters(candidate.rewritten.find_nodes(op="placeholder"), candidate.mesh)
     return [
         node.name
-        for node, one in copied.items()
+        for node, copy in copied.items()
         if node in learned
         and not (
-            {*one.places.optimizer.axes} <= {*one.leaf.axes, *one.pending}
-            and one.leaf.cuts_into(one.places.optimizer)
+            {*copy.places.optimizer.axes} <= {*copy.leaf.axes, *copy.pending}
+            and copy.leaf.cuts_into(copy.places.optimizer)
         )
     ]
 
 
 def _gathered(places: ParameterPlacement) -> ParameterPlacement:
-    """Gathered in the program itself, which knows which of its gathers sum in backward."""
+    """Return places where a parameter is gathered in the program itself, which knows which of its
+    gathers sum in backward."""
     return replace(places, storage=places.optimizer, gradient=places.optimizer)
 
 
-def _kept(source: Candidate, captured: Captured) -> Mapping[str, Layout]:
-    """Where readers find the parameters and buffers of `captured`; whole what `source` lacks."""
+def _source_layouts(source: Candidate, captured: Captured) -> Mapping[str, Layout]:
+    """Return the layouts in which readers find parameters and buffers of `captured`: those of
+    `source`, and whole ones of what it lacks."""
     names = source.captured.parameters | source.captured.buffers
-    there = {name: source.decisions.placeholders[key] for key, name in names.items()}
-    own = captured.parameters | captured.buffers
-    nodes = [node for node in captured.graph.find_nodes(op="placeholder") if node.name in own]
-    whole = {own[node.name]: Layout.replicated(info(node).val.ndim) for node in nodes}
-    return {**whole, **there}
+    placed = {name: source.decisions.placeholders[key] for key, name in names.items()}
+    wanted = captured.parameters | captured.buffers
+    nodes = [node for node in captured.graph.find_nodes(op="placeholder") if node.name in wanted]
+    whole = {wanted[node.name]: Layout.replicated(info(node).val.ndim) for node in nodes}
+    return {**whole, **placed}
 
 
 def _recomputed(source: Candidate, captured: Captured) -> dict[str, Recompute]:
-    """What runs again in backward: the regions of `source` that are there, and checkpoints."""
+    """Return the regions that run again in backward: checkpoints, and those that `source` has."""
     decided = source.decisions.recompute
-    own = dict.fromkeys(checkpoints(captured), FULL)
-    there = found(captured, (*own, *decided))
-    return {name: decided.get(name) or own[name] for name in there}
+    wrapped = dict.fromkeys(checkpoints(captured), FULL)
+    regions = found(captured, (*wrapped, *decided))
+    return {name: decided.get(name) or wrapped[name] for name in regions}
 
 
 def _constraints(layouts: Mapping[str, Layout]) -> dict[str, LayoutConstraint]:

@@ -156,13 +156,13 @@ class Candidate:
             return self
         return replace(self, step=TrainingStep(program, self.batches, self.pipelining))
 
-    def cut_as(self, given: Pipelining) -> Self:
-        """Return this program in the stages of a pipeline, with what they take here."""
-        starts = [stage.starts for stage in given.stages]
-        hardware = self.stage_hardware(given.schedule.placement, math.inf)
+    def cut_as(self, like: Pipelining) -> Self:
+        """Return this program in the stages of `like`, with what they take here."""
+        starts = [stage.starts for stage in like.stages]
+        hardware = self.stage_hardware(like.schedule.placement, math.inf)
         costs = self.stage_costs()
         stages = tuple(price_stages(costs, starts, hardware))
-        pipelining = replace(given, stages=stages, shared=costs.shared_sums(stages))
+        pipelining = replace(like, stages=stages, shared=costs.shared_sums(stages))
         return self.changed(self.search, pipelining, stage_costs=costs)
 
     def alternative(self, limit: float) -> Alternative:

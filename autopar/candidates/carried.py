@@ -1,6 +1,6 @@
 """Carried: the decisions about a program, for the same model with inputs of other sizes.
 
-    made = carried(decisions, planned, captured, placed, fixed)
+    carried_decisions = carried(decisions, planned, captured, placed, fixed)
 
 An operator is found again by what it is and where it stands: at some sizes torch leaves one out (a
 slice of everything), or takes others (for a batch of one). It keeps its strategy, but for cuts into
@@ -35,24 +35,25 @@ def carried(
     placed: Mapping[str, Layout],
     fixed: Mapping[str, Layout],
 ) -> Decisions:
-    """Those about `captured`, from those about what was `planned`. `placed`: where parameters,
-    buffers and inputs lie, if not as there; `fixed`: the layouts of its markers."""
-    carrying = _Carrying(decisions, planned, captured, placed, fixed)
-    carrying.carry()
+    """Return the decisions about `captured` that repeat those about `planned`. `placed`: layouts of
+    parameters, buffers and inputs that are other ones; `fixed`: the layouts of its markers."""
+    result = _CarriedDecisions(decisions, planned, captured, placed, fixed)
+    result.carry()
     missing = (node for node in captured.operators if captured.rules[node.name] is None)
     return replace(
         decisions,
-        placeholders=carrying.placeholders,
-        strategies=carrying.strategies,
+        placeholders=result.placeholders,
+        strategies=result.strategies,
         fixed=dict(fixed),
         fallbacks=tuple(map(Fallback.of, missing)),
-        ways=dict(carrying.ways()),
+        ways=dict(result.ways()),
         apart={},
     )
 
 
 def fitting(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Layout:
-    """Without the cuts of dims that have fewer elements than pieces, or uneven parts."""
+    """Return a layout without the cuts of dims that have fewer elements than pieces, or uneven
+    parts."""
 
     def fits(dim: tuple[str, ...], size: int) -> bool:
         parts, pieces = parts_of(dim), mesh.degree(axes_of(dim))
@@ -61,8 +62,8 @@ def fitting(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Layout:
     return Layout(*(dim if fits(dim, size) else () for dim, size in zip(layout.dims, shape)))
 
 
-class _Carrying:
-    """The decisions as they are made, in the order of the program."""
+class _CarriedDecisions:
+    """Carries decisions over to a program, one node after another."""
 
     def __init__(
         self,
@@ -76,10 +77,10 @@ class _Carrying:
         self.fixed, self.before = fixed, counterparts(planned, captured)
         self.placeholders: dict[str, Layout] = {}
         self.strategies: dict[str, Strategy] = {}
-        self._given: dict[fx.Node, Layout] = {}  # of every value
+        self._layouts: dict[fx.Node, Layout] = {}  # of every value
         for node in captured.graph.find_nodes(op="placeholder"):
             layout = placed.get(node.name) or self._as_before(node)
-            self.placeholders[node.name] = self._given[node] = layout
+            self.placeholders[node.name] = self._layouts[node] = layout
 
     def _as_before(self, node: fx.Node) -> Layout:
         shape, layout = tuple(info(node).val.shape), self.decisions.placeholders.get(node.name)
@@ -91,50 +92,54 @@ class _Carrying:
         outputs: dict[fx.Node, tuple[Layout, ...]] = {}
         for node in self.captured.graph.nodes:
             if is_result(node):
-                found = outputs.get(maker(node))
+                layouts = outputs.get(maker(node))
                 ndim = info(node).val.ndim
-                self._given[node] = found[result_index(node)] if found else Layout.replicated(ndim)
+                self._layouts[node] = (
+                    layouts[result_index(node)] if layouts else Layout.replicated(ndim)
+                )
             elif node.name not in self.captured.classes:
                 continue
             elif (rule := self.captured.rules[node.name]) is None:
-                self._given[node] = self.fixed.get(node.name) or _whole(node)
+                self._layouts[node] = self.fixed.get(node.name) or _whole(node)
             else:
                 strategy = self.strategies[node.name] = self._strategy(node, rule)
                 outputs[node] = rule.signature(strategy).outputs
-                self._given[node] = self.fixed.get(node.name) or outputs[node][0]
+                self._layouts[node] = self.fixed.get(node.name) or outputs[node][0]
 
     def _strategy(self, node: fx.Node, rule: Rule) -> Strategy:
         if node.name in self.fixed:
             dims = zip(rule.outputs[0], self.fixed[node.name].dims)
             return Strategy.of(**{dim[0]: axes for dim, axes in dims if axes})
-        given = [self._given[value] for value in tensor_inputs(node)]
+        inputs = [self._layouts[value] for value in tensor_inputs(node)]
         before = self.decisions.strategies.get(self.before.get(node.name, ""))
         if before is None:
-            return self._nearest(node, rule, given)
+            return self._nearest(node, rule, inputs)
         cuts = (
             (factor, axes)
             for factor, axes in before.cuts
             if factor in rule.choices and rule.fits(factor, self.mesh.degree(axes))
         )
-        passes = (pair for pair in before.passes if _goes_through(rule, pair, given))
+        passes = (pair for pair in before.passes if _goes_through(rule, pair, inputs))
         return Strategy(tuple(cuts), tuple(passes))
 
-    def _nearest(self, node: fx.Node, rule: Rule, given: list[Layout]) -> Strategy:
-        """That which reads the most of its inputs where they lie."""
+    def _nearest(self, node: fx.Node, rule: Rule, inputs: list[Layout]) -> Strategy:
+        """Return the strategy that reads the most of its inputs where they lie."""
         sizes = [info(value).val.numel() for value in tensor_inputs(node)]
 
         def read(strategy: Strategy) -> int:
-            wanted = rule.signature(strategy).inputs
-            pairs = list(zip(sizes, given, wanted))
-            whole = sum(size for size, one, other in pairs if one == other)
-            return whole + sum(size for size, one, other in pairs if one.dims == other.dims)
+            targets = rule.signature(strategy).inputs
+            pairs = list(zip(sizes, inputs, targets))
+            whole = sum(size for size, layout, target in pairs if layout == target)
+            return whole + sum(size for size, layout, target in pairs if layout.dims == target.dims)
 
-        found = rule.strategies(self.mesh, ordered=False)
-        may = (s for s in found if all(_goes_through(rule, pair, given) for pair in s.passes))
-        return max((s for s in may if not (s.passes and rule.is_heavy)), key=read)
+        strategies = rule.strategies(self.mesh, ordered=False)
+        possible = (
+            s for s in strategies if all(_goes_through(rule, pair, inputs) for pair in s.passes)
+        )
+        return max((s for s in possible if not (s.passes and rule.is_heavy)), key=read)
 
     def ways(self) -> Iterator[tuple[Way, tuple[Placement, ...]]]:
-        """Those of values that are what they were, where the dims are large enough."""
+        """Yield the ways of values that are what they were, where the dims are large enough."""
         after = {old: new for new, old in self.before.items()}
         nodes = {node.name: node for node in self.captured.graph.nodes}
         for (value, reader, position), way in self.decisions.ways.items():
@@ -155,26 +160,26 @@ class _Carrying:
 
 
 def counterparts(planned: Captured, captured: Captured) -> dict[str, str]:
-    """Of operators, the names that they had in what was planned."""
+    """Return by operator the name that it had in the planned program."""
     known: dict[object, list[str]] = defaultdict(list)
     for node in planned.operators:
         known[_key(node)].append(node.name)
     places = {key: iter(names) for key, names in known.items()}
-    found = (
+    pairs = (
         (node.name, next(places.get(_key(node), iter(())), None)) for node in captured.operators
     )
-    return {name: old for name, old in found if old is not None}
+    return {name: old for name, old in pairs if old is not None}
 
 
 def _key(node: fx.Node) -> object:
     return node.target, info(node).module, info(node).source
 
 
-def _goes_through(rule: Rule, pair: tuple[str, int], given: list[Layout]) -> bool:
-    """Whether the inputs of a pass are partial sums over its axis."""
+def _goes_through(rule: Rule, pair: tuple[str, int], inputs: list[Layout]) -> bool:
+    """Return whether the inputs of a pass are partial sums over its axis."""
     axis, index = pair
     members = rule.passes[index] if index < len(rule.passes) else ()
-    return bool(members) and all(axis in given[member].partial for member in members)
+    return bool(members) and all(axis in inputs[member].partial for member in members)
 
 
 def _whole(node: fx.Node) -> Layout:

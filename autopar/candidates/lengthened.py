@@ -24,36 +24,36 @@ T = TypeVar("T")
 
 
 def lengthened(
-    found: Candidate,
+    candidate: Candidate,
     short: Shortened,
     program: Captured,
     batches: Microbatches | None,
     decided: Mapping[str, Recompute],
     names: Mapping[str, str] | None = None,
 ) -> Candidate:
-    """The same layouts, states and stages of the whole `program`, in as many micro-batches; what is
-    `decided` of its regions; `names`: other names of axes."""
-    decisions = renamed(longer(found.decisions, short, program, decided), names or {})
+    """Return a way to run the whole `program` with the same layouts, states and stages, in as many
+    micro-batches. `decided`: how its regions are recomputed; `names`: other names of axes."""
+    decisions = renamed(longer(candidate.decisions, short, program, decided), names or {})
     laid_out = LaidOutProgram.of(
-        program, found.cluster, decisions, states=found.states, line=found.line
+        program, candidate.cluster, decisions, states=candidate.states, line=candidate.line
     )
-    made = Candidate(TrainingStep(laid_out, batches), found.search)
-    if (cut := found.pipelining) is None:
-        return made
-    costs, places = made.stage_costs(), found.stage_line.places
+    longer_candidate = Candidate(TrainingStep(laid_out, batches), candidate.search)
+    if (cut := candidate.pipelining) is None:
+        return longer_candidate
+    costs, places = longer_candidate.stage_costs(), candidate.stage_line.places
     starts = [costs.node(places[stage.starts]).name for stage in cut.stages]
-    hardware = made.stage_hardware(cut.schedule.placement, float("inf"))
+    hardware = longer_candidate.stage_hardware(cut.schedule.placement, float("inf"))
     stages = tuple(price_stages(costs, starts, hardware))
     shared = costs.shared_sums(stages)
     pipelining = replace(cut, mesh=cut.mesh.renamed(names or {}), stages=stages, shared=shared)
-    return made.changed(found.search, pipelining, stage_costs=costs)
+    return longer_candidate.changed(candidate.search, pipelining, stage_costs=costs)
 
 
 def longer(
     known: Decisions, short: Shortened, program: Captured, decided: Mapping[str, Recompute]
 ) -> Decisions:
-    """What is decided of the layouts and states of a short program, of one of those that have more
-    of its blocks; with what is `decided` of the regions of that."""
+    """Return the decisions about a `program` with more of the same blocks, from those `known` about
+    the short one. `decided`: how regions of `program` are recomputed."""
     nodes = {node.name: node for node in short.captured.graph.nodes}
     readers = {reader for _, reader, _ in known.ways}
     replicated = {fallback.node for fallback in known.fallbacks}
@@ -87,13 +87,13 @@ def longer(
 
 
 def recomputed(known: Mapping[str, T], short: Shortened, regions: Collection[str]) -> dict[str, T]:
-    """What is decided of the regions of the short program, of those of the whole one."""
+    """Return the decisions about `regions` of the whole program, from those of the short one."""
     if not known:
         return {}
     nodes = {node.name: node for node in short.captured.operators}
     twins: dict[str, str] = {}
     for node in short.whole.operators:
         twin = nodes[short.twins.get(node.name, node.name)]
-        if (own := label_of(node, regions)) and own not in twins:
-            twins[own] = label_of(twin, known) or ""
+        if (region := label_of(node, regions)) and region not in twins:
+            twins[region] = label_of(twin, known) or ""
     return {name: known[twin] for name, twin in twins.items() if twin}

@@ -60,13 +60,13 @@ class Offer:
     on_host: float = 0.0  # bytes that are kept there
 
     def is_like(self, other: Offer) -> bool:
-        own, others = asdict(self).values(), asdict(other).values()
-        return all(math.isclose(a, b, rel_tol=EQUAL) for a, b in zip(own, others))
+        figures, other_figures = asdict(self).values(), asdict(other).values()
+        return all(math.isclose(a, b, rel_tol=EQUAL) for a, b in zip(figures, other_figures))
 
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbours that are alike."""
+    """Neighbouring regions that are alike."""
 
     count: int
     offers: Mapping[Recompute, Offer]
@@ -77,8 +77,8 @@ class Group:
 
     @property
     def order(self) -> list[Recompute]:
-        """The kinds in an order of members that is never worse than any other: what remakes most
-        runs first, and goes backward when least is kept.
+        """Return the kinds in an order of members that is never worse than any other: what remakes
+        most runs first, and goes backward when least is kept.
 
         Let a member stand right behind one that remakes less. What is kept up to both is the same
         sum if they change places, and all that either then needs is below what the one behind
@@ -91,25 +91,25 @@ class Group:
 class Mix:
     """A kind for every region of a program, or of the one that it stands for, in order."""
 
-    members: Sequence[str]  # as `members_of` tells them
+    members: Sequence[str]  # from `members_of`
     kinds: Sequence[Recompute]
     seconds: float  # that a micro-batch takes more
 
     @property
     def runs(self) -> list[tuple[int, Recompute]]:
-        """How many in which way, one after another."""
+        """Return how many regions in a row are treated in which way, in order."""
         return [(len(list(run)), kind) for kind, run in groupby(self.kinds)]
 
     @cached_property
     def own(self) -> dict[str, Recompute] | None:
-        """What is decided of the regions of the program itself; None: it cannot say it, as one that
-        stands for others stands for some that are not treated alike."""
+        """Return the decisions about regions of the program itself. None: one of them stands for
+        several that are not treated alike."""
         decided = dict(zip(self.members, self.kinds))
         is_said = all(decided[name] == kind for name, kind in zip(self.members, self.kinds))
         return _not_plain(decided) if is_said else None
 
     def of(self, names: Sequence[str]) -> dict[str, Recompute]:
-        """What is decided of the regions of the whole program, which are all these in order."""
+        """Return the decisions about the regions of the whole program, all `names` in order."""
         return _not_plain(dict(zip(names, self.kinds, strict=True)))
 
 
@@ -126,55 +126,58 @@ class MixedProblem:
     rest: float
 
     def solve(self, memory: float, host: float) -> Mix | None:
-        """The fastest that keeps within `memory`, and within what the `host` has for these; None:
-        none does."""
+        """Return the fastest mix that keeps within `memory`, and within what the `host` has for it.
+        None: none does."""
         if host < 0:
             return None
         model = new_model()
         longest = sum(g.count * max(o.seconds for o in g.offers.values()) for g in self.groups)
         scale = _RANGE / (longest or 1.0)
-        takes: list[IntVar] = []
-        kept: list[int] = []
-        costs, on_host = list[int](), list[int]()
+        counts: list[IntVar] = []
+        kept_bytes: list[int] = []
+        scaled_seconds, host_bytes = list[int](), list[int]()
         for number, group in enumerate(self.groups):
             offers = [group.offers[kind] for kind in group.order]
-            own = [model.new_int_var(0, group.count, f"{number} {kind}") for kind in group.order]
-            model.add(sum(own) == group.count)
-            room, bytes_ = int(memory - group.before), [round(one.kept) for one in offers]
+            group_counts = [
+                model.new_int_var(0, group.count, f"{number} {kind}") for kind in group.order
+            ]
+            model.add(sum(group_counts) == group.count)
+            room, offer_bytes = int(memory - group.before), [round(offer.kept) for offer in offers]
             if group.count == 1:
-                bits, sizes = own, [round(one.kept) + round(one.remade) for one in offers]
-                model.add(weighted_sum([*takes, *bits], [*kept, *sizes]) <= room)
+                bits = group_counts
+                sizes = [round(offer.kept) + round(offer.remade) for offer in offers]
+                model.add(weighted_sum([*counts, *bits], [*kept_bytes, *sizes]) <= room)
             else:
                 # The last of each kind is the one that needs most. If there is none, what is said
                 # of it is said of the kind before it, which remakes no less.
                 step = round(group.step)
                 for at, offer in enumerate(offers, 1):
-                    sizes = [size + step for size in bytes_[:at]]
+                    sizes = [size + step for size in offer_bytes[:at]]
                     is_any = model.new_bool_var(f"{number} {at}")  # of this kind or one before
-                    model.add(sum(own[:at]) <= group.count * is_any)
-                    bits, sizes = [*own[:at], is_any], [*sizes, round(offer.remade)]
-                    model.add(weighted_sum([*takes, *bits], [*kept, *sizes]) <= room + step)
-            takes += own
-            kept += bytes_
-            costs += [round(one.seconds * scale) for one in offers]
-            on_host += [round(one.on_host) for one in offers]
-        model.add(weighted_sum(takes, kept) <= int(memory - self.rest))
-        if any(on_host):
-            model.add(weighted_sum(takes, on_host) <= int(host))
-        model.minimize(weighted_sum(takes, costs))
+                    model.add(sum(group_counts[:at]) <= group.count * is_any)
+                    bits, sizes = [*group_counts[:at], is_any], [*sizes, round(offer.remade)]
+                    model.add(weighted_sum([*counts, *bits], [*kept_bytes, *sizes]) <= room + step)
+            counts += group_counts
+            kept_bytes += offer_bytes
+            scaled_seconds += [round(offer.seconds * scale) for offer in offers]
+            host_bytes += [round(offer.on_host) for offer in offers]
+        model.add(weighted_sum(counts, kept_bytes) <= int(memory - self.rest))
+        if any(host_bytes):
+            model.add(weighted_sum(counts, host_bytes) <= int(host))
+        model.minimize(weighted_sum(counts, scaled_seconds))
         solver = new_solver(_EFFORT)
         if outcome(solver, model) not in ("OPTIMAL", "FEASIBLE"):
             return None
         kinds = [kind for group in self.groups for kind in group.order]
-        counts = [solver.value(count) for count in takes]
+        solved = [solver.value(count) for count in counts]
         offers = [group.offers[kind] for group in self.groups for kind in group.order]
-        seconds = sum(count * offer.seconds for count, offer in zip(counts, offers))
-        chosen = [kind for kind, count in zip(kinds, counts) for _ in range(count)]
+        seconds = sum(count * offer.seconds for count, offer in zip(solved, offers))
+        chosen = [kind for kind, count in zip(kinds, solved) for _ in range(count)]
         return Mix(self.members, chosen, seconds)
 
 
 def grouped(offers: Sequence[Mapping[Recompute, Offer]], before: Sequence[float]) -> list[Group]:
-    """Regions in order: neighbours that are alike together, as long as each has as many bytes more
+    """Return groups of neighbours that are alike, in order, as long as each has as many bytes more
     before it as the one before, and none has fewer."""
     groups: list[Group] = []
     for offer, size in zip(offers, before):
@@ -189,19 +192,19 @@ def grouped(offers: Sequence[Mapping[Recompute, Offer]], before: Sequence[float]
     return groups
 
 
-def _are_alike(one: Mapping[Recompute, Offer], other: Mapping[Recompute, Offer]) -> bool:
-    return one is other or all(offer.is_like(other[kind]) for kind, offer in one.items())
+def _are_alike(first: Mapping[Recompute, Offer], second: Mapping[Recompute, Offer]) -> bool:
+    return first is second or all(offer.is_like(second[kind]) for kind, offer in first.items())
 
 
 def members_of(captured: Captured, names: Sequence[str]) -> tuple[str, ...] | None:
-    """Of every region of the program that this one stands for, in order, the one of `names` that
-    stands for it. None: one of them is in part in the block that stands for others."""
+    """Return for every region of the whole program, in order, the one of `names` that stands for
+    it. None: one of them is in part in the block that stands for others."""
     if captured.times == 1:
         return tuple(names)
     times: dict[str, set[int]] = {name: set() for name in names}
     for name, nodes in runs(captured.graph, names, lambda node: False):
         times[name] |= {info(node).times for node in nodes}
-    if any(len(found) != 1 for found in times.values()):
+    if any(len(numbers) != 1 for numbers in times.values()):
         return None
     members: list[str] = []
     for (count,), row in groupby(names, key=lambda name: tuple(times[name])):
@@ -215,9 +218,9 @@ def mixed_problem(
     prices: NodePrices,
     repeats: EqualBlocks = NO_EQUAL_BLOCKS,
 ) -> MixedProblem:
-    """That of a program, given with all regions treated in each way; bytes of what is kept alone,
-    so that the states come on top. What each keeps may be cut, or on the host if that is apart from
-    the device. `members` as `members_of` tells them; `repeats`: of the plain graph."""
+    """Return the problem of a program, given with all regions treated in each way. Its bytes are
+    those of what is kept alone: states come on top. What each region keeps may be cut, or on the
+    host if that has other memory. `members`: from `members_of`; `repeats`: of the plain graph."""
     mesh, host, names = prices.mesh, prices.device.host, list(dict.fromkeys(members))
     inside: dict[str, list[fx.Node]] = {name: [] for name in names}
     plain = {node.name: node for node in graphs[PLAIN].nodes if node.op == "call_function"}
@@ -225,35 +228,33 @@ def mixed_problem(
         region = info(node).region if node.op == "call_function" else None
         if region is not None and region.name in inside:
             inside[region.name].append(plain[node.name])
-    course = _Course(list(plain.values()))
-    base = _kept_outside(course, {node for row in inside.values() for node in row}, mesh)
-    before = _before(course, [inside[name] for name in members], base)
+    order = _CallOrder(list(plain.values()))
+    base = _kept_outside(order, {node for row in inside.values() for node in row}, mesh)
+    before = _before(order, [inside[name] for name in members], base)
     nodes = {kind: {node.name: node for node in graph.nodes} for kind, graph in graphs.items()}
-    keys = {_named(key) for key in base}
+    keys = {_name_and_index(key) for key in base}
     known: dict[tuple[tuple[fx.Node, int], ...], dict[Recompute, Offer]] = {}
     offers: dict[str, dict[Recompute, Offer]] = {}
     for name, row in inside.items():
-        alike = tuple(
-            (repeats.twin(node), course.place[node] - course.place[row[0]]) for node in row
-        )
+        alike = tuple((repeats.twin(node), order.place[node] - order.place[row[0]]) for node in row)
         if alike not in known:
             known[alike] = {}
-            for kind, found in nodes.items():
-                own = [found[node.name] for node in row]
+            for kind, by_name in nodes.items():
+                calls = [by_name[node.name] for node in row]
                 for keep in ("device", "cut", *(() if host.is_device else ("host",))):
-                    known[alike][Recompute(kind.kind, keep)] = _offer(own, keys, keep, prices)
+                    known[alike][Recompute(kind.kind, keep)] = _offer(calls, keys, keep, prices)
         offers[name] = known[alike]
-    some = next(iter(known.values()), {})
-    for how in [how for how in some if how.keep != "device"]:
+    first_offers = next(iter(known.values()), {})
+    for how in [how for how in first_offers if how.keep != "device"]:
         if all(offer[how] == offer[Recompute(how.kind)] for offer in known.values()):
             for offer in known.values():
                 del offer[how]
-    rest = sum(size * len(course.copies(key[0])) for key, (_, size) in base.items())
+    rest = sum(size * len(order.copies(key[0])) for key, (_, size) in base.items())
     groups = grouped([offers[name] for name in members], before)
     return MixedProblem(members, groups, rest)
 
 
-class _Course:
+class _CallOrder:
     """The places of the calls of a program, and of those that it stands for."""
 
     def __init__(self, calls: Sequence[fx.Node]) -> None:
@@ -263,8 +264,7 @@ class _Course:
         self.times = info(calls[marked[0]]).times if marked else 1
 
     def copies(self, node: fx.Node) -> range:
-        """By how many calls later than here stand those that a call stands for: itself, if it is
-        one."""
+        """Return how many calls later those stand that a call stands for; 0 is the call itself."""
         at, period = self.place[node], self.end - self.start
         last = (self.times - 1) * period
         if at < self.start:
@@ -273,58 +273,59 @@ class _Course:
 
 
 def _kept_outside(
-    course: _Course, own: set[fx.Node], mesh: Mesh
+    order: _CallOrder, inside: set[fx.Node], mesh: Mesh
 ) -> dict[Storage, tuple[int, float]]:
-    """What is kept by no region: the place of the first that keeps it, and bytes."""
+    """Return the storages that no region keeps: the place of the first call that keeps each, and
+    its bytes."""
     base: dict[Storage, tuple[int, float]] = {}
-    for place, node in enumerate(course.calls):
-        if node not in own:
+    for place, node in enumerate(order.calls):
+        if node not in inside:
             for key, size in saved_on_device(node, mesh).items():
                 base.setdefault(key, (place, size))
     return base
 
 
 def _before(
-    course: _Course, rows: Sequence[Sequence[fx.Node]], base: Mapping[Storage, tuple[int, float]]
+    order: _CallOrder, rows: Sequence[Sequence[fx.Node]], base: Mapping[Storage, tuple[int, float]]
 ) -> list[float]:
-    """The bytes of `base` until each of the regions in order has gone backward."""
-    found = []
+    """Return the bytes of `base` until each of the regions in order has gone backward."""
+    additions = []
     for (maker, _), (place, size) in base.items():
-        made = course.copies(maker)  # and who keeps one of several is as far behind each
-        made = made if len(made) > 1 else course.copies(course.calls[place])[:1]
-        found += [(place + later, size) for later in made]
-    found.sort()
-    sizes = np.cumsum([0.0, *(size for _, size in found)])
+        offsets = order.copies(maker)  # and who keeps one of several is as far behind each
+        offsets = offsets if len(offsets) > 1 else order.copies(order.calls[place])[:1]
+        additions += [(place + later, size) for later in offsets]
+    additions.sort()
+    sizes = np.cumsum([0.0, *(size for _, size in additions)])
     seen: dict[fx.Node, int] = {}
     ends = []
     for row in rows:
         number = seen[row[-1]] = seen.get(row[-1], -1) + 1
-        ends.append(course.place[row[-1]] + course.copies(row[-1])[number])
-    at = np.searchsorted([place for place, _ in found], ends, side="right")
-    return sizes[at].tolist()
+        ends.append(order.place[row[-1]] + order.copies(row[-1])[number])
+    positions = np.searchsorted([place for place, _ in additions], ends, side="right")
+    return sizes[positions].tolist()
 
 
 def _offer(
     region: Sequence[fx.Node], base: set[tuple[str, object]], keep: Keep, prices: NodePrices
 ) -> Offer:
-    """Of a region that is there with all it keeps on the device."""
-    kept, mesh = dict[Storage, float](), prices.mesh
+    """Return the offer of a region, whose calls, as given, keep all of it on the device."""
+    storages, mesh = dict[Storage, float](), prices.mesh
     for node in region:
-        kept |= saved_on_device(node, mesh)
+        storages |= saved_on_device(node, mesh)
     seconds = sum(prices.own(node).again for node in region)
     held = on_host = 0.0
-    back = [0.0]  # bytes that are brought back
-    for key, size in kept.items():
+    returned = [0.0]  # bytes that are brought back
+    for key, size in storages.items():
         axes = offload_axes(key, keep, mesh)
         if axes is None:
-            held += 0.0 if _named(key) in base else size
+            held += 0.0 if _name_and_index(key) in base else size
             continue
         price, piece = prices.away(keep, axes, size), piece_bytes(size, axes, mesh)
         seconds += price.forward + price.backward
         held, on_host = (held, on_host + piece) if keep == "host" else (held + piece, on_host)
-        back.append(size)
-    return Offer(seconds, held, peak_recomputed_bytes(region, mesh) + max(back), on_host)
+        returned.append(size)
+    return Offer(seconds, held, peak_recomputed_bytes(region, mesh) + max(returned), on_host)
 
 
-def _named(key: Storage) -> tuple[str, object]:
+def _name_and_index(key: Storage) -> tuple[str, object]:
     return key[0].name, key[1]

@@ -37,7 +37,7 @@ _LISTED = 3
 
 
 def data_axis(source: Candidate, sequence: int | None) -> tuple[str, str] | None:
-    """The axis that cuts the batch of most values, the outermost of several, or else their
+    """Return the axis that cuts the batch of most values, the outermost of several, or else their
     `sequence`; and which of these. None: no axis does."""
     wanted = {"batch": batch_size(source.captured), "sequence": sequence}
     for dim, (what, size) in enumerate(wanted.items()):
@@ -45,7 +45,7 @@ def data_axis(source: Candidate, sequence: int | None) -> tuple[str, str] | None
         for node in source.captured.operators:
             shape = tuple(getattr(info(node).val, "shape", ()))
             if shape[dim : dim + 1] == (size,) and node.name in source.decisions.strategies:
-                for axis in _given(source.decisions, node).dims[dim]:
+                for axis in _output_layout(source.decisions, node).dims[dim]:
                     weights[axis] += info(node).val.numel()
         cutting = [axis for axis in source.mesh if source.mesh[axis] > 1 and weights[axis]]
         if cutting:
@@ -54,14 +54,14 @@ def data_axis(source: Candidate, sequence: int | None) -> tuple[str, str] | None
 
 
 def idle_axes(source: Candidate) -> list[str]:
-    """The axes along which all ranks do the same: they cut nothing."""
+    """Return the axes along which all ranks do the same: they cut nothing."""
     layouts = {t.layout for n in source.rewritten.nodes if "type" in n.meta for t in info(n).types}
     layouts |= {at.optimizer for at in source.decisions.apart.values()}
     cut = {axis for layout in layouts for axis in (*layout.axes, *layout.partial)}
     return [axis for axis in source.mesh if axis not in cut and source.mesh[axis] > 1]
 
 
-def _given(decisions: Decisions, node: fx.Node) -> Layout:
+def _output_layout(decisions: Decisions, node: fx.Node) -> Layout:
     rule, strategy = rule_of(node), decisions.strategies[node.name]
     assert rule is not None
     return decisions.fixed.get(node.name) or rule.signature(strategy).outputs[0]
@@ -70,95 +70,101 @@ def _given(decisions: Decisions, node: fx.Node) -> Layout:
 def moved(
     source: Candidate, cluster: Cluster, ranks: Mapping[str, int], whole: Captured
 ) -> Candidate:
-    """The same decisions on this cluster, with other numbers of ranks on some axes, about the
-    program of a whole batch."""
-    mesh, planned, batches = _with(source.mesh, ranks), source.captured, source.batches
+    """Return a candidate with the decisions of `source` on another cluster. `ranks`: other sizes of
+    some axes; `whole`: the program of a whole batch."""
+    mesh, planned, batches = _resized(source.mesh, ranks), source.captured, source.batches
     if whole is not (planned if batches is None else batches.whole):
         batches = None if batches is None else cut_batch(whole, batches.count)
         captured = whole if batches is None else batches.captured
     else:
         captured = planned
-    decisions = _on(source.decisions, mesh)
+    decisions = _decisions_on(source.decisions, mesh)
     fixed = decisions.fixed
     if captured is not planned:
-        there = source.with_program(cluster=cluster, decisions=decisions, line=None)
-        fixed = constraints_beside(there, captured).fixed
+        on_cluster = source.with_program(cluster=cluster, decisions=decisions, line=None)
+        fixed = constraints_beside(on_cluster, captured).fixed
     names = counterparts(planned, captured)
-    made = carried(decisions, planned, captured, {}, fixed)
-    if lost := list(_lost(decisions, planned, made, captured, names)):
-        more = f"\nand {len(lost) - _LISTED} more" if len(lost) > _LISTED else ""
+    decisions_here = carried(decisions, planned, captured, {}, fixed)
+    if losses := list(_losses(decisions, planned, decisions_here, captured, names)):
+        more = f"\nand {len(losses) - _LISTED} more" if len(losses) > _LISTED else ""
         raise InvalidInput(
             "decisions are taken over where every dim that they cut has as many elements as pieces",
-            got="\n".join(lost[:_LISTED]) + more,
+            got="\n".join(losses[:_LISTED]) + more,
             remedy="search=True, which decides anew, or another batch=, as batch='2x'",
         )
-    given, line = source.pipelining, None
-    if given is not None:
-        given = replace(given, mesh=_with(given.mesh, ranks))
-        line = PipelineLine.of(given.mesh, given.axis)
+    pipelining, line = source.pipelining, None
+    if pipelining is not None:
+        pipelining = replace(pipelining, mesh=_resized(pipelining.mesh, ranks))
+        line = PipelineLine.of(pipelining.mesh, pipelining.axis)
     whole_states = replace(WHOLE, buffer_bytes=source.states.buffer_bytes)
-    program = LaidOutProgram.of(captured, cluster, made, states=whole_states, line=line)
-    found = Candidate(TrainingStep(program, batches))
-    placed = found.placed(source.states)
+    program = LaidOutProgram.of(captured, cluster, decisions_here, states=whole_states, line=line)
+    candidate = Candidate(TrainingStep(program, batches))
+    placed = candidate.placed(source.states)
     if placed.decisions.apart:  # or else there are no replicas left that they are cut over
-        found = placed
-    if given is None:
-        return found
-    now = {old: new for new, old in names.items()}
-    stages = [replace(one, starts=now.get(one.starts, one.starts)) for one in given.stages]
-    return found.cut_as(replace(given, stages=tuple(stages)))
+        candidate = placed
+    if pipelining is None:
+        return candidate
+    new_names = {old: new for new, old in names.items()}
+    stages = [
+        replace(stage, starts=new_names.get(stage.starts, stage.starts))
+        for stage in pipelining.stages
+    ]
+    return candidate.cut_as(replace(pipelining, stages=tuple(stages)))
 
 
-def _with(mesh: Mesh, ranks: Mapping[str, int]) -> Mesh:
+def _resized(mesh: Mesh, ranks: Mapping[str, int]) -> Mesh:
     return Mesh(**{axis: ranks.get(axis, size) for axis, size in mesh.sizes.items()})
 
 
-def _on(decisions: Decisions, mesh: Mesh) -> Decisions:
-    """The same without the axes that have one rank left there, which cut nothing."""
-    kept = [axis for axis in mesh if mesh[axis] > 1 or decisions.mesh[axis] == 1]
-    if len(kept) == len(mesh.names):
+def _decisions_on(decisions: Decisions, mesh: Mesh) -> Decisions:
+    """Return the decisions on `mesh`, without the axes that are left with one rank."""
+    remaining = [axis for axis in mesh if mesh[axis] > 1 or decisions.mesh[axis] == 1]
+    if len(remaining) == len(mesh.names):
         return replace(decisions, mesh=mesh)
 
     def only(strategy: Strategy) -> Strategy:
-        cuts = {factor: tuple(a for a in axes if a in kept) for factor, axes in strategy.cuts}
-        return Strategy.of({axis: at for axis, at in strategy.passes if axis in kept}, **cuts)
+        cuts = {factor: tuple(a for a in axes if a in remaining) for factor, axes in strategy.cuts}
+        return Strategy.of({axis: at for axis, at in strategy.passes if axis in remaining}, **cuts)
 
     return replace(
         decisions,
         mesh=mesh,
-        placeholders={name: one.over_axes(kept) for name, one in decisions.placeholders.items()},
-        strategies={name: only(one) for name, one in decisions.strategies.items()},
-        fixed={name: one.over_axes(kept) for name, one in decisions.fixed.items()},
+        placeholders={
+            name: layout.over_axes(remaining) for name, layout in decisions.placeholders.items()
+        },
+        strategies={name: only(strategy) for name, strategy in decisions.strategies.items()},
+        fixed={name: layout.over_axes(remaining) for name, layout in decisions.fixed.items()},
         ways={
             key: way
             for key, way in decisions.ways.items()
-            if all({*at.layout.axes, *at.pending} <= {*kept} for at in way)
+            if all({*at.layout.axes, *at.pending} <= {*remaining} for at in way)
         },
     )
 
 
-def _lost(
-    decided: Decisions,
+def _losses(
+    old_decisions: Decisions,
     planned: Captured,
-    made: Decisions,
+    new_decisions: Decisions,
     captured: Captured,
     names: Mapping[str, str],
 ) -> Iterator[str]:
-    """What could not be kept, in words: each operator reads and makes what it did, cut alike."""
+    """Yield in words what cannot be kept: each operator has to read and make what it did before."""
     nodes = {node.name: node for node in captured.graph.nodes}
-    for name, layout in made.placeholders.items():
-        before = decided.placeholders.get(name, layout)
+    for name, layout in new_decisions.placeholders.items():
+        before = old_decisions.placeholders.get(name, layout)
         if before.dims != layout.dims:
             yield f"{name}, which is cut as {before}, has shape {_shape(nodes[name])}"
-    for name, old in names.items():
-        first, now = decided.strategies.get(old), made.strategies.get(name)
-        rule, there = planned.rules[old], captured.rules[name]
-        if first is None or now is None or rule is None or there is None:
+    for name, old_name in names.items():
+        old_strategy = old_decisions.strategies.get(old_name)
+        new_strategy = new_decisions.strategies.get(name)
+        old_rule, new_rule = planned.rules[old_name], captured.rules[name]
+        if old_strategy is None or new_strategy is None or old_rule is None or new_rule is None:
             continue
-        if rule.signature(first) != there.signature(now):
+        if old_rule.signature(old_strategy) != new_rule.signature(new_strategy):
             where = info(nodes[name]).module or "the model"
             what = operator_name(nodes[name].target)
-            yield f"{what} in {where}, which runs as {first}, makes {_shape(nodes[name])}"
+            yield f"{what} in {where}, which runs as {old_strategy}, makes {_shape(nodes[name])}"
 
 
 def _shape(node: fx.Node) -> list[int]:

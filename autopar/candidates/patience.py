@@ -36,13 +36,13 @@ class Patience:
 
     @classmethod
     def begun(cls, seconds: float | None, captured: float = 0.0) -> Patience:
-        """From now on, of which at most half is for what comes last: the program of what was chosen
-        is made of all calls, as capture was. None, or ages: there is no end."""
+        """Return the time from now on. At most half of it is reserved for the last step, which
+        makes the chosen program of all calls, as capture did. None, or ages: there is no end."""
         if seconds is None or seconds >= _AGES:
             return cls()
-        given = float(seconds)
-        last = min(_LAST * captured + _STEP * given, given / 2)
-        return cls(given, time.process_time() + given - last)
+        total = float(seconds)
+        reserved = min(_LAST * captured + _STEP * total, total / 2)
+        return cls(total, time.process_time() + total - reserved)
 
     def shared(self, others: int) -> Patience:
         """Return the part of what is left that the first of several searches has."""
@@ -52,7 +52,7 @@ class Patience:
         return Patience(self.seconds, now + max(0.0, self.until - now) * _FIRST)
 
     def is_over(self) -> bool:
-        """Whether that much has gone by."""
+        """Return whether the time is over."""
         return time.process_time() >= self.until
 
     def left(self) -> float:
@@ -64,19 +64,19 @@ class Patience:
         return time.process_time() >= self.until - self.seconds / 2
 
     def is_late(self) -> bool:
-        """Whether several times as much has: what takes least memory is seldom fast."""
+        """Return whether several times as much is over: what takes least memory is seldom fast."""
         return time.process_time() >= self.until + _LATE * max(self.seconds, SECONDS)
 
 
 FOREVER = Patience()
 
 
-def require_seconds(name: str, given: object) -> None:
+def require_seconds(name: str, value: object) -> None:
     """Refuse what is no amount of time."""
-    is_number = isinstance(given, Real) and not isinstance(given, bool)
-    if given is not None and not (is_number and given > 0):  # type: ignore[operator]
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if value is not None and not (is_number and value > 0):  # type: ignore[operator]
         raise InvalidInput(
             f"{name} is a number above 0, or None for all that the choice takes",
-            got=f"{shorten(f'{name}={given!r}')}, of type {type(given).__name__}",
+            got=f"{shorten(f'{name}={value!r}')}, of type {type(value).__name__}",
             remedy=f"{name}=60",
         )

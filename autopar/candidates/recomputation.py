@@ -28,7 +28,7 @@ STAGED = (PLAIN, Recompute(None, "cut"), SELECTIVE, Recompute("selective", "cut"
 
 @dataclass(frozen=True)
 class AskedRecomputation:
-    """What is asked for of the program's own regions, and of modules by name or pattern."""
+    """The requested recomputation of the program's regions, and of modules by name or pattern."""
 
     blocks: Literal["auto"] | Recompute = "auto"
     modules: Mapping[str, Recompute] = field(default_factory=dict)
@@ -40,112 +40,118 @@ class Regions:
     def __init__(
         self,
         captured: Captured,
-        asked: AskedRecomputation,
+        request: AskedRecomputation,
         marked: Sequence[MarkedRegion] = (),
     ) -> None:
-        """`marked`: what annotations ask for, of modules, with their lines."""
+        """`marked`: modules that annotations name, with what they ask for and their lines."""
         self.fixed: dict[str, Recompute] = dict.fromkeys(checkpoints(captured), FULL)
-        own = blocks(captured)
+        block_names = blocks(captured)
         paths = {info(node).module.partition("@")[0] for node in captured.operators}
         modules = {p for path in paths for p in _prefixes(path)}
         named: dict[str, Recompute] = {}
-        for pattern, kind in asked.modules.items():
+        for pattern, kind in request.modules.items():
             if pattern in self.fixed and kind == FULL:  # as it is
                 continue
-            matched = [name for name in (*sorted(modules), *own) if fnmatchcase(name, pattern)]
+            matched = [
+                name for name in (*sorted(modules), *block_names) if fnmatchcase(name, pattern)
+            ]
             if not matched:
-                raise _unknown(pattern, [*own, *sorted(modules)])
+                raise _unknown(pattern, [*block_names, *sorted(modules)])
             named |= {name: kind for name in matched if not _is_below(name, matched)}
-        _require_agreement(marked, asked, named)
+        _require_agreement(marked, request, named)
         _require_free_of_checkpoints(marked, captured)
-        named |= {one.module: one.how for one in marked}
-        for one in marked:
-            if one.module not in modules:
+        named |= {region.module: region.how for region in marked}
+        for region in marked:
+            if region.module not in modules:
                 rule = "a module that is recomputed runs inside the model that is planned"
                 remedy = "annotate modules inside it, or remove the annotation"
-                raise InvalidInput(rule, got=one.name, remedy=remedy, source=one.source)
+                raise InvalidInput(rule, got=region.name, remedy=remedy, source=region.source)
         outer = {name: kind for name, kind in named.items() if not _is_below(name, named)}
         covered = _covered(captured, self.fixed, outer)
         self.fixed |= {n: how for n, how in outer.items() if not how.is_plain and n not in covered}
-        free = [n for n in own if n not in outer and not _is_below(n, outer)]
-        if asked.blocks == "auto":  # what is said of a part is not chosen with the whole
+        free = [n for n in block_names if n not in outer and not _is_below(n, outer)]
+        if request.blocks == "auto":  # what is said of a part is not chosen with the whole
             free = [n for n in free if not any(_is_below(part, [n]) for part in outer)]
         left = found(captured, (*self.fixed, *free)) if self.fixed else free
         self.free = tuple(name for name in free if name in left)
-        self.kinds = KINDS if asked.blocks == "auto" and self.free else (self._plain(asked),)
+        self.kinds = KINDS if request.blocks == "auto" and self.free else (self._plain(request),)
 
     @property
     def staged(self) -> tuple[Recompute, ...]:
-        """The ways to treat all of them in a pipeline, of which in the last all run again; what
-        keeps pieces comes after what keeps the same whole."""
+        """Return the ways to treat all regions alike in a pipeline, the leanest last. What keeps
+        pieces comes after what keeps the same whole."""
         return STAGED if len(self.kinds) > 1 else self.kinds
 
     def leaner(self, host: Host) -> tuple[Recompute, ...]:
-        """Further ways, which are weighed where none of these fits."""
+        """Return further ways, which are weighed where none of `kinds` fits."""
         if len(self.kinds) == 1:
             return ()
         return tuple(how for how in LEANER if how.keep != "host" or not host.is_device)
 
-    def _plain(self, asked: AskedRecomputation) -> Recompute:
-        return PLAIN if asked.blocks == "auto" else asked.blocks
+    def _plain(self, request: AskedRecomputation) -> Recompute:
+        return PLAIN if request.blocks == "auto" else request.blocks
 
     def all(self, how: Recompute) -> dict[str, Recompute]:
-        """The decisions that treat all alike that are left to choose."""
+        """Return the decisions that treat all regions alike that are left to choose."""
         return self.fixed | ({} if how.is_plain else dict.fromkeys(self.free, how))
 
 
 def _require_agreement(
-    marked: Sequence[MarkedRegion], asked: AskedRecomputation, named: Mapping[str, Recompute]
+    marked: Sequence[MarkedRegion], request: AskedRecomputation, named: Mapping[str, Recompute]
 ) -> None:
     """Refuse annotations that contradict each other, or what is asked for by option."""
     rule = "what is recomputed of a module is said in one way"
-    for one in marked:
-        if isinstance(asked.blocks, Recompute) and not asked.modules and asked.blocks != one.how:
-            raise _refused(rule, one, f"recompute={str(asked.blocks)!r} for the whole program")
+    for region in marked:
+        if (
+            isinstance(request.blocks, Recompute)
+            and not request.modules
+            and request.blocks != region.how
+        ):
+            raise _refused(rule, region, f"recompute={str(request.blocks)!r} for the whole program")
         for name, how in named.items():
-            if how != one.how and _are_nested(name, one.module):
-                raise _refused(rule, one, f"recompute={{{name!r}: {str(how)!r}}}")
+            if how != region.how and _are_nested(name, region.module):
+                raise _refused(rule, region, f"recompute={{{name!r}: {str(how)!r}}}")
         for other in marked:
-            if other.how != one.how and _are_nested(other.module, one.module):
-                raise _refused(rule, one, f"{other.how} for {other.name} at {other.source}")
+            if other.how != region.how and _are_nested(other.module, region.module):
+                raise _refused(rule, region, f"{other.how} for {other.name} at {other.source}")
 
 
 def _require_free_of_checkpoints(marked: Sequence[MarkedRegion], captured: Captured) -> None:
-    for one in marked:
-        for node in captured.operators if one.how != FULL else ():
-            is_inside = f"{info(node).module}.".startswith(f"{one.module}.")
+    for region in marked:
+        for node in captured.operators if region.how != FULL else ():
+            is_inside = f"{info(node).module}.".startswith(f"{region.module}.")
             if is_inside and info(node).checkpoint is not None:
                 rule = "what the model wraps in torch.utils.checkpoint is recomputed in full"
-                raise _refused(rule, one, f"a checkpoint at {info(node).source}")
+                raise _refused(rule, region, f"a checkpoint at {info(node).source}")
 
 
 def _covered(
-    captured: Captured, wrapped: Mapping[str, Recompute], asked: Mapping[str, Recompute]
+    captured: Captured, wrapped: Mapping[str, Recompute], named: Mapping[str, Recompute]
 ) -> list[str]:
-    """The names that are asked for and have nothing outside what the user wrapped: that is
+    """Return the names that are asked for and have nothing outside what the user wrapped: that is
     recomputed in full, and they may ask for nothing else."""
-    left = found(captured, (*wrapped, *asked)) if wrapped else asked
-    covered = [name for name in asked if name not in left]
+    left = found(captured, (*wrapped, *named)) if wrapped else named
+    covered = [name for name in named if name not in left]
     for name in covered:
-        if asked[name] != FULL:
+        if named[name] != FULL:
             raise InvalidInput(
                 "what the model wraps in torch.utils.checkpoint is recomputed in full",
-                got=f"recompute={{{name!r}: {str(asked[name])!r}}}, all of it inside a checkpoint",
+                got=f"recompute={{{name!r}: {str(named[name])!r}}}, all of it inside a checkpoint",
                 remedy='"full" for it, or no checkpoint around it',
             )
     return covered
 
 
-def _are_nested(one: str, other: str) -> bool:
-    return one == other or _is_below(one, [other]) or _is_below(other, [one])
+def _are_nested(module: str, other: str) -> bool:
+    return module == other or _is_below(module, [other]) or _is_below(other, [module])
 
 
-def _refused(rule: str, one: MarkedRegion, beside: str) -> InvalidInput:
+def _refused(rule: str, region: MarkedRegion, conflict: str) -> InvalidInput:
     return InvalidInput(
         rule,
-        got=f"{one.how} for {one.name}\nbeside {beside}",
+        got=f"{region.how} for {region.name}\nbeside {conflict}",
         remedy="remove one of them",
-        source=one.source,
+        source=region.source,
     )
 
 

@@ -24,7 +24,7 @@ MOST_STAGES = 64  # that are tried unasked
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for of how a step runs. None: it is to be chosen."""
+    """A request for a plan: how a step is to run. None: it is to be chosen."""
 
     cluster: Cluster
     mode: Mode
@@ -41,49 +41,48 @@ class Request:
 
     @property
     def memory(self) -> float:
-        """The bytes of each device that a plan keeps to."""
+        """Return the bytes of each device that a plan keeps to."""
         return self.limit if self.is_limited else math.inf
 
     @property
-    def given(self) -> list[str]:
-        """The options that were given, of those that say how a step is cut into stages and
-        micro-batches."""
-        given = {
+    def given_options(self) -> list[str]:
+        """Return which of the options about stages and micro-batches the user has given."""
+        options = {
             "mesh": self.mesh is not None,
             "pipeline": self.mesh is None and self.stages is not None,
             "schedule": self.schedule is not None,
             "microbatches": self.microbatches is not None,
         }
-        return [name for name, is_given in given.items() if is_given]
+        return [name for name, is_given in options.items() if is_given]
 
     @cached_property
     def roomiest(self) -> float:
-        """The bytes that a plan keeps to of the device that has most."""
+        """Return the bytes that a plan keeps to on the device that has most."""
         most = self.cluster.strongest(range(self.cluster.devices)).usable_memory
         is_own = self.memory == self.cluster.device.usable_memory
         return most if is_own else self.memory
 
     @property
     def stage_counts(self) -> Sequence[int]:
-        """The numbers of stages to try."""
+        """Return the numbers of stages to try."""
         devices = self.cluster.devices
         if self.stages:
             return [self.stages]
         return [n for n in range(1, min(devices, MOST_STAGES) + 1) if devices % n == 0]
 
     def meshes(self, stages: int, microbatches: int = 1) -> Sequence[Mesh]:
-        """The meshes to try inside each of so many stages."""
+        """Return the meshes to try inside each of so many stages."""
         if self.mesh is not None:
             return [self.mesh if self.axis is None else self.mesh.without(self.axis)]
         most = MOST_AXES if (stages, microbatches) == (1, 1) else MOST_INNER_AXES
         return meshes(self.cluster.devices // stages, most, self.cluster.devices_per_node)
 
     def inner(self, stages: int) -> int:
-        """The ranks inside each of so many stages."""
+        """Return the number of ranks inside each of so many stages."""
         return self.meshes(stages)[0].size
 
     def line(self, stages: int) -> PipelineLine | None:
-        """The places of a pipeline of so many stages."""
+        """Return the places of a pipeline of so many stages. None: there is no pipeline."""
         if self.axis is None:
             return None
         if self.mesh is not None:
@@ -91,24 +90,24 @@ class Request:
         return PipelineLine(self.axis, stages, self.cluster.devices // stages)
 
     def room(self, stages: int) -> float:
-        """The bytes that a plan keeps to of a device of each stage, together."""
+        """Return the bytes that a plan keeps to on one device of each stage, together."""
         line, memory = self.line(stages), self.memory
         spare = [] if line is None else self.cluster.spare(memory, line.ranks)
         return memory * stages + sum(spare)
 
     def settings(self, stages: int) -> Sequence[States]:
-        """The settings of states to try, the fastest first: a rank alone has nothing to cut."""
+        """Return the settings of states to try, the fastest first. One rank has nothing to cut."""
         if self.states is not None:
             return [self.states]
         return [WHOLE] if self.inner(stages) == 1 else list(NAMED.values())
 
     @property
     def hosted(self) -> Sequence[States]:
-        """The settings to try where memory keeps whole states from the device."""
+        """Return the settings to try where a device has no memory for whole states."""
         return HOSTED if self.states is None else ()
 
     def whole_mesh(self, inner: Mesh, stages: int) -> Mesh:
-        """The mesh of all ranks, where that inside each of so many stages is `inner`."""
+        """Return the mesh of all ranks, where that inside each of so many stages is `inner`."""
         if self.mesh is None:
             return Mesh(**{str(self.axis): stages, **inner.sizes})
         parts = [part for axis in self.mesh for part in inner.split_axes(axis) or (axis,)]

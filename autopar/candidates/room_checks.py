@@ -23,14 +23,14 @@ def no_room_on_host(tried: Sequence[Candidate]) -> InvalidInput:
     )
 
 
-def require_room(given: Candidate, limit: float) -> None:
+def require_room(candidate: Candidate, limit: float) -> None:
     """Refuse a plan that takes more than `limit` bytes of a device, or than its host has."""
-    if given.needed(limit) > limit:
+    if candidate.needed(limit) > limit:
         raise InvalidInput(
             "a plan fits into the memory of every device",
-            got=f"{bytes_text(given.memory.peak, 4)} on {given.whole_mesh}, where a plan keeps to "
-            f"{bytes_text(limit, 4)}",
+            got=f"{bytes_text(candidate.memory.peak, 4)} on {candidate.whole_mesh}, where a plan "
+            f"keeps to {bytes_text(limit, 4)}",
             remedy="make the plan again, for the memory that there is",
         )
-    if given.fullest_host.room < 0:
-        raise no_room_on_host([given])
+    if candidate.fullest_host.room < 0:
+        raise no_room_on_host([candidate])

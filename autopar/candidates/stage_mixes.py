@@ -54,7 +54,8 @@ class MixedWay(StagedWay):
         return self.make(self.decided, self.pipelining)
 
     def needed(self, memory: float) -> float:
-        """Return the bytes that it is expected to need of each device, less what some have more."""
+        """Return the bytes that the way is expected to need of each device, less what some have
+        more."""
         return max(size - more for size, more in zip(self.expected, self.spare))
 
     def _remade(self, stage: int, bounds: tuple[int, int], *, is_split: bool) -> float:
@@ -83,39 +84,41 @@ class StageMixes:
         self._tables = cache(self._tables_of)
         self._surplus: dict[Schedule, _Surplus] = {}
 
-    def fastest(self, made: Schedule, memory: float, cutoff: float = math.inf) -> MixedWay | None:
+    def fastest(
+        self, schedule: Schedule, memory: float, cutoff: float = math.inf
+    ) -> MixedWay | None:
         """Return the fastest way that is expected to fit into memory; None: none does.
 
         Of ways that take `cutoff` seconds or more, what is there for a moment is not looked at.
         """
         program = self._program
-        if program.fastest(made, LEANEST_FIRST[0]).barest > memory:
+        if program.fastest(schedule, LEANEST_FIRST[0]).barest > memory:
             return None
-        if made not in self._surplus:
-            zeros = np.zeros((made.ranks, len(LEANEST_FIRST) - 1))
-            way = self._fastest(made, memory, _Surplus(zeros[:, 0], zeros))
+        if schedule not in self._surplus:
+            zeros = np.zeros((schedule.ranks, len(LEANEST_FIRST) - 1))
+            way = self._fastest(schedule, memory, _Surplus(zeros[:, 0], zeros))
             if way is None or way.seconds >= cutoff:
                 return way
-            self._surplus[made] = self._surplus_of(made)
-        return self._fastest(made, memory, self._surplus[made])
+            self._surplus[schedule] = self._surplus_of(schedule)
+        return self._fastest(schedule, memory, self._surplus[schedule])
 
     def real(self, way: MixedWay, memory: float, cutoff: float = math.inf) -> Candidate | None:
         """Return the real program of a way that fits: of this one or, if it is refused, of another.
 
-        None if all that fit take `cutoff` seconds or more.
+        None: all that fit take `cutoff` seconds or more.
         """
-        made, following = way.pipelining.schedule, way
+        schedule, attempt = way.pipelining.schedule, way
         for _ in range(ATTEMPTS):
-            candidate = following.candidate
-            if not math.isclose(candidate.seconds, following.seconds, rel_tol=_CLOSE):
+            candidate = attempt.candidate
+            if not math.isclose(candidate.seconds, attempt.seconds, rel_tol=_CLOSE):
                 raise NotAlike
             if candidate.fits(memory):
                 return candidate
-            self.note(following)
-            another = self.fastest(made, memory)
-            if another is None or another.seconds >= cutoff:
+            self.note(attempt)
+            next_way = self.fastest(schedule, memory)
+            if next_way is None or next_way.seconds >= cutoff:
                 return None
-            following = another
+            attempt = next_way
         return None
 
     def outline(self, way: MixedWay) -> Candidate:
@@ -134,36 +137,33 @@ class StageMixes:
 
     def note(self, way: MixedWay) -> None:
         """Remember what the real program needs beyond what was expected."""
-        made = way.pipelining.schedule
+        schedule = way.pipelining.schedule
         more = np.maximum(_peaks(way.candidate) - np.array(way.expected), 0)
-        known = self._surplus[made]
-        self._surplus[made] = replace(known, base=known.base + more)
+        known = self._surplus[schedule]
+        self._surplus[schedule] = replace(known, base=known.base + more)
 
-    def _fastest(self, made: Schedule, memory: float, surplus: _Surplus) -> MixedWay | None:
+    def _fastest(self, schedule: Schedule, memory: float, surplus: _Surplus) -> MixedWay | None:
         rooms = memory + np.array(self._program.laid.spare(self._program.memory)) - surplus.base
-        problem = self._problem(made, rooms, surplus.slopes)
+        problem = self._problem(schedule, rooms, surplus.slopes)
         ways = [self._way(problem, mix, surplus) for mix in self._mixes(problem)]
         return min(ways, key=lambda way: way.seconds, default=None)
 
-    def _problem(self, made: Schedule, rooms: Array, slopes: Array) -> MixProblem:
-        hardware = self._program.hardware(made.placement)
-        return MixProblem(self._tables(made.stages), made, hardware, rooms, slopes)
+    def _problem(self, schedule: Schedule, rooms: Array, slopes: Array) -> MixProblem:
+        hardware = self._program.hardware(schedule.placement)
+        return MixProblem(self._tables(schedule.stages), schedule, hardware, rooms, slopes)
 
-    def _surplus_of(self, made: Schedule) -> _Surplus:
+    def _surplus_of(self, schedule: Schedule) -> _Surplus:
         """Return what programs need that treat all regions alike."""
-        zeros = np.zeros((made.ranks, len(LEANEST_FIRST) - 1))
-        problem, over, counts = (
-            self._problem(made, zeros[:, 0], zeros),
-            list[Array](),
-            list[Array](),
-        )
+        zeros = np.zeros((schedule.ranks, len(LEANEST_FIRST) - 1))
+        problem = self._problem(schedule, zeros[:, 0], zeros)
+        extra, counts = list[Array](), list[Array]()
         for number, kind in enumerate(LEANEST_FIRST):
-            way = self._program.fastest(made, kind)
+            way = self._program.fastest(schedule, kind)
             cut = self._cut_of(way)
-            over.append(_peaks(way.candidate) - problem.bytes(problem.uniform(cut, number)))
+            extra.append(_peaks(way.candidate) - problem.bytes(problem.uniform(cut, number)))
             counts.append(np.maximum(problem.regions(cut), 1))
-        slopes = [(surplus - over[0]) / count for surplus, count in zip(over[1:], counts[1:])]
-        return _Surplus(over[0], np.stack(slopes, axis=1))
+        slopes = [(surplus - extra[0]) / count for surplus, count in zip(extra[1:], counts[1:])]
+        return _Surplus(extra[0], np.stack(slopes, axis=1))
 
     def _tables_of(self, stages: int) -> MixedStages:
         program = self._program
@@ -178,18 +178,18 @@ class StageMixes:
 
     def _mixes(self, problem: MixProblem) -> list[StageMix]:
         """Return mixes of cuts that may be the fastest."""
-        program, tables, made = self._program, problem.tables, problem.schedule
+        program, tables, schedule = self._program, problem.tables, problem.schedule
         mixed: list[StageMix] = []
         if problem.is_shared:
-            ways = (way for kind in LEANEST_FIRST for way in program.cut_ways(made, kind))
+            ways = (way for kind in LEANEST_FIRST for way in program.cut_ways(schedule, kind))
             cuts = dict.fromkeys(map(self._cut_of, ways))
             mixes = [mix for cut in cuts if (mix := problem.mix(cut)) is not None]
             if not mixes:
                 return []
             mixed.append(min(mixes, key=problem.period))
-        fixed = pinned_points(tables.lines[0], program.pins, made.stages)
-        offered, known = tables.offered(made.stages, fixed), mixed[0] if mixed else None
-        leanest = self._cut_of(program.fastest(made, LEANEST_FIRST[0]))
+        fixed = pinned_points(tables.lines[0], program.pins, schedule.stages)
+        offered, known = tables.offered(schedule.stages, fixed), mixed[0] if mixed else None
+        leanest = self._cut_of(program.fastest(schedule, LEANEST_FIRST[0]))
         limit = tables.slowest(leanest, problem.hardware)
         for hardware in {problem.hardware, tuple(at.without_links for at in problem.hardware)}:
             cut = problem.cut(offered, hardware, known, limit)
@@ -205,19 +205,19 @@ class StageMixes:
         return tuple(number[places[stage.starts]] for stage in stages)
 
     def _way(self, problem: MixProblem, mix: StageMix, surplus: _Surplus) -> MixedWay:
-        program, made, line = self._program, problem.schedule, problem.tables.lines[0]
+        program, schedule, line = self._program, problem.schedule, problem.tables.lines[0]
         numbers = problem.tables.ways_of(mix.cut, mix.ends)
         stages = problem.tables.stages(mix.cut, numbers, problem.hardware)
         stages = [replace(stage, remade=size) for stage, size in zip(stages, mix.remade)]
         pipelining = Pipelining(
-            program.axis, program.mesh, made, tuple(stages), line.shared_sums(stages)
+            program.axis, program.mesh, schedule, tuple(stages), line.shared_sums(stages)
         )
         kinds = {name: LEANEST_FIRST[number] for name, number in numbers.items()}
         decided = {name: kind for name, kind in kinds.items() if not kind.is_plain}
         return MixedWay(
             pipelining,
             line,
-            partial(peak_counts, made, recompute=True),
+            partial(peak_counts, schedule, recompute=True),
             program.laid.cluster,
             program.laid,
             program.laid.spare(program.memory),
@@ -236,5 +236,6 @@ class StageMixes:
         laid = program.programs(LEANEST_FIRST[0])
         costs = program.lines(LEANEST_FIRST[0]).of(laid.flow)
         leanest = laid.changed(search, pipelining, stage_costs=costs)
-        about = whole.program(program.laid.batches)
-        return lengthened(leanest, whole.short, *about, whole.regions.fixed | decided)
+        long_program, batches = whole.program(program.laid.batches)
+        recomputed = whole.regions.fixed | decided
+        return lengthened(leanest, whole.short, long_program, batches, recomputed)

@@ -2,7 +2,7 @@
 
     program = StagedProgram(laid, 8, request, regions, pins, Tried())
     way = program.fastest(schedule, PLAIN)      # its seconds, and the bytes that it holds at least
-    way.candidate                               # the same with the program that it runs
+    way.candidate                               # with the program that it runs
 
 A planner weighs many schedules, places of states and regions to recompute, of which few are worth a
 program of their own. What a way takes is known from the sums of its stages.
@@ -36,7 +36,7 @@ from autopar.recompute import Recompute
 
 @dataclass
 class Tried:
-    """What came of one program's layouts in the stages of pipelines."""
+    """Results of one program's layouts in the stages of pipelines."""
 
     layouts: object = None  # held here, so that no others come to have their identity
     # By number of the schedule and kind of recomputation: what the fastest stages take.
@@ -48,7 +48,7 @@ class Tried:
     memory: float = math.inf
 
     def note(self, memory: float) -> None:
-        """What a way takes."""
+        """Keep the bytes of a way, if they are the least so far."""
         self.memory = min(self.memory, memory)
 
 
@@ -67,17 +67,17 @@ class StagedWay:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The simulated step."""
+        """Return the simulated step."""
         return price_step(self.pipelining, self.cluster)
 
     @property
     def seconds(self) -> float:
-        """Predicted for a step."""
+        """Return the predicted seconds of a step."""
         return self.timeline.step_time
 
     @cached_property
     def candidate(self) -> Candidate:
-        """The same with the program that it runs."""
+        """Return this way as a candidate, with the program that it runs."""
         search = self.laid.search
         return self.laid.changed(
             search and search.shared(self._schedule.ranks),
@@ -87,48 +87,50 @@ class StagedWay:
         )
 
     def needed(self, memory: float) -> float:
-        """The bytes that it needs of devices of so many: of what does not fit, some of them."""
+        """Return the bytes that each device needs of its `memory`; `least`, if that is too much."""
         return self.least if self.least > memory else self.candidate.needed(memory)
 
     def fits(self, memory: float) -> bool:
-        """Whether it has room on devices of so many bytes."""
+        """Return whether each device has room, with `memory` bytes."""
         return self.needed(memory) <= memory
 
     @cached_property
     def spread(self) -> float:
-        """The bytes of states on the fullest rank, if they were spread evenly."""
+        """Return the bytes of states on the fullest rank, if they were spread evenly."""
         held = self.line.held([(0, self.line.count)])
         return (held - sum(self.spare)) / self._schedule.ranks
 
     @cached_property
     def least(self) -> float:
-        """The bytes that some rank holds at least: its states, and what it keeps for backward."""
-        return self._most(kept=1)
+        """Return the bytes that some rank holds at least: its states, and what it keeps for
+        backward."""
+        return self._fullest_rank(are_kept=True)
 
     @cached_property
     def barest(self) -> float:
-        """The same, if it kept nothing of what forward keeps."""
-        return self._most(kept=0)
+        """Return the bytes that some rank holds at least, if forward kept nothing."""
+        return self._fullest_rank(are_kept=False)
 
     @property
     def _schedule(self) -> Schedule:
         return self.pipelining.schedule
 
-    def _most(self, kept: int) -> float:
+    def _fullest_rank(self, *, are_kept: bool) -> float:
+        """Return the most bytes of a rank, with or without what forward keeps."""
         stages = self.pipelining.stages
         places = self.line.places
         starts = [places[stage.starts] for stage in stages]
         bounds = list(zip(starts, [*starts[1:], self.line.count]))
         # Gradients come when some of what is kept has gone.
-        held = cache(lambda own: self.line.held([bounds[at] for at in own], gradients=False))
+        held = cache(lambda key: self.line.held([bounds[at] for at in key], gradients=False))
         most = 0.0
         for live in self.peaks():
             size = held(tuple(sorted(live)))
             for at, (whole, received, later, again, split) in live.items():
-                size += kept * (whole * stages[at].activations + received * stages[at].receives)
+                size += are_kept * (whole * stages[at].activations + received * stages[at].receives)
                 size += later * stages[at].weight_halves
                 for is_split in (False,) * again + (True,) * split:
-                    size += kept * self._remade(at, bounds[at], is_split=is_split)
+                    size += are_kept * self._remade(at, bounds[at], is_split=is_split)
             most = max(most, size - min(self.hardware[at].spare for at in live))
         return most
 
@@ -164,54 +166,55 @@ class StagedProgram:
             )
         )
 
-    def fastest(self, made: Schedule, kind: Recompute) -> StagedWay:
-        """In the stages of which the slowest is fastest, if they wait for messages or do not: some
-        schedules do other work meanwhile."""
-        return min(self.cut_ways(made, kind), key=lambda way: way.seconds)
+    def fastest(self, schedule: Schedule, kind: Recompute) -> StagedWay:
+        """Return the fastest way. Stages are cut so that the slowest is fastest, with and without
+        the seconds of messages: some schedules do other work meanwhile."""
+        return min(self.cut_ways(schedule, kind), key=lambda way: way.seconds)
 
-    def _ways(self, made: Schedule, kind: Recompute) -> list[StagedWay]:
-        hardware = self.hardware(made.placement)
+    def _ways(self, schedule: Schedule, kind: Recompute) -> list[StagedWay]:
+        hardware = self.hardware(schedule.placement)
         cuts = [self._fastest(hardware, kind)]
         if self.lines(kind).waits(hardware):
             cuts.append(self._fastest(tuple(at.without_links for at in hardware), kind))
-        return [self._way(made, kind, cut) for cut in dict.fromkeys(cuts)]
+        return [self._way(schedule, kind, cut) for cut in dict.fromkeys(cuts)]
 
-    def within(self, made: Schedule, kind: Recompute, memory: float) -> StagedWay | None:
-        """The same of stages that fit into memory, as far as their sums tell."""
-        found = [way for way in self.cut_ways(made, kind) if way.fits(memory)]
-        line, live = self.lines(kind), self._live(made, kind)
+    def within(self, schedule: Schedule, kind: Recompute, memory: float) -> StagedWay | None:
+        """Return the fastest way whose stages fit into memory, as far as their sums tell. None: no
+        stages do."""
+        ways = [way for way in self.cut_ways(schedule, kind) if way.fits(memory)]
+        line, peaks = self.lines(kind), self._live(schedule, kind)
         with suppress(InvalidInput):
             cut = choose_stages(
                 line,
-                made.stages,
+                schedule.stages,
                 pins=self.pins,
                 memory=memory,
-                peaks=live,
-                hardware=self.hardware(made.placement),
+                peaks=peaks,
+                hardware=self.hardware(schedule.placement),
             )
-            found.append(self._way(made, kind, cut))
-        return min(found, key=lambda way: way.seconds, default=None)
+            ways.append(self._way(schedule, kind, cut))
+        return min(ways, key=lambda way: way.seconds, default=None)
 
-    def lacks_room(self, made: Schedule, kind: Recompute, memory: float) -> bool:
-        """Whether the fastest stages do not fit into memory, but might if their regions, which are
-        treated so, kept nothing."""
-        way = self.fastest(made, kind)
+    def lacks_room(self, schedule: Schedule, kind: Recompute, memory: float) -> bool:
+        """Return whether the fastest stages do not fit into memory, but might if their regions kept
+        nothing."""
+        way = self.fastest(schedule, kind)
         if way.spread > memory or way.barest > memory:
             return False
         return not way.fits(memory)
 
-    def _way(self, made: Schedule, kind: Recompute, stages: Sequence[StageCost]) -> StagedWay:
+    def _way(self, schedule: Schedule, kind: Recompute, stages: Sequence[StageCost]) -> StagedWay:
         line = self.lines(kind)
         shared = line.shared_sums(stages)
-        pipelining = Pipelining(self.axis, self.mesh, made, tuple(stages), shared)
-        cluster, live = self.laid.cluster, partial(self._live, made, kind)
+        pipelining = Pipelining(self.axis, self.mesh, schedule, tuple(stages), shared)
+        cluster, peaks = self.laid.cluster, partial(self._live, schedule, kind)
         spare = self.laid.spare(self.memory)
-        hardware = self.hardware(made.placement)
+        hardware = self.hardware(schedule.placement)
         laid = self.programs(kind)
-        return StagedWay(pipelining, line, live, cluster, laid, spare, hardware)
+        return StagedWay(pipelining, line, peaks, cluster, laid, spare, hardware)
 
-    def _live(self, made: Schedule, kind: Recompute) -> Sequence[Live]:
-        return peak_counts(made, recompute=not kind.is_plain)
+    def _live(self, schedule: Schedule, kind: Recompute) -> Sequence[Live]:
+        return peak_counts(schedule, recompute=not kind.is_plain)
 
     def _line(self, kind: Recompute) -> StageCosts:
         known, laid = self._tried.lines, self.laid
@@ -224,14 +227,14 @@ class StagedProgram:
         else:
             # Copies of parameters are kept in other ways than parameters.
             like = None if laid.has_copies else like
-            line = self.programs(kind).stage_costs(like, self._beside(kind))
+            line = self.programs(kind).stage_costs(like, self._known_costs(kind))
         if not laid.has_copies:
             known.setdefault(key, line)
         return line
 
-    def _beside(self, kind: Recompute) -> StageCosts | None:
-        """The same with its regions treated otherwise, if there is one, or if only there its equal
-        blocks are seen: what is kept elsewhere has names."""
+    def _known_costs(self, kind: Recompute) -> StageCosts | None:
+        """Return the costs of the same layouts with other regions recomputed. None: they are not
+        known. Where tensors are kept elsewhere, equal blocks are only seen in the plain program."""
         if not self.laid.has_copies and (known := self._tried.lines):
             return next(iter(known.values()))
         return None if kind.keep == "device" else self.lines(PLAIN)

@@ -23,10 +23,10 @@ Axes = tuple[str, ...]
 
 
 def state_places(graph: fx.Graph, states: States, mesh: Mesh) -> dict[str, ParameterPlacement]:
-    """The places of the parameters of a program that have more than one. What nobody reads has
-    one: another program on the same parameters may read it, without a copy in this one."""
+    """Return the places of parameters that have more than one. What nobody reads has one: another
+    program on the same parameters may read it, without a copy in this one."""
     axes, main = data_axes(graph, mesh), main_axes(graph, mesh)
-    found, known = {}, dict[Hashable, ParameterPlacement]()
+    places_by_name, known = {}, dict[Hashable, ParameterPlacement]()
     for node in graph.find_nodes(op="placeholder"):
         places = info(node).places
         if places is None or not node.users:
@@ -45,27 +45,27 @@ def state_places(graph: fx.Graph, states: States, mesh: Mesh) -> dict[str, Param
                 already=already,
                 runs_on_host=info(node).on_host,
             )
-        found[node.name] = known[key]
-    return {name: places for name, places in found.items() if not places.is_tied}
+        places_by_name[node.name] = known[key]
+    return {name: places for name, places in places_by_name.items() if not places.is_tied}
 
 
 def data_axes(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Axes]:
-    """By parameter; one that no result gives a gradient is cut where others are, if it is a replica
-    there."""
+    """Return the data axes of each parameter. A parameter without a gradient is cut where others
+    are, if it is a replica there."""
     nodes = [n for n in graph.find_nodes(op="placeholder") if info(n).places is not None]
     every = {axis for node in nodes for axis in info(node).sync}
     learned = reached(graph.output_node().args[0])  # type: ignore[arg-type]
 
     def of(node: fx.Node) -> Axes:
         used = info(node).type.layout.axes
-        own = info(node).sync if node in learned else every - set(used)
-        return tuple(axis for axis in mesh if axis in own and mesh[axis] > 1)
+        summed = info(node).sync if node in learned else every - set(used)
+        return tuple(axis for axis in mesh if axis in summed and mesh[axis] > 1)
 
     return {node: of(node) for node in nodes}
 
 
 def main_axes(graph: fx.Graph, mesh: Mesh) -> Axes:
-    """The data axes of most elements of parameters."""
+    """Return the data axes of most elements of parameters."""
     count: Counter[Axes] = Counter()
     for node, axes in data_axes(graph, mesh).items():
         if info(node).learns:
@@ -93,8 +93,8 @@ def require_agreement(
 
 
 def has_something_to_cut(graph: fx.Graph, states: States, mesh: Mesh) -> bool:
-    """Whether states can be cut at all, if they are to be and there are ranks; on the host they may
-    be whole."""
+    """Return whether states can be cut at all, if they are to be and there are ranks. On the host
+    they may be whole."""
     is_asked = states.is_cut and not states.is_on_host and mesh.size > 1
     return not is_asked or any(data_axes(graph, mesh).values())
 

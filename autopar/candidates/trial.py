@@ -16,16 +16,16 @@ from autopar.text.units import seconds_text
 
 @dataclass(frozen=True)
 class Trial:
-    """What was predicted of a step, and what it took."""
+    """The predicted and the measured seconds of one way to run a step."""
 
-    how: str  # as `Alternative` says it
+    how: str  # `Alternative.how`
     predicted: Positive  # seconds
     measured: Positive | None  # the median of its steps, each the slowest rank's
     why: str = ""  # it was not measured
 
     @property
     def order(self) -> float:
-        """The fastest first, what did not run last."""
+        """Return the key that sorts the fastest first, and what did not run last."""
         return math.inf if self.measured is None else self.measured
 
     def __str__(self) -> str:
@@ -34,15 +34,15 @@ class Trial:
 
 
 def measured(trials: Sequence[Trial]) -> dict[str, float]:
-    """The seconds of those that were run, by how they run."""
-    return {one.how: one.measured for one in trials if one.measured is not None}
+    """Return the measured seconds of trials that were run, by how they run."""
+    return {trial.how: trial.measured for trial in trials if trial.measured is not None}
 
 
 def rows_of_trials(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
-    """A table under its heading."""
+    """Return the rows of a table of trials, its heading first."""
     rows: list[tuple[str, ...]] = [("", "measured", "predicted")]
-    for number, one in enumerate(trials):
-        taken = one.why if one.measured is None else seconds_text(one.measured)
+    for number, trial in enumerate(trials):
+        taken = trial.why if trial.measured is None else seconds_text(trial.measured)
         mark = "  " if number else "* "
-        rows.append((f"{mark}{one.how}", taken, seconds_text(one.predicted)))
+        rows.append((f"{mark}{trial.how}", taken, seconds_text(trial.predicted)))
     return rows

@@ -1,4 +1,4 @@
-"""Whole: the program that a short one stands for, and ways to run it that were found on that.
+"""Whole: the program that a short one stands for, and ways to run it, found on the short one.
 
 whole = Whole(short, brief, request)   # `brief`: the shortest, which layouts are searched for on
 whole.of(candidate)                    # the same way, of the whole program
@@ -35,86 +35,88 @@ class Whole:
     def __init__(self, short: Shortened, brief: Shortened, request: Request) -> None:
         """`brief`: with as few blocks as layouts are searched for on."""
         self.short, self.brief, self._memory = short, brief, request.memory
-        self._asked = request.recompute
-        self.regions = Regions(short.whole, self._asked)
+        self._recomputation = request.recompute
+        self.regions = Regions(short.whole, self._recomputation)
         self._names = (*self.regions.fixed, *self.regions.free)
-        self._in_runs = cache(self._made_in_runs)
+        self._in_runs = cache(self._program_in_runs)
         self._shorts = dict[int, Shortened]()  # by the programs that were made in runs
         self._batches = cache(partial(cut_batch, short.whole))
-        self._briefly = cache(partial(cut_batch, brief.captured))
+        self._cut_brief = cache(partial(cut_batch, brief.captured))
 
     def program(self, batches: Microbatches | None) -> tuple[Captured, Microbatches | None]:
-        """In as many micro-batches as the short one."""
+        """Return the whole program, cut into as many micro-batches, and these."""
         if batches is None:
             return self.short.whole, None
-        made = self._batches(batches.count)
-        return made.captured, made
+        cut = self._batches(batches.count)
+        return cut.captured, cut
 
-    def briefly(self, batches: Microbatches | None) -> Captured:
-        """The brief program, in as many micro-batches."""
-        return self.brief.captured if batches is None else self._briefly(batches.count).captured
+    def brief_program(self, batches: Microbatches | None) -> Captured:
+        """Return the brief program, in as many micro-batches."""
+        return self.brief.captured if batches is None else self._cut_brief(batches.count).captured
 
     def recomputed(self, decided: Mapping[str, Recompute]) -> dict[str, Recompute]:
-        """What is decided of regions of the short program, of those of the whole one."""
+        """Return the decisions about regions of the whole program, from those of the short one."""
         return recomputed(decided, self.short, self._names)
 
-    def of(self, found: Candidate, names: Mapping[str, str] | None = None) -> Candidate:
-        """The same layouts, states, stages and recomputation; `names`: other names of axes."""
-        short = self._shorts.get(id(found.captured), self.short)
-        if short is self.short and found.captured.times == 1:
-            return found
-        decided = recomputed(found.decisions.recompute, short, self._names)
-        return lengthened(found, short, *self.program(found.batches), decided, names)
+    def of(self, candidate: Candidate, names: Mapping[str, str] | None = None) -> Candidate:
+        """Return the whole program with the layouts, states, stages and recomputation of a
+        candidate. `names`: other names of axes."""
+        short = self._shorts.get(id(candidate.captured), self.short)
+        if short is self.short and candidate.captured.times == 1:
+            return candidate
+        decided = recomputed(candidate.decisions.recompute, short, self._names)
+        return lengthened(candidate, short, *self.program(candidate.batches), decided, names)
 
-    def mixed(self, found: Candidate, mix: Mix) -> Candidate:
-        """The same layouts where regions are treated as in a mix: with a block that stands for
-        others in each run of those that are treated alike."""
+    def mixed(self, candidate: Candidate, mix: Mix) -> Candidate:
+        """Return a candidate whose regions are treated as in a mix. A block stands for others in
+        each run of blocks that are treated alike."""
         decided = self.regions.fixed | mix.of(self.regions.free)
         alike = groupby(tuple(map(decided.get, names)) for names in self._blocks)
-        count = None if found.batches is None else found.batches.count
+        count = None if candidate.batches is None else candidate.batches.count
         program, batches = self._in_runs(tuple(len([*run]) for _, run in alike), count)
-        return lengthened(found, self.short, program, batches, decided)
+        return lengthened(candidate, self.short, program, batches, decided)
 
-    def told(self, figures: Alternative, found: Candidate) -> Alternative:
-        """The figures of what was found, with all regions that run again."""
-        decided = found.decisions.recompute
-        if found.captured.times == 1 or id(found.captured) in self._shorts:
+    def with_all_regions(self, figures: Alternative, candidate: Candidate) -> Alternative:
+        """Return the figures of a candidate with all regions that run again."""
+        decided = candidate.decisions.recompute
+        if candidate.captured.times == 1 or id(candidate.captured) in self._shorts:
             return figures
-        every = {name: decided[own] for name, own in self._stands_for.items() if own in decided}
-        return replace(figures, recompute=summary(every))
+        regions = {name: decided[twin] for name, twin in self._twins.items() if twin in decided}
+        return replace(figures, recompute=summary(regions))
 
     @cached_property
-    def _stands_for(self) -> dict[str, str]:
-        """Of each region, that of the short program which stands for it."""
-        own = Regions(self.short.captured, self._asked)
-        names = (*own.fixed, *own.free)
+    def _twins(self) -> dict[str, str]:
+        """Return by region of the whole program the one of the short program that stands for it."""
+        regions = Regions(self.short.captured, self._recomputation)
+        names = (*regions.fixed, *regions.free)
         return recomputed(dict(zip(names, names)), self.short, self._names)
 
     @cached_property
     def _blocks(self) -> list[list[str]]:
-        """The regions in each of the equal blocks."""
+        """Return the regions in each of the equal blocks."""
         row = self.short.row
-        found = []
+        blocks = []
         for first in range(row.start, row.end, row.period):
             calls = row.calls[first : first + row.period]
             labels = dict.fromkeys(label_of(call, self._names) for call in calls)
-            found.append([label for label in labels if label])
-        return found
+            blocks.append([label for label in labels if label])
+        return blocks
 
-    def _made_in_runs(
-        self, counts: tuple[int, ...], parts: int | None
+    def _program_in_runs(
+        self, lengths: tuple[int, ...], microbatches: int | None
     ) -> tuple[Captured, Microbatches | None]:
-        if (short := self.short.in_runs(counts)) is None:
-            return self.short.whole, None if parts is None else self._batches(parts)
-        batches = None if parts is None else cut_batch(short.captured, parts)
+        if (short := self.short.in_runs(lengths)) is None:
+            return self.short.whole, None if microbatches is None else self._batches(microbatches)
+        batches = None if microbatches is None else cut_batch(short.captured, microbatches)
         program = short.captured if batches is None else batches.captured
         self._shorts[id(program)] = short
         return program, batches
 
-    def same(self, found: Candidate, names: Mapping[str, str]) -> Candidate:
-        """The same with these names of axes, which must take what it is said to take on the short
-        program."""
-        made = self.of(found, names)
-        if not isclose(found.seconds, made.seconds, rel_tol=_CLOSE) or not made.fits(self._memory):
+    def confirmed(self, candidate: Candidate, names: Mapping[str, str]) -> Candidate:
+        """Return the whole program with the decisions of a candidate and other names of axes. Raise
+        `NotAlike` if it takes other seconds than the short one, or does not fit."""
+        whole = self.of(candidate, names)
+        is_as_fast = isclose(candidate.seconds, whole.seconds, rel_tol=_CLOSE)
+        if not is_as_fast or not whole.fits(self._memory):
             raise NotAlike
-        return made
+        return whole

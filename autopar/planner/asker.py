@@ -1,7 +1,7 @@
 """Answers to questions: layouts are searched for, stages are cut, and the way is priced.
 
     asker = Asker(model, captured, request, bounds, report)
-    asker.program                     # of which to ask: short, if equal blocks stand for many
+    asker.program                     # to ask about: short, if equal blocks stand for many
     asker.ask(question, cutoff=1.5)   # Found, TooLarge, TooSlow, OutOfTime, Refused or Unlike
 
 An answer depends on its question alone and is kept. `cutoff` spares work: a way that is sure to
@@ -84,19 +84,19 @@ class Asker:
         self.program = captured if self.whole is None else self.whole.short.captured
         self.is_huge = captured.length > HUGE
         self.was_interrupted = False  # some search for layouts ended with its best so far
-        self._desks = cache(self._desk)
+        self._askers = cache(self._program_asker)
         self._answers: dict[Question, Answer] = {}
         self._outlines: dict[int, _Outline] = {}  # by identity of the stand-ins
         self.bounds = Bounds(self.program, request, self.regions)
 
     @property
     def regions(self) -> Regions:
-        """The regions of the program that is asked about first."""
-        return self._desks(self.program).regions
+        """Return the regions of the program that is asked about first."""
+        return self._askers(self.program).regions
 
     @property
     def least_stages(self) -> int:
-        """The fewest stages that annotations allow."""
+        """Return the fewest stages that annotations allow."""
         return 2 if any(pin.stage > 0 for pin in self._pins) else 1
 
     def ask(self, question: Question, cutoff: float = math.inf) -> Answer:
@@ -107,9 +107,9 @@ class Asker:
         return known
 
     def _answered(self, question: Question, cutoff: float) -> Answer:
-        desk = self._desks(question.program)
+        program_asker = self._askers(question.program)
         try:
-            return desk.answer(question, cutoff)
+            return program_asker.answer(question, cutoff)
         except NothingFits as error:
             smallest = error.smallest.in_stages(question.stages)
             return TooLarge(smallest.memory, smallest=smallest)
@@ -131,18 +131,18 @@ class Asker:
             figures = replace(figures, mesh=figures.mesh.renamed(axis_roles(candidate)))
         if (outline := self._outlines.get(id(candidate))) is not None:
             return replace(figures, recompute=summary(outline.way.decided))
-        return figures if self.whole is None else self.whole.told(figures, candidate)
+        return figures if self.whole is None else self.whole.with_all_regions(figures, candidate)
 
     def finished(self, candidate: Candidate) -> Candidate | None:
-        """Return a way to run the whole program, with axes that are named by what they do; None if
-        it is not what the short program said."""
+        """Return a way to run the whole program, with axes that are named by what they do. None: it
+        does not take what the short program predicts."""
         names = {} if self._request.mesh is not None else axis_roles(candidate)
         try:
             if (outline := self._outlines.get(id(candidate))) is not None:
                 cutoff = candidate.seconds * (1 + _SLOWER)
                 whole = outline.mixes.real(outline.way, self._request.memory, cutoff)
             else:
-                whole = candidate if self.whole is None else self.whole.same(candidate, names)
+                whole = candidate if self.whole is None else self.whole.confirmed(candidate, names)
         except NotAlike:
             return None
         is_named = whole is None or whole.mesh.names != candidate.mesh.names
@@ -163,21 +163,21 @@ class Asker:
         return replace(read_constraints(program, mesh, self._annotations), recompute=decided)
 
     def _shortened(self, captured: Captured) -> Shortened | None:
-        """Return the short program, if nothing is said of single parts of the whole."""
+        """Return the short program. None: single modules are annotated, or chosen by option."""
         model, request = self._model, self._request
         is_annotated = any(self._annotations) or any(self._pins) or any(marked_regions(model))
         if request.mode != "auto" or is_annotated or request.recompute.modules:
             return None
         return shortened(captured)
 
-    def _desk(self, program: Captured) -> _Desk:
+    def _program_asker(self, program: Captured) -> _ProgramAsker:
         whole = self.whole if program is self.program else None
         regions = Regions(program, self._request.recompute, marked_regions(self._model))
         layouts = Layouts(self._request, self.constraints, self._report, whole)
-        return _Desk(self, program, regions, layouts, whole)
+        return _ProgramAsker(self, program, regions, layouts, whole)
 
 
-class _Desk:
+class _ProgramAsker:
     """Answers the questions about one program: the whole, or a short one that stands for it."""
 
     def __init__(
@@ -198,19 +198,19 @@ class _Desk:
 
     def answer(self, question: Question, cutoff: float) -> Answer:
         """Answer a question, or raise what layouts, stages and batches raise."""
-        laid = self._laid(question, cutoff)
+        laid = self._laid_out(question, cutoff)
         if question.schedule is not None:
-            made = listed(question.schedule, question.stages, question.microbatches)
-            return self._in_stages(question, laid, made, cutoff)
+            schedule = listed(question.schedule, question.stages, question.microbatches)
+            return self._in_stages(question, laid, schedule, cutoff)
         if question.is_mixed:
             return mixed(
                 laid, self.regions, self._memory, self._whole, cutoff, self._layouts.report
             )
         decided = self.regions.all(self._kind(question))
         way = laid.recomputed(decided)
-        return self._weighed(way.changed(way.search and way.search.taken(way.seconds)), cutoff)
+        return self._judge(way.changed(way.search and way.search.taken(way.seconds)), cutoff)
 
-    def _weighed(self, way: Candidate, cutoff: float) -> Answer:
+    def _judge(self, way: Candidate, cutoff: float) -> Answer:
         if self._asker.is_huge and way.seconds >= cutoff:
             return TooSlow(way.seconds)
         if way.fits(self._memory):
@@ -221,8 +221,8 @@ class _Desk:
         kind = question.recompute
         return kind if isinstance(kind, Recompute) else self.regions.kinds[0]
 
-    def _laid(self, question: Question, cutoff: float) -> Candidate:
-        """Return the program with its layouts, of which no region runs again that need not."""
+    def _laid_out(self, question: Question, cutoff: float) -> Candidate:
+        """Return the program with its layouts; only the regions run again that must."""
         request = self.layout_request(question, cutoff)
         laid, _ = self._layouts.find(request)
         self._asker.was_interrupted |= laid.search is not None and laid.search.interrupted
@@ -240,68 +240,70 @@ class _Desk:
         return placed
 
     def layout_request(self, question: Question, cutoff: float = math.inf) -> LayoutRequest:
-        """Return what is asked of the layouts of a question's program."""
+        """Return the request for the layouts of a question."""
         is_straight = question.schedule is None
         parts = question.microbatches
         batches = None if is_straight and parts == 1 else self._batches(parts)
-        own = question.has_own_layouts
+        has_own = question.has_own_layouts
         kind = self.regions.kinds[0]
-        if own:
+        if has_own:
             kind = question.recompute if isinstance(question.recompute, Recompute) else FULL
         return LayoutRequest(
             captured=self.program if batches is None else batches.captured,
             batches=batches,
             offered=question.meshes,
             memory=question.memory,
-            is_all=is_straight and not question.is_as_added_up,
-            states=question.states if own else WHOLE,
+            is_unstaged=is_straight and not question.is_as_added_up,
+            states=question.states if has_own else WHOLE,
             recompute=self.regions.all(kind),
             cutoff=cutoff * question.stages,
             line=None if is_straight else self._request.line(question.stages),
         )
 
     def _in_stages(
-        self, question: Question, laid: Candidate, made: Schedule, cutoff: float
+        self, question: Question, laid: Candidate, schedule: Schedule, cutoff: float
     ) -> Answer:
         """Answer by the fastest stages; if these are too large, by stages that share out memory."""
         program = self._program_in_stages(laid, question)
         kinds = self.regions.staged if question.is_mixed else (self._kind(question),)
-        answer = self._alike(program, made, kinds[0], cutoff)
+        answer = self._in_uniform_stages(program, schedule, kinds[0], cutoff)
         if len(kinds) == 1 or not isinstance(answer, TooLarge):
             return answer
-        mixed = self._mixed_in_stages(program, made, cutoff)
-        least = mixed.bound if isinstance(mixed, TooSlow) else math.inf
-        least = mixed.seconds if isinstance(mixed, Found) else least
+        mixed_answer = self._mixed_in_stages(program, schedule, cutoff)
+        least_seconds = mixed_answer.bound if isinstance(mixed_answer, TooSlow) else math.inf
+        least_seconds = mixed_answer.seconds if isinstance(mixed_answer, Found) else least_seconds
         for kind in kinds[1:]:
-            if program.fastest(made, kind).seconds < least:
-                answer = self._alike(program, made, kind, cutoff, is_cut=mixed is None)
+            if program.fastest(schedule, kind).seconds < least_seconds:
+                answer = self._in_uniform_stages(
+                    program, schedule, kind, cutoff, is_cut=mixed_answer is None
+                )
                 if not isinstance(answer, TooLarge):
                     return answer
-        return mixed or answer
+        return mixed_answer or answer
 
-    def _alike(
+    def _in_uniform_stages(
         self,
         program: StagedProgram,
-        made: Schedule,
+        schedule: Schedule,
         kind: Recompute,
         cutoff: float,
         *,
         is_cut: bool = True,
     ) -> Answer:
         """Answer by stages that treat all regions alike; `is_cut`: by leaner ones, if need be."""
-        answer = self._weighed_stages(program.fastest(made, kind), cutoff)
-        if is_cut and isinstance(answer, TooLarge) and self._is_worth_cutting(made, answer):
-            way = program.within(made, kind, self._memory)
+        answer = self._judge_stages(program.fastest(schedule, kind), cutoff)
+        if is_cut and isinstance(answer, TooLarge) and self._is_worth_cutting(schedule, answer):
+            way = program.within(schedule, kind, self._memory)
             if way is not None:
-                return self._weighed_stages(way, cutoff)
+                return self._judge_stages(way, cutoff)
         return answer
 
     def _mixed_in_stages(
-        self, program: StagedProgram, made: Schedule, cutoff: float
+        self, program: StagedProgram, schedule: Schedule, cutoff: float
     ) -> Found | TooSlow | None:
-        """Answer by stages that recompute as much as each has to; None if none are known to fit."""
+        """Answer by stages that recompute as much as each has to. None: none are known to fit."""
         mixes = self._mixes(program)
-        way = mixes.fastest(made, self._memory, cutoff)
+        way = mixes.fastest(schedule, self._memory, cutoff)
         if way is None:
             return None
         if way.seconds >= cutoff:
@@ -311,25 +313,25 @@ class _Desk:
         real = mixes.real(way, self._memory, cutoff)
         return None if real is None else Found(real)
 
-    def _weighed_stages(self, way: StagedWay, cutoff: float) -> Answer:
+    def _judge_stages(self, way: StagedWay, cutoff: float) -> Answer:
         if way.seconds >= cutoff and self._asker.is_huge:
             return TooSlow(way.seconds)
         if self._asker.is_huge and max(way.spread, way.least) > self._memory:
             return TooLarge(max(way.spread, way.least), way)
-        return self._weighed(way.candidate, cutoff)
+        return self._judge(way.candidate, cutoff)
 
-    def _is_worth_cutting(self, made: Schedule, answer: TooLarge) -> bool:
+    def _is_worth_cutting(self, schedule: Schedule, answer: TooLarge) -> bool:
         """Return whether to look for stages that fit: those of large programs that share their
         ranks take seconds."""
-        is_simple = made.pipes == made.chunks == 1 or self._request.schedule is not None
+        is_simple = schedule.pipes == schedule.chunks == 1 or self._request.schedule is not None
         if self._asker.is_huge and not is_simple:
             return False
         return not (isinstance(answer.way, StagedWay) and answer.way.spread > self._memory)
 
     def _program_in_stages(self, laid: Candidate, question: Question) -> StagedProgram:
-        own = laid.decisions.strategies
-        tried = self._tried.setdefault(id(own), Tried(own))
-        key = id(own), question.states, question.stages
+        strategies = laid.decisions.strategies
+        tried = self._tried.setdefault(id(strategies), Tried(strategies))
+        key = id(strategies), question.states, question.stages
         if key not in self._staged:
             regions = self.regions
             if self._whole is not None and laid.captured.times == 1:

@@ -64,7 +64,7 @@ class MemorySaving(NamedTuple):
 
 
 class Bounds:
-    """What the ways to run one program take at least."""
+    """Lower bounds of the seconds and bytes of all ways to run one program."""
 
     def __init__(self, captured: Captured, request: Request, regions: Regions) -> None:
         self._captured, self._request, self._regions = captured, request, regions
@@ -72,7 +72,7 @@ class Bounds:
         self._device = self._cluster.strongest(range(self._cluster.devices))
         # Of what was asked for by name nothing is left to choose.
         self._is_free = len(regions.kinds) > 1 and not regions.fixed
-        self._known: dict[tuple[int, Mesh], dict[int, float]] = {}
+        self._proved: dict[tuple[int, Mesh], dict[int, float]] = {}
         self.run, self.again, self.kept = cache(self._run), cache(self._again), cache(self._kept)
         self._least_time, self._saved = cache(least_time), cache(self._saved_by_states)
 
@@ -96,14 +96,14 @@ class Bounds:
         """Keep what the search for layouts has proved: on each of the question's meshes no step
         with whole states and nothing recomputed takes less."""
         for mesh in question.meshes:
-            known = self._known.setdefault((question.stages, mesh), {})
+            known = self._proved.setdefault((question.stages, mesh), {})
             known[question.microbatches] = max(seconds, known.get(question.microbatches, 0.0))
 
     def _traffic(self, question: Question) -> float:
         """Return the least that is known of layouts: smaller micro-batches take no less in all."""
         least = math.inf
         for mesh in question.meshes:
-            known = self._known.get((question.stages, mesh), {}).items()
+            known = self._proved.get((question.stages, mesh), {}).items()
             fewer = (s for count, s in known if question.microbatches % count == 0)
             least = min(least, max(fewer, default=0.0))
         if question.states.is_cut and least and self._request.states is None:
@@ -119,10 +119,10 @@ class Bounds:
         states = 0.0 if question.is_hosted else self.states
         if kind.kind == "full" or kind.keep == "host":
             return states / inner / question.stages <= limit
-        kept = self.kept(kind) / question.microbatches / inner
-        if schedule is None or not kept:
-            return (kept + states / inner) / question.stages <= limit
-        return kept * most_held(schedule, not kind.is_plain, states / inner / kept) <= limit
+        size = self.kept(kind) / question.microbatches / inner
+        if schedule is None or not size:
+            return (size + states / inner) / question.stages <= limit
+        return size * most_held(schedule, not kind.is_plain, states / inner / size) <= limit
 
     def least_again(self, question: Question, schedule: Schedule | None = None) -> float:
         """Return the seconds that one micro-batch takes more, at least, on all stages together."""
@@ -145,7 +145,7 @@ class Bounds:
         if missing <= 0 or not self._is_free:
             return 0.0
         seconds = 0.0
-        for saving in sorted(self._savings(pieces), key=lambda one: one.seconds / one.bytes_):
+        for saving in sorted(self._savings(pieces), key=lambda s: s.seconds / s.bytes_):
             share = min(1.0, missing / saving.bytes_)
             seconds, missing = seconds + share * saving.seconds, missing - share * saving.bytes_
             if missing <= 0:
@@ -154,19 +154,19 @@ class Bounds:
 
     def _savings(self, pieces: int) -> Iterable[MemorySaving]:
         """Return what regions spare if they run again, or if a host keeps it, whichever is less."""
-        host, shown = self._device.host, 2 * (1 - self._device.overlap)
-        for region in self._parts:
-            some = self.seconds_of(region.cheap_work, pieces)
-            more = max(0.0, self.seconds_of(region.work, pieces) - some)
-            for size, again in ((region.cheap, some), (region.dear, more)):
-                moved = math.inf if host.is_device else shown * host.copied(size / pieces, 0)
+        host, exposed = self._device.host, 2 * (1 - self._device.overlap)
+        for region in self._region_works:
+            cheap_seconds = self.seconds_of(region.cheap_work, pieces)
+            dear_seconds = max(0.0, self.seconds_of(region.work, pieces) - cheap_seconds)
+            for size, again in ((region.cheap, cheap_seconds), (region.dear, dear_seconds)):
+                moved = math.inf if host.is_device else exposed * host.copied(size / pieces, 0)
                 if size:
                     yield MemorySaving(size, min(again, moved))
 
     @cached_property
     def update(self) -> float:
-        """The seconds by which a step is longer, at least, where hosts update all that learns: each
-        device's host a part that is no larger than the others'."""
+        """Return the seconds by which a step is longer, at least, where hosts update all that
+        learns: each device's host a part that is no larger than the others'."""
         nodes = self._captured.graph.find_nodes(op="placeholder")
         learned = [n for n in nodes if n.name in self._captured.parameters and info(n).learns]
         moved = sum(info(n).val.numel() * state_bytes(n).updated * info(n).times for n in learned)
@@ -175,9 +175,9 @@ class Bounds:
 
     @cached_property
     def states(self) -> float:
-        """The bytes that all ranks keep together of parameters, from step to step."""
-        asked = self._request.states
-        if asked is not None and asked.is_on_host:
+        """Return the bytes that all ranks keep together of parameters, from step to step."""
+        states = self._request.states
+        if states is not None and states.is_on_host:
             return 0.0
         sizes = unsharded_bytes(self._captured)
         return sum(sizes.values()) - sizes["gradients"]  # which come when the rest has gone
@@ -189,7 +189,7 @@ class Bounds:
         return sum(spread_seconds(self._work, pieces, device))
 
     def average_run(self, pieces: int) -> float:
-        """Return the same where each device has as much of the work as it is fast."""
+        """Return the seconds of one run where each device has as much of the work as it is fast."""
         kinds = Counter[Device]()
         for node, used in zip(self._cluster.nodes, self._cluster.used_of_nodes):
             kinds[node.device] += used
@@ -202,7 +202,7 @@ class Bounds:
         """Return the seconds of what runs again of a micro-batch if all regions are treated so."""
         if kind.kind is None or not self._is_free:
             return 0.0
-        works = (one.work if kind.kind == "full" else one.cheap_work for one in self._parts)
+        works = (r.work if kind.kind == "full" else r.cheap_work for r in self._region_works)
         return sum(self.seconds_of(work, pieces) for work in works)
 
     def seconds_of(self, work: UnshardedWork, pieces: int) -> float:
@@ -230,7 +230,7 @@ class Bounds:
         return saved_values(self._captured)
 
     @cached_property
-    def _runs(self) -> list[list[fx.Node]]:
+    def _region_calls(self) -> list[list[fx.Node]]:
         of_parameters = partial(is_of_parameters, captured=self._captured)
         return [nodes for _, nodes in runs(self._captured.graph, self._regions.free, of_parameters)]
 
@@ -241,37 +241,39 @@ class Bounds:
 
     @cached_property
     def _cheap(self) -> set[fx.Node]:
-        """The calls that may run again where regions keep only what is dear to make: cheap ones,
-        made of what is there. `passes/recompute_marks.py` decides so, given layouts."""
-        there = {node for node, _ in saved_values(self._captured, at_most=True)}
+        """Return the calls that may run again where regions keep only what is dear to make: cheap
+        ones, made of what is there. `passes/recompute_marks.py` decides so, given layouts."""
+        saved = {node for node, _ in saved_values(self._captured, at_most=True)}
         cheap = set[fx.Node]()
-        for node in (node for nodes in self._runs for node in nodes):
+        for node in (node for nodes in self._region_calls for node in nodes):
             known, sources = self._facts.get(node.name), map(source, node.all_input_nodes)
-            is_there = all(n.op == "placeholder" or n in there or n in cheap for n in sources)
-            if is_there and known and known.is_cheap and not known.is_view:
+            has_inputs = all(n.op == "placeholder" or n in saved or n in cheap for n in sources)
+            if has_inputs and known and known.is_cheap and not known.is_view:
                 cheap.add(node)
         return cheap
 
     @cached_property
-    def _parts(self) -> list[_Region]:
-        """The regions. What a region keeps goes for nothing if nothing in it has to run again."""
-        kept, saved = Counter[fx.Node](), SavedTensors(self._facts, {}, {})
+    def _region_works(self) -> list[_Region]:
+        """Return the regions. What a region keeps goes for nothing if nothing in it has to run
+        again."""
+        kept_bytes, saved = Counter[fx.Node](), SavedTensors(self._facts, {}, {})
         for (node, _), size in self._values.items():
-            kept[node] += size
+            kept_bytes[node] += size
         regions = []
-        for nodes in self._runs:
+        for nodes in self._region_calls:
             names = saved.remade(nodes)
             again = [n for n in nodes if n.name in names and runs_each_microbatch(n)]
-            some = [n for n in again if n in self._cheap and kept[n]]
-            dear = float(sum(kept[n] for n in nodes if n not in self._cheap))
-            cheap = float(sum(kept[n] for n in nodes if n in self._cheap))
-            work, cheap_work = (unsharded_work(self._captured, calls) for calls in (again, some))
+            cheap_again = [n for n in again if n in self._cheap and kept_bytes[n]]
+            dear = float(sum(kept_bytes[n] for n in nodes if n not in self._cheap))
+            cheap = float(sum(kept_bytes[n] for n in nodes if n in self._cheap))
+            work = unsharded_work(self._captured, again)
+            cheap_work = unsharded_work(self._captured, cheap_again)
             regions.append(_Region(dear, cheap, work, cheap_work))
         return regions
 
 
 class _Region(NamedTuple):
-    """What runs again together, if it does."""
+    """A region: calls that run again together, if they do."""
 
     dear: float  # bytes that it keeps of what is dear to make: all ranks together
     cheap: float  # of what is cheap
@@ -310,23 +312,23 @@ def most_saved(captured: Captured, cluster: Cluster, meshes: Sequence[Mesh]) -> 
 
 
 @lru_cache(1 << 9)
-def most_held(made: Schedule, recompute: bool, states: float) -> float:
+def most_held(schedule: Schedule, recompute: bool, states: float) -> float:
     """Return how often some rank holds at least what all stages keep of one micro-batch together,
     however they share it, and their `states`, which are so many times that."""
     from ortools.linear_solver import pywraplp  # as slow to load as all of autopar
 
     program = pywraplp.Solver.CreateSolver("GLOP")
     most = program.NumVar(0, program.infinity(), "")
-    kept, stored = ([program.NumVar(0, 1, "") for _ in range(made.stages)] for _ in range(2))
-    program.Add(sum(kept) == 1)
+    saved, stored = ([program.NumVar(0, 1, "") for _ in range(schedule.stages)] for _ in range(2))
+    program.Add(sum(saved) == 1)
     program.Add(sum(stored) == 1)
     moments = (
         tuple((at, counts[0]) for at, counts in live.items())
-        for live in peak_counts(made, recompute=recompute)
+        for live in peak_counts(schedule, recompute=recompute)
     )
     for held in dict.fromkeys(moments):
-        share = states / made.pipes  # each pipe has a copy of a stage, or a part of it
-        program.Add(most >= sum(count * kept[at] + share * stored[at] for at, count in held))
+        share = states / schedule.pipes  # each pipe has a copy of a stage, or a part of it
+        program.Add(most >= sum(count * saved[at] + share * stored[at] for at, count in held))
     program.Minimize(most)
     is_solved = program.Solve() == pywraplp.Solver.OPTIMAL
     return float(program.Objective().Value()) * (1 - _SLACK) if is_solved else 0.0

@@ -40,7 +40,7 @@ from autopar.states import Factor, States
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import tensor_inputs
 
-_BASE = 4  # stages of the pipeline by which a schedule is judged
+_SAMPLE_STAGES = 4  # stages of the pipeline by which a schedule is judged
 _HIDDEN = 0.7  # of a rank's compute, behind which sums and gathers hide
 _SHOWN = 0.1  # of a movement that hides
 _ENDS = 2  # layers besides equal blocks: an embedding and a head
@@ -48,22 +48,22 @@ EXPERT_DIMS = 3  # of a parameter that holds a matrix for each expert
 _KEPT_BY_FULL = 0.04  # of what a program keeps, if all its regions run again
 
 
-# Of an estimate, by how alike the answers are that corrected it.
+# Relative, by how alike the answers are that corrected an estimate.
 _DOUBTS = (0.0, 0.0, 0.03, 0.06, 0.1, 0.15)
 
 
 class Estimate(NamedTuple):
-    """What a way to run a step is likely to take."""
+    """The seconds and bytes that a way to run a step is likely to take."""
 
     seconds: float
     bytes_: float  # on the fullest device
 
 
-_Moves = list[tuple[float, int]]  # bytes, and how often
+_Messages = list[tuple[float, int]]  # bytes, and how often
 
 
-class _Use(NamedTuple):
-    """Over how many ranks of a mesh the batch is cut, tensors are, and experts."""
+class _Cuts(NamedTuple):
+    """The numbers of ranks of a mesh over which the batch, tensors, and experts are cut."""
 
     data: int
     tensor: int = 1
@@ -71,7 +71,7 @@ class _Use(NamedTuple):
 
 
 class _ScheduleShape(NamedTuple):
-    """How a schedule behaves for each of its stages."""
+    """The bubble and the live activations of a schedule, for each of its stages."""
 
     bubble: float  # micro-batches' time that a rank waits, for each stage but one
     live: float  # parts of the model's activations on the fullest rank, where one part is a
@@ -92,12 +92,12 @@ class Estimates:
         self._products, self._expert_products = _products(captured)
         self._experts = _share_of_experts(captured)
         self._seconds, self._bytes = _Ratios(), _Ratios()
-        self._moves, self._price = cache(self._moved), cache(self._priced)
+        self._message_seconds, self._price = cache(self._messages_of), cache(self._cluster_price)
         self._shared_work = cache(bounds.average_run)  # of stages, which share it by their speed
 
     def of(self, question: Question) -> Estimate:
         """Return what the best of the question's meshes is likely to take."""
-        return min(self._on(question, mesh) for mesh in question.meshes)
+        return min(self._on_mesh(question, mesh) for mesh in question.meshes)
 
     def doubt(self, question: Question) -> float:
         """Return the part of its seconds by which an estimate may be too high."""
@@ -108,14 +108,14 @@ class Estimates:
     def learn(self, question: Question, seconds: float) -> None:
         """Correct the estimates of similar questions by the seconds of an answer."""
         mesh = question.meshes[0]
-        guess = self._on(question, mesh, is_plain=True)
+        guess = self._on_mesh(question, mesh, is_plain=True)
         self._seconds.note(self._names(question, mesh), _ratio(seconds, guess.seconds))
 
     def learn_bytes(self, question: Question, bytes_: float) -> None:
-        """Correct them by the bytes that the fullest device needs; of a mix that is what it has."""
+        """Correct similar estimates by the bytes of the fullest device; a mix needs all it has."""
         if isinstance(question.recompute, Recompute):
             mesh = question.meshes[0]
-            guess = self._on(question, mesh, is_plain=True)
+            guess = self._on_mesh(question, mesh, is_plain=True)
             self._bytes.note(self._kept_names(question, mesh), _ratio(bytes_, guess.bytes_))
 
     def _names(self, question: Question, mesh: Mesh) -> Sequence[Hashable]:
@@ -128,58 +128,58 @@ class Estimates:
         size = question.stages, mesh, question.microbatches
         return (*size, question.states, question.schedule), (*size, question.schedule), size
 
-    def _on(self, question: Question, mesh: Mesh, *, is_plain: bool = False) -> Estimate:
+    def _on_mesh(self, question: Question, mesh: Mesh, *, is_plain: bool = False) -> Estimate:
         """Return the estimate on one mesh; `is_plain`: as it is without any answer."""
-        more = 1.0 if is_plain else self._bytes.of(self._kept_names(question, mesh))
-        uses = self._uses(mesh, question.microbatches)
+        ratio = 1.0 if is_plain else self._bytes.of(self._kept_names(question, mesh))
+        ways = self._possible_cuts(mesh, question.microbatches)
         best = min(
-            (self._used(question, mesh, use, more) for use in uses),
-            key=lambda one: one.seconds * max(1.0, one.bytes_ / self._request.memory) ** 2,
+            (self._with_cuts(question, mesh, cuts, ratio) for cuts in ways),
+            key=lambda guess: guess.seconds * max(1.0, guess.bytes_ / self._request.memory) ** 2,
         )
         if is_plain:
             return best
         return best._replace(seconds=best.seconds * self._seconds.of(self._names(question, mesh)))
 
-    def _used(self, question: Question, mesh: Mesh, use: _Use, more: float) -> Estimate:
+    def _with_cuts(self, question: Question, mesh: Mesh, cuts: _Cuts, ratio: float) -> Estimate:
         """Return the estimate where the axes of a mesh are used in one way, and bytes are so many
         times what they seem."""
         stages, parts = question.stages, question.microbatches
         shape = _ScheduleShape(0.0, 1.0, 1, 1)
         if question.schedule is not None:
-            shape = _shape(question.schedule, min(stages, _BASE))
+            shape = _schedule_shape(question.schedule, min(stages, _SAMPLE_STAGES))
         if shape.chunks * stages > self._blocks + _ENDS:
             return Estimate(math.inf, 0.0)  # there are not so many layers
         pieces = parts * mesh.size
-        states = more * self._state_bytes(question.states, use) * shape.pipes / stages
+        states = ratio * self._state_bytes(question.states, cuts) * shape.pipes / stages
         live = 1.0 if question.schedule is None else min(parts, shape.live * stages)
-        share = more * live / pieces / stages
-        kept = {kind: self._bounds.kept(kind) * share for kind in (PLAIN, SELECTIVE)}
-        kept[FULL] = _KEPT_BY_FULL * kept[PLAIN]
-        again, bytes_ = self._recomputed(question, states, kept, pieces)
+        share = ratio * live / pieces / stages
+        kept_bytes = {kind: self._bounds.kept(kind) * share for kind in (PLAIN, SELECTIVE)}
+        kept_bytes[FULL] = _KEPT_BY_FULL * kept_bytes[PLAIN]
+        again, bytes_ = self._recompute_costs(question, states, kept_bytes, pieces)
         work = self._bounds.run(pieces)
         if stages > 1:  # on unlike machines stages are uneven, but not as uneven as these
             work = (work + self._shared_work(pieces)) / 2
-        once = work + self._moves(stages, mesh, parts, use) + again
+        once = work + self._message_seconds(stages, mesh, parts, cuts) + again
         # Blocks are not split: the slowest stage has a whole number of them.
         slowest = math.ceil(self._blocks / stages) * stages / self._blocks if stages > 1 else 1.0
         per_stage = once / stages * slowest
         # One micro-batch passes all stages, however few there are to hide behind.
         seconds = max(stages, parts + shape.bubble * (stages - 1)) * per_stage
-        seconds += self._synchronised(question, mesh, use, per_stage * shape.pipes)
+        seconds += self._sync_seconds(question, mesh, cuts, per_stage * shape.pipes)
         if question.is_hosted:
             seconds += self._bounds.update
         return Estimate(seconds, bytes_ + states)
 
-    def _recomputed(
-        self, question: Question, states: float, kept: dict[Recompute, float], pieces: int
+    def _recompute_costs(
+        self, question: Question, states: float, kept_bytes: dict[Recompute, float], pieces: int
     ) -> Estimate:
         """Return the seconds that a micro-batch takes more, and the bytes that stay."""
         kind = question.recompute
         if isinstance(kind, Recompute):
             base = Recompute(kind.kind)
-            return Estimate(self._bounds.again(pieces, base), kept[base])
+            return Estimate(self._bounds.again(pieces, base), kept_bytes[base])
         room = self._request.memory - states
-        steps = [(kept[k], self._bounds.again(pieces, k)) for k in (PLAIN, SELECTIVE, FULL)]
+        steps = [(kept_bytes[k], self._bounds.again(pieces, k)) for k in (PLAIN, SELECTIVE, FULL)]
         if steps[0][0] <= room:
             return Estimate(0.0, steps[0][0])
         for (more, cheap), (less, dear) in pairwise(steps):
@@ -188,7 +188,7 @@ class Estimates:
                 return Estimate(cheap + share * (dear - cheap), room)
         return Estimate(steps[-1][1], steps[-1][0])
 
-    def _state_bytes(self, states: States, use: _Use) -> float:
+    def _state_bytes(self, states: States, cuts: _Cuts) -> float:
         """Return the bytes of parameters, gradients and optimizer states on a rank."""
 
         def parts(factor: Factor, replicas: int) -> int:
@@ -202,17 +202,17 @@ class Estimates:
         return sum(
             self._sizes[kind] * share / cut / parts(factor, replicas)
             for kind, factor in factors.items()
-            for share, cut, replicas in self._pieces(use)
+            for share, cut, replicas in self._parameter_shares(cuts)
         )
 
-    def _pieces(self, use: _Use) -> list[tuple[float, int, int]]:
+    def _parameter_shares(self, cuts: _Cuts) -> list[tuple[float, int, int]]:
         """Return of dense parameters and of experts the share of all, the ranks that cut them, and
         those that hold replicas."""
-        cut = use.tensor * use.experts
-        dense = (1 - self._experts, use.tensor, use.data)
-        return [dense, (self._experts, cut, max(1, use.data // use.experts))]
+        cut = cuts.tensor * cuts.experts
+        dense = (1 - self._experts, cuts.tensor, cuts.data)
+        return [dense, (self._experts, cut, max(1, cuts.data // cuts.experts))]
 
-    def _uses(self, mesh: Mesh, parts: int) -> list[_Use]:
+    def _possible_cuts(self, mesh: Mesh, parts: int) -> list[_Cuts]:
         """Return how experts use the axes: the outer ones cut the batch as far as it goes, the last
         cuts tensors, or experts, which it has a part of the batch for."""
         rows, sizes = self._rows // parts, mesh.shape
@@ -222,43 +222,44 @@ class Estimates:
                 break
             data *= size
         last = mesh.size // data
-        uses = [_Use(data, last)]
+        ways = [_Cuts(data, last)]
         if len(sizes) > 1 and last == sizes[-1] and rows % mesh.size == 0:
-            uses += [_Use(mesh.size, 1, last)] if self._experts else []
-        return uses
+            ways += [_Cuts(mesh.size, 1, last)] if self._experts else []
+        return ways
 
-    def _moved(self, stages: int, mesh: Mesh, parts: int, use: _Use) -> float:
+    def _messages_of(self, stages: int, mesh: Mesh, parts: int, cuts: _Cuts) -> float:
         """Return the seconds that cut tensors of one micro-batch move in all stages together."""
-        if use.tensor * use.experts == 1:
+        if cuts.tensor * cuts.experts == 1:
             return 0.0
         price = self._price(stages, mesh)
-        axes = mesh.names[-1:] if mesh.shape[-1] in (use.tensor, use.experts) else mesh.names
-        kind = "all_to_all" if use.experts > 1 else "all_reduce"
-        products = self._expert_products if use.experts > 1 else self._products
+        axes = mesh.names[-1:] if mesh.shape[-1] in (cuts.tensor, cuts.experts) else mesh.names
+        kind = "all_to_all" if cuts.experts > 1 else "all_reduce"
+        products = self._expert_products if cuts.experts > 1 else self._products
         return sum(
-            count * float(price.seconds(kind, axes, size / parts / use.data))
+            count * float(price.seconds(kind, axes, size / parts / cuts.data))
             for size, count in products
         )
 
-    def _synchronised(self, question: Question, mesh: Mesh, use: _Use, per_stage: float) -> float:
+    def _sync_seconds(self, question: Question, mesh: Mesh, cuts: _Cuts, per_stage: float) -> float:
         """Return the seconds of gathers and sums of what is learned that a step does not hide."""
         parts, states = question.microbatches, question.states
         if states.parameters != 1 and states.lifetime == "use":
-            times, hides = 1.5 * parts, parts
+            times, overlapped = 1.5 * parts, parts
         elif states.gradients != 1:
-            times, hides = 0.5 * parts + 0.5, parts
+            times, overlapped = 0.5 * parts + 0.5, parts
         else:
-            times, hides = 1.0, 1
-        price, outer = self._price(question.stages, mesh), mesh.names[: max(1, len(mesh.names) - 1)]
+            times, overlapped = 1.0, 1
+        price = self._price(question.stages, mesh)
+        outer = mesh.names[: max(1, len(mesh.names) - 1)]
         moved = 0.0
-        for share, cut, replicas in self._pieces(use):
+        for share, cut, replicas in self._parameter_shares(cuts):
             if share and replicas > 1:
                 axes = mesh.names if replicas == mesh.size else outer
                 size = self._sizes["gradients"] * share / cut / question.stages
                 moved += times * float(price.seconds("all_reduce", axes, size))
-        return max(_SHOWN * moved, moved - _HIDDEN * hides * per_stage)
+        return max(_SHOWN * moved, moved - _HIDDEN * overlapped * per_stage)
 
-    def _priced(self, stages: int, mesh: Mesh) -> ClusterPrice:
+    def _cluster_price(self, stages: int, mesh: Mesh) -> ClusterPrice:
         line, machines = self._request.line(stages), self._request.cluster
         part: Cluster = machines if line is None or stages == 1 else ClusterPart.of(machines, line)
         return ClusterPrice(part, mesh, States().buffer_bytes)
@@ -288,7 +289,7 @@ class _Ratios:
         return math.exp(sum(logs) / len(logs))
 
 
-def _products(captured: Captured) -> tuple[_Moves, _Moves]:
+def _products(captured: Captured) -> tuple[_Messages, _Messages]:
     """Return the bytes that cut products move in a micro-batch of the whole batch, and how often:
     where tensors are cut, and where experts are.
 
@@ -325,22 +326,21 @@ def _share_of_experts(captured: Captured) -> float:
 
 
 @cache
-def _shape(name: Schedule | ScheduleName, stages: int) -> _ScheduleShape:
+def _schedule_shape(name: Schedule | ScheduleName, stages: int) -> _ScheduleShape:
     """Return the behaviour of a schedule, by a small one of the same name."""
     if isinstance(name, Schedule):
-        made, stages = name, name.ranks
+        schedule, stages = name, name.ranks
         parts = name.all_parts
     else:
         parts = 2 * stages
         try:
-            made = listed(name, stages, parts)
+            schedule = listed(name, stages, parts)
         except InvalidInput:
             return _ScheduleShape(math.inf, 1.0, 1, 1)  # it is asked about last, and says why
-    third = [made.parts / made.stages / 3] * made.stages
+    third = [schedule.parts / schedule.stages / 3] * schedule.stages
     twice = [2 * share for share in third]
-    step = simulate(made, forward=third, backward=twice, backward_weight=third).makespan
+    step = simulate(schedule, forward=third, backward=twice, backward_weight=third).makespan
     bubble = max(0.0, step * stages - parts) / max(1, stages - 1)
-    fullest = max(
-        sum(counts[0] for counts in live.values()) for live in peak_counts(made, recompute=False)
-    )
-    return _ScheduleShape(bubble, fullest / made.stages, made.pipes, made.chunks)
+    peaks = peak_counts(schedule, recompute=False)
+    fullest = max(sum(counts[0] for counts in live.values()) for live in peaks)
+    return _ScheduleShape(bubble, fullest / schedule.stages, schedule.pipes, schedule.chunks)

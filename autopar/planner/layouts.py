@@ -46,13 +46,13 @@ UNEQUAL = 1e-4  # relative: what blocks may lose by being equal
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """What is asked of the layouts of one program."""
+    """A request for the layouts of one program."""
 
     captured: Captured
     batches: Microbatches | None  # `captured` is then the program of one micro-batch
     offered: Sequence[Mesh]  # to choose from
     memory: float  # bytes on each device
-    is_all: bool  # devices hold no more than this program
+    is_unstaged: bool  # devices hold no more than this program
     states: States = WHOLE
     # The regions that run again in backward.
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class LayoutRequest:
     line: PipelineLine | None = None  # the places of a pipeline; the mesh is inside each
 
     def machines(self, cluster: Cluster) -> Cluster:
-        """What layouts are chosen for: no place of a pipeline is faster."""
+        """Return the machines that layouts are chosen for: no place of a pipeline is faster."""
         return cluster if self.line is None else ClusterPart.of(cluster, self.line)
 
 
@@ -75,91 +75,90 @@ class Layouts:
     whole: Whole | None = None  # if it is asked for layouts of a short program
     _known: dict[tuple[object, ...], tuple[Candidate, float]] = field(default_factory=dict)
     _built: dict[tuple[object, ...], SearchCache] = field(default_factory=dict)
-    # What meshes take at least, by what was asked and the micro-batches.
+    # The least seconds of meshes, by request and number of micro-batches.
     _least: dict[tuple[object, ...], dict[int, dict[Mesh, float]]] = field(default_factory=dict)
 
-    def find(self, asked: LayoutRequest) -> tuple[Candidate, float]:
-        """The program with its layouts and states, and the bytes that the search found.
+    def find(self, request: LayoutRequest) -> tuple[Candidate, float]:
+        """Return the program with its layouts and states, and the bytes that the search found.
 
         Where the parts of states are fewer than the ranks of an axis that they are cut over, this
         is on the mesh with that axis split. Under a limit the layouts of equal blocks may have to
         differ: then it is of the whole program, but for that of a pipeline, whose stages share out
         another limit.
         """
-        found, memory = self._of_program(asked)
-        search, whole = found.search, self.whole
-        if whole is None or asked.captured.times == 1 or search is None:
-            return found, memory
-        is_free = asked.memory == math.inf or not asked.is_all
-        if is_free or search.gap <= UNEQUAL or search.bound >= asked.cutoff:
-            return found, memory
-        program, batches = whole.program(asked.batches)
-        decided = whole.recomputed(asked.recompute)
-        unshortened = replace(asked, captured=program, batches=batches, recompute=decided)
-        return self._of_program(unshortened)
+        candidate, memory = self._find_for_program(request)
+        search, whole = candidate.search, self.whole
+        if whole is None or request.captured.times == 1 or search is None:
+            return candidate, memory
+        is_free = request.memory == math.inf or not request.is_unstaged
+        if is_free or search.gap <= UNEQUAL or search.bound >= request.cutoff:
+            return candidate, memory
+        program, batches = whole.program(request.batches)
+        decided = whole.recomputed(request.recompute)
+        unshortened = replace(request, captured=program, batches=batches, recompute=decided)
+        return self._find_for_program(unshortened)
 
-    def with_whole_states(self, asked: LayoutRequest) -> Candidate:
-        """The layouts that are the best with whole states. With those that were asked for, none
-        takes less than the best with these."""
-        (own, _), (whole, _) = self.find(asked), self.find(replace(asked, states=WHOLE))
-        if own.search is None or whole.search is None:
+    def with_whole_states(self, request: LayoutRequest) -> Candidate:
+        """Return the best layouts with whole states, with a bound for the requested states too."""
+        (requested, _), (whole, _) = self.find(request), self.find(replace(request, states=WHOLE))
+        if requested.search is None or whole.search is None:
             return whole
-        return whole.changed(whole.search.lowered(own.search.bound))
+        return whole.changed(whole.search.lowered(requested.search.bound))
 
-    def _of_program(self, asked: LayoutRequest) -> tuple[Candidate, float]:
+    def _find_for_program(self, request: LayoutRequest) -> tuple[Candidate, float]:
         while True:
-            found, memory = self._found(asked)
-            if asked.states.is_whole:
-                return found.placed(asked.states), memory
-            graph, mesh = found.rewritten, found.mesh
-            if self._lacks_replicas(asked, graph, mesh):
-                found, memory = self._with_replicas(asked, found, memory)
-                graph, mesh = found.rewritten, found.mesh
+            candidate, memory = self._cached_layouts(request)
+            if request.states.is_whole:
+                return candidate.placed(request.states), memory
+            graph, mesh = candidate.rewritten, candidate.mesh
+            if self._lacks_replicas(request, graph, mesh):
+                candidate, memory = self._with_replicas(request, candidate, memory)
+                graph, mesh = candidate.rewritten, candidate.mesh
             try:
-                split = split_for(asked.states, main_axes(graph, mesh), mesh)
+                split = split_for(request.states, main_axes(graph, mesh), mesh)
             except InvalidInput:
-                others = [other for other in asked.offered if other != mesh]
+                others = [other for other in request.offered if other != mesh]
                 if not others:
                     raise
-                asked = replace(asked, offered=others)
+                request = replace(request, offered=others)
                 continue
             if split is None:
                 break
-            asked = replace(asked, offered=[mesh.split(*split)])
+            request = replace(request, offered=[mesh.split(*split)])
         if self.request.states is not None:
-            annotated = self.constraints(asked.captured, asked.recompute, mesh).parameters
-            require_agreement(asked.states, annotated, main_axes(graph, mesh), mesh)
-            require_something_to_cut(graph, asked.states, mesh)
-        return found.placed(asked.states), memory
+            annotated = self.constraints(request.captured, request.recompute, mesh).parameters
+            require_agreement(request.states, annotated, main_axes(graph, mesh), mesh)
+            require_something_to_cut(graph, request.states, mesh)
+        return candidate.placed(request.states), memory
 
-    def _lacks_replicas(self, asked: LayoutRequest, graph: fx.Graph, mesh: Mesh) -> bool:
-        """Whether states that were asked for by name are to be cut, and there is nothing to cut."""
-        asked_for = self.request.mode == "auto" and self.request.states is not None
-        return asked_for and not has_something_to_cut(graph, asked.states, mesh)
+    def _lacks_replicas(self, request: LayoutRequest, graph: fx.Graph, mesh: Mesh) -> bool:
+        """Return whether states that were requested by name are to be cut, and none can be."""
+        must_cut = self.request.mode == "auto" and self.request.states is not None
+        return must_cut and not has_something_to_cut(graph, request.states, mesh)
 
     def _with_replicas(
-        self, asked: LayoutRequest, best: Candidate, memory: float
+        self, request: LayoutRequest, best: Candidate, memory: float
     ) -> tuple[Candidate, float]:
-        """The fastest layouts in which some axis cuts the batch, or that take less memory than the
-        `best` and have replicas; an error, if some were refused, else the `best`."""
+        """Return the fastest layouts in which some axis cuts the batch, or that take less memory
+        than the `best` and have replicas. Raise, if all were refused; else return the `best`."""
         ways: list[tuple[Candidate, float]] = []
         refused: list[Exception] = []
 
         def keep(laid: Candidate, memory: float) -> None:
-            if not self._lacks_replicas(asked, laid.rewritten, laid.mesh):
+            if not self._lacks_replicas(request, laid.rewritten, laid.mesh):
                 ways.append((laid, memory))
 
         last = best
-        for _ in range(MOST_LEANER if asked.is_all else 0):
-            limit = LESS * last.placed(asked.states).memory.peak
+        for _ in range(MOST_LEANER if request.is_unstaged else 0):
+            limit = LESS * last.placed(request.states).memory.peak
             with suppress(NothingFits, NothingFaster):
-                last, size = self._found(replace(asked, memory=limit))
+                last, size = self._cached_layouts(replace(request, memory=limit))
                 keep(last, size)
-        for mesh in asked.offered:
-            named = self.constraints(asked.captured, asked.recompute, mesh).axes
+        for mesh in request.offered:
+            named = self.constraints(request.captured, request.recompute, mesh).axes
             for axis in [axis for axis in mesh if mesh[axis] > 1 and axis not in named]:
                 try:
-                    keep(*self._found(replace(asked, offered=[mesh], batch_axis=axis)))
+                    keep(*self._cached_layouts(replace(request, offered=[mesh], batch_axis=axis)))
                 except (NothingFits, NothingFaster) as error:
                     refused.append(error)
                 except InvalidInput:
@@ -168,92 +167,105 @@ class Layouts:
             if refused:
                 raise refused[0]
             return best, memory
-        found, memory = min(ways, key=lambda way: way[0].placed(asked.states).cost.seconds)
-        if found.search is not None and best.search is not None:
-            found = found.changed(found.search.lowered(best.search.bound))
-        return found, memory
+        fastest, memory = min(ways, key=lambda way: way[0].placed(request.states).cost.seconds)
+        if fastest.search is not None and best.search is not None:
+            fastest = fastest.changed(fastest.search.lowered(best.search.bound))
+        return fastest, memory
 
-    def _found(self, asked: LayoutRequest) -> tuple[Candidate, float]:
-        """With states that are whole yet. What was asked before is known: layouts without a limit
+    def _cached_layouts(self, request: LayoutRequest) -> tuple[Candidate, float]:
+        """Return layouts with whole states, searched once for each request. Layouts without a limit
         are the start of several ways to save memory, and the answer if they fit."""
-        regions = tuple(sorted(asked.recompute.items()))
-        about = asked.batch_axis, asked.is_all, asked.states, regions, asked.line
-        key = id(asked.captured), tuple(asked.offered), *about
-        if (free := self._known.get((*key, math.inf))) and self._keeps_to(free, asked):
+        meshes, settings = tuple(request.offered), _settings(request)
+        key = id(request.captured), meshes, request.is_unstaged, *settings
+        if (free := self._known.get((*key, math.inf))) and self._keeps_to(free, request):
             return free
-        # What was found is the best whatever was to be beaten.
-        if (*key, asked.memory) not in self._known:
-            self._known[*key, asked.memory] = self._searched(asked)
-        return self._known[*key, asked.memory]
+        # The best is the same whatever was to be beaten.
+        if (*key, request.memory) not in self._known:
+            self._known[*key, request.memory] = self._searched(request)
+        return self._known[*key, request.memory]
 
-    def _graphs(self, asked: LayoutRequest) -> SearchCache:
-        """The cost graphs of a program, which is looked at under several limits: those that take
-        longest to build stay."""
-        regions = tuple(sorted(asked.recompute.items()))
-        key = id(asked.captured), asked.batch_axis, asked.states, regions, asked.line
+    def _graphs(self, request: LayoutRequest) -> SearchCache:
+        """Return the cost graphs of a program, which is searched under several limits: those that
+        take longest to build stay."""
+        key = id(request.captured), *_settings(request)
         if key not in self._built:
             if len(self._built) == MOST_BUILT:
-                del self._built[min(self._built, key=lambda one: _strategies(self._built[one]))]
-            self._built[key] = self._known_of(asked, *key[1:])
+                del self._built[min(self._built, key=lambda k: _strategies(self._built[k]))]
+            self._built[key] = self._new_cache(request, *key[1:])
         return self._built[key]
 
-    def _known_of(self, asked: LayoutRequest, *about: object) -> SearchCache:
-        """Of a program that was not looked at: what meshes take in a step with as many
-        micro-batches, or with larger ones of which its own are parts."""
-        parts = 1 if asked.batches is None else asked.batches.count
-        is_short = asked.captured.times > 1
-        known = self._least.setdefault((is_short, *about), {})
+    def _new_cache(self, request: LayoutRequest, *key: object) -> SearchCache:
+        """Return a cache for another program. It knows the least seconds of meshes in a step with
+        as many micro-batches, or with larger ones that are cut into these."""
+        parts = 1 if request.batches is None else request.batches.count
+        is_short = request.captured.times > 1
+        known = self._least.setdefault((is_short, *key), {})
         fewer: dict[Mesh, float] = {}
         for count in (count for count in known if parts % count == 0):
             for mesh, seconds in known[count].items():
                 fewer[mesh] = max(fewer.get(mesh, 0.0), seconds * count)
         return SearchCache(least=known.setdefault(parts, {}), seconds_in_larger_microbatches=fewer)
 
-    def _constraints(self, asked: LayoutRequest, mesh: Mesh) -> Constraints:
-        found = self.constraints(asked.captured, asked.recompute, mesh)
-        axis = asked.batch_axis
-        return with_batch_axis(asked.captured, mesh, axis, found) if axis else found
+    def _constraints(self, request: LayoutRequest, mesh: Mesh) -> Constraints:
+        constraints = self.constraints(request.captured, request.recompute, mesh)
+        axis = request.batch_axis
+        return with_batch_axis(request.captured, mesh, axis, constraints) if axis else constraints
 
-    def _keeps_to(self, found: tuple[Candidate, float], asked: LayoutRequest) -> bool:
-        """Whether layouts that were found without a limit are what is asked for."""
-        laid, memory = found
-        if memory > asked.memory or (laid.search is not None and laid.search.interrupted):
+    def _keeps_to(self, known: tuple[Candidate, float], request: LayoutRequest) -> bool:
+        """Return whether layouts that were found without a limit keep to that of a request."""
+        laid, memory = known
+        if memory > request.memory or (laid.search is not None and laid.search.interrupted):
             return False
-        return not asked.is_all or laid.placed(asked.states).memory.peak <= asked.memory
+        return not request.is_unstaged or laid.placed(request.states).memory.peak <= request.memory
 
-    def _searched(self, asked: LayoutRequest) -> tuple[Candidate, float]:
-        program, cluster = asked.captured, self.request.cluster
-        made = partial(Candidate.laid_out, program, cluster, batches=asked.batches, line=asked.line)
+    def _searched(self, request: LayoutRequest) -> tuple[Candidate, float]:
+        program, cluster = request.captured, self.request.cluster
+        lay_out = partial(
+            Candidate.laid_out, program, cluster, batches=request.batches, line=request.line
+        )
         if self.request.mode != "auto":
-            (mesh,) = asked.offered
-            return made(decisions=propagate(program, mesh, self._constraints(asked, mesh))), 0.0
+            (mesh,) = request.offered
+            spread = propagate(program, mesh, self._constraints(request, mesh))
+            return lay_out(decisions=spread), 0.0
         brief = None if program.times == 1 or self.whole is None else self.whole.brief
         if brief and self.whole:
-            asked = replace(asked, captured=self.whole.briefly(asked.batches))
+            request = replace(request, captured=self.whole.brief_program(request.batches))
 
         def candidate(decisions: Decisions) -> Candidate:
             if brief:
-                decisions = longer(decisions, brief, program, asked.recompute)
-            return made(decisions=decisions)
+                decisions = longer(decisions, brief, program, request.recompute)
+            return lay_out(decisions=decisions)
 
-        last: list[tuple[Decisions, Candidate]] = []  # whose memory was asked for
+        last: list[tuple[Decisions, Candidate]] = []  # whose memory was needed
 
         def needed(decisions: Decisions) -> float:
             last[:] = [(decisions, candidate(decisions))]
-            return last[0][1].placed(asked.states).memory.peak
+            return last[0][1].placed(request.states).memory.peak
 
-        parts = 1 if asked.batches is None else asked.batches.count
-        limits = asked.memory, parts, asked.states, asked.cutoff
-        machines, bound = asked.machines(cluster), partial(self._constraints, asked)
-        search = LayoutSearch(asked.captured, machines, bound, *limits)
-        search.known = self._graphs(asked)
-        search.finished_bytes, search.report = needed if asked.is_all else None, self.report
-        found = search.run(asked.offered)
-        if last and last[0][0] is found.decisions:  # it is not made again
-            return last[0][1].changed(found.report), found.memory
-        return replace(candidate(found.decisions), search=found.report), found.memory
+        parts = 1 if request.batches is None else request.batches.count
+        search = LayoutSearch(
+            request.captured,
+            request.machines(cluster),
+            partial(self._constraints, request),
+            request.memory,
+            parts,
+            request.states,
+            request.cutoff,
+        )
+        search.known = self._graphs(request)
+        search.finished_bytes, search.report = needed if request.is_unstaged else None, self.report
+        result = search.run(request.offered)
+        if last and last[0][0] is result.decisions:  # it is not made again
+            return last[0][1].changed(result.report), result.memory
+        return replace(candidate(result.decisions), search=result.report), result.memory
+
+
+def _settings(request: LayoutRequest) -> tuple[object, ...]:
+    """Return what the fastest layouts depend on, besides their program, meshes and limit."""
+    regions = tuple(sorted(request.recompute.items()))
+    return request.batch_axis, request.states, regions, request.line
 
 
 def _strategies(known: SearchCache) -> int:
-    """Of all nodes of some cost graphs."""
-    return sum(int(one.graph.packed.sizes.sum()) for one in known.graphs.values())
+    """Return the number of strategies in the cost graphs of a program."""
+    return sum(int(entry.graph.packed.sizes.sum()) for entry in known.graphs.values())

@@ -6,7 +6,7 @@
 
 The queue starts with the templates. Each answer corrects the estimates of what is still in it, and
 adds the questions that follow by a rule. A question whose lower bound is no better than the best so
-far is never asked. Only here is looked at the clock, and Ctrl-C is caught.
+far is never asked. Only here the clock is read, and Ctrl-C is caught.
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ from autopar.planner.hosting import may_go
 from autopar.planner.question import Found, OutOfTime, Question, Refused, TooLarge
 from autopar.planner.record import AnswerCosts, Record, handicap
 from autopar.planner.refusals import refusal
-from autopar.planner.rules import HOST, MINIMUM, RULES, TEMPLATE, Asked, FollowUp, minimum_memory
+from autopar.planner.rules import (
+    HOST,
+    MINIMUM,
+    RULES,
+    TEMPLATE,
+    FollowUp,
+    SearchEntry,
+    minimum_memory,
+)
 from autopar.planner.schedule_lists import listed
 from autopar.planner.templates import Templates
 from autopar.recompute import Recompute
@@ -52,7 +60,7 @@ class Planner:
         self, model: nn.Module, captured: Captured, request: Request, report: Report
     ) -> None:
         self.request, self._report = request, report
-        self._asker = Asker(model, captured, request, self._look)
+        self._asker = Asker(model, captured, request, self._report_or_stop)
         self.whole_program = captured
         self.hosted = request.hosted if may_go(model, request.states) else ()
         program, regions = self._asker.program, self._asker.regions
@@ -76,7 +84,7 @@ class Planner:
 
     @property
     def promise(self) -> float:
-        """The least seconds that a question in the queue promises."""
+        """Return the least seconds that a question in the queue promises."""
         self.prepare()
         return min(map(self._order, self._queue), default=math.inf)
 
@@ -104,8 +112,8 @@ class Planner:
         if not best and self.ended == "Ctrl-C":
             raise nothing_found_yet()
         if not best and (not self.record.has_some or self.record.was_refused):
-            asked, regions = self.record.asked, self._asker.regions
-            raise refusal(asked, self.request, regions, self.whole_program)
+            entries, regions = self.record.asked, self._asker.regions
+            raise refusal(entries, self.request, regions, self.whole_program)
         return best
 
     def _ask_all(self, *, is_last: bool = False) -> None:
@@ -119,7 +127,7 @@ class Planner:
             if (bound := self._bound(question)) >= cutoff:
                 self.record.ruled_out[question] = bound
                 if bound == math.inf and self.record.needs_host:
-                    self._add(HOST.follow(Asked(question, TooLarge(bound), rule), self), HOST)
+                    self._add(HOST.follow(SearchEntry(question, TooLarge(bound), rule), self), HOST)
                 continue
             self._show("plan", str(question))
             is_late = self.record.has_some and self._costs.of(question) > self._patience.left()
@@ -129,14 +137,14 @@ class Planner:
             if isinstance(answer, OutOfTime):
                 self._queue[question], self.ended = rule, "time"
                 return
-            self._learn(Asked(question, answer, rule))
+            self._learn(SearchEntry(question, answer, rule))
             if self._asker.was_interrupted and not self.ended:
                 self.ended = "time" if self._patience.is_over() else "Ctrl-C"
 
-    def _learn(self, asked: Asked) -> None:
+    def _learn(self, entry: SearchEntry) -> None:
         """Keep an answer, correct the estimates by it, and add the questions that follow."""
-        self.record.add(asked)
-        question, answer = asked.question, asked.answer
+        self.record.add(entry)
+        question, answer = entry.question, entry.answer
         if isinstance(answer, Found):
             self._estimates.learn(question, answer.seconds)
             self._estimates.learn_bytes(question, answer.candidate.memory.peak)
@@ -145,7 +153,7 @@ class Planner:
                 self._estimates.learn(question, answer.way.seconds)
             self._estimates.learn_bytes(question, answer.least_bytes)
         for rule in RULES:
-            self._add(rule.follow(asked, self), rule)
+            self._add(rule.follow(entry, self), rule)
 
     def _add(self, questions: Iterable[Question], rule: FollowUp) -> None:
         for question in map(self.templates.normalised, questions):
@@ -166,10 +174,10 @@ class Planner:
         least = self._bounds.seconds(question)
         if least < math.inf and question.schedule is not None and not self._asker.is_huge:
             try:
-                made = listed(question.schedule, question.stages, question.microbatches)
+                schedule = listed(question.schedule, question.stages, question.microbatches)
             except InvalidInput:
                 return least  # the answer says so
-            least = self._bounds.seconds(question, made)
+            least = self._bounds.seconds(question, schedule)
         return least
 
     def _is_over(self, *, is_last: bool) -> bool:
@@ -181,11 +189,11 @@ class Planner:
     @property
     def _is_refused(self) -> bool:
         """Return whether the program has none of the stages and micro-batches, in any memory."""
-        answers = [one.answer for one in self.record.asked]
+        answers = [entry.answer for entry in self.record.asked]
         is_answered = bool(answers) and not self._queue and not self.record.ruled_out
         return is_answered and all(isinstance(answer, Refused) for answer in answers)
 
-    def _look(self, phase: str, detail: str) -> None:
+    def _report_or_stop(self, phase: str, detail: str) -> None:
         """Show what an answer looks at; end it when the time is over."""
         if self.record.found and self._patience.is_over():
             raise layout_search.DeadlinePassed
@@ -204,19 +212,19 @@ class Planner:
         self._queue.clear()
         self.record.found.clear()
         self._asker.whole = None
-        for one in answered:
-            self._add([replace(one.question, program=self.whole_program)], one.rule)
+        for entry in answered:
+            self._add([replace(entry.question, program=self.whole_program)], entry.rule)
         self._ask_all(is_last=True)
 
     def _finished(self, wanted: int) -> list[Candidate]:
         """Return the best ways that differ, of the whole program, with what bounds are known."""
         best: dict[str, Candidate] = {}
-        for asked in self.record.by_simplicity():
-            if len(best) == wanted or not isinstance(asked.answer, Found):
+        for entry in self.record.by_simplicity():
+            if len(best) == wanted or not isinstance(entry.answer, Found):
                 break
-            if (whole := self._asker.finished(asked.answer.candidate)) is not None:
+            if (whole := self._asker.finished(entry.answer.candidate)) is not None:
                 how = whole.alternative(self.request.memory).how
-                best.setdefault(how, self._accounted(whole, asked.question))
+                best.setdefault(how, self._accounted(whole, entry.question))
         return list(best.values())
 
     def _accounted(self, best: Candidate, question: Question) -> Candidate:
@@ -235,7 +243,7 @@ class Planner:
 
     @property
     def fastest(self) -> float:
-        """The seconds of the fastest way so far."""
+        """Return the seconds of the fastest way so far."""
         return self.record.fastest
 
     def constraints(
@@ -246,10 +254,10 @@ class Planner:
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
-        """All that was weighed, the best first."""
+        """Return all ways that were weighed, the best first."""
         return best_first(map(self._asker.figures, self.record.priced()))
 
     @property
     def left_out(self) -> Counter[str]:
-        """How many questions bounds ruled out."""
+        """Return how many questions bounds ruled out."""
         return Counter({"questions": len(self.record.ruled_out)})

@@ -24,17 +24,17 @@ def mixed(
     cutoff: float,
     report: Report,
 ) -> Answer:
-    """Return the way with the layouts of `laid` whose regions run again that make it fit, at least
-    cost. `whole`: of the program that `laid` stands for, if it does. `report` may end it."""
+    """Return the fastest way with the layouts of `laid` in which enough regions run again to fit.
+    `whole`: of the program that `laid` stands for, if it does. `report` may end the search."""
     plain = laid.recomputed(regions.all(PLAIN))
     if plain.fits(memory):
         return Found(plain) if plain.seconds < cutoff else TooSlow(plain.seconds)
     leanest = laid.recomputed(regions.all(KINDS[-1]))
     held = plain.held
-    there = sum(getattr(held, kind) for kind in (*CONSTANT_KINDS, "gradients", "gathered"))
+    constant = sum(getattr(held, kind) for kind in (*CONSTANT_KINDS, "gradients", "gathered"))
     left, host = _left(plain, memory)
     room = left + plain.memory.activations  # for what is kept for backward
-    if there - plain.passing_copies(0) > memory or room < 0:
+    if constant - plain.passing_copies(0) > memory or room < 0:
         return TooLarge(leanest.needed(memory), leanest)
     ways = {kind: laid.recomputed(regions.all(kind)) for kind in KINDS}
     members = members_of(laid.captured, regions.free)
@@ -66,10 +66,10 @@ def mixed(
         if way.fits(memory):
             return Found(way)
         last = mix
-        over, there = (max(0.0, -left) for left in _left(way, memory))
+        over, host_over = (max(0.0, -left) for left in _left(way, memory))
         while mix is not None and mix.kinds == last.kinds:
             room, over = room - over, 2 * over
-            host, there = host - there, 2 * there
+            host, host_over = host - host_over, 2 * host_over
             mix = problem.solve(room, host)
     # The problem adds up what is kept, which is not all there is at the peak.
     alike = [way for way in ways.values() if way.fits(memory)]

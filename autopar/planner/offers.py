@@ -30,15 +30,15 @@ from autopar.text.progress import Report
 
 
 def has_world() -> bool:
-    """Whether ranks run: a world has none to spare."""
+    """Return whether ranks run: a world has none to spare."""
     return dist.is_initialized() or dist.is_torchelastic_launched()
 
 
 def offers(cluster: Cluster) -> Iterator[Cluster]:
-    """What of a cluster may be used, all of it first.
+    """Yield the parts of a cluster that may be used, all of it first.
 
-    Slow kinds of devices are left out, and of the other nodes are taken as many devices of each,
-    where these nodes have them."""
+    The others leave slow kinds of devices out, and may take the same number of devices from every
+    node that has so many."""
     counts = cluster.used_of_nodes
     seen = [counts]
     yield cluster
@@ -59,7 +59,7 @@ def _speed(device: Device) -> float:
 
 
 class Choice:
-    """The best of the ways on all that a request is offered."""
+    """The choice of the best way on all parts of a cluster that a request may use."""
 
     def __init__(
         self,
@@ -80,24 +80,24 @@ class Choice:
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
-        """All that was weighed, the best first."""
-        return best_first(one for planner in self.planners for one in planner.alternatives)
+        """Return all ways that were weighed, the best first."""
+        return best_first(way for planner in self.planners for way in planner.alternatives)
 
     @property
     def left_out(self) -> Counter[str]:
-        """How many questions bounds ruled out."""
+        """Return how many questions bounds ruled out."""
         return sum((planner.left_out for planner in self.planners), Counter())
 
     @property
     def asked(self) -> tuple[SearchStep, ...]:
-        """Every question with its answer and the rule that asked it, in order."""
-        steps = (one.step for planner in self.planners for one in planner.record.asked)
+        """Return every question with its answer and the rule that asked it, in order."""
+        steps = (entry.step for planner in self.planners for entry in planner.record.asked)
         return tuple(steps)
 
     @property
     def inseparable(self) -> InseparableBatch | None:
         """Return why the batch cannot be cut into micro-batches, if that was asked for."""
-        answers = (one.answer for planner in self.planners for one in planner.record.asked)
+        answers = (entry.answer for planner in self.planners for entry in planner.record.asked)
         errors = (answer.error for answer in answers if isinstance(answer, Refused))
         return next((error for error in errors if isinstance(error, InseparableBatch)), None)
 
@@ -105,7 +105,7 @@ class Choice:
         """Return the best ways to run a step that differ, at most so many, and who found them."""
         ways: list[tuple[Candidate, Planner]] = []
         refused: list[InvalidInput] = []
-        planners = [self._planner_of(request=self._on(cluster)) for cluster in self._offers]
+        planners = [self._planner_of(request=self._request_on(cluster)) for cluster in self._offers]
         left = sorted(planners, key=lambda planner: planner.promise)
         while left and not self.ended:
             planner = left.pop(0)
@@ -131,15 +131,15 @@ class Choice:
         self.ended = self.ended or ("time" if self.was_cut_short else "")
         if not ways:
             raise refused[0]
-        best, by = ways[0]
-        is_told = len(self.planners) == len(self._offers) and by is self.planners[-1]
-        if self.ended and not is_told and best.search:  # of what its planner left
-            ways[0] = best.changed(best.search.cut_short()), by
+        best, finder = ways[0]
+        is_accounted = len(self.planners) == len(self._offers) and finder is self.planners[-1]
+        if self.ended and not is_accounted and best.search:  # of what its planner left
+            ways[0] = best.changed(best.search.cut_short()), finder
         return ways[:wanted]
 
-    def _on(self, cluster: Cluster) -> Request:
+    def _request_on(self, cluster: Cluster) -> Request:
         """Return the same request on these machines, whose memory is theirs."""
-        asked = self.request
-        is_own = asked.limit == asked.cluster.device.usable_memory
-        limit = cluster.device.usable_memory if is_own else asked.limit
-        return replace(asked, cluster=cluster, limit=limit)
+        request = self.request
+        is_own = request.limit == request.cluster.device.usable_memory
+        limit = cluster.device.usable_memory if is_own else request.limit
+        return replace(request, cluster=cluster, limit=limit)

@@ -101,7 +101,7 @@ class Found:
 
     @property
     def seconds(self) -> float:
-        """The predicted seconds of a step."""
+        """Return the predicted seconds of a step."""
         return self.candidate.seconds
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""Record: what was asked and found, which answer is best, and what another has to beat.
+"""Record: the questions and answers so far, the best answer, and what another has to beat.
 
     record = Record()
-    record.add(asked)
+    record.add(entry)
     record.fastest              # seconds of the fastest way that fits
     record.cutoff(question)     # what this question has to beat: a simpler way may take a bit more
     record.by_simplicity()      # of what is about as fast the simplest first, then the others
@@ -20,7 +20,7 @@ from autopar.candidates.axis_roles import axis_roles
 from autopar.candidates.candidate import Candidate
 from autopar.mesh import Mesh
 from autopar.planner.question import Found, Question, Refused, TooLarge, TooSlow
-from autopar.planner.rules import Asked
+from autopar.planner.rules import SearchEntry
 from autopar.recompute import Recompute
 from autopar.search.search_report import ConsideredMesh
 from autopar.states import BUFFER_BYTES
@@ -39,15 +39,15 @@ class Record:
 
     to_beat: float = math.inf  # seconds that were found elsewhere
     wanted: int = 1  # how many ways that differ
-    asked: list[Asked] = field(default_factory=list)  # in order
+    asked: list[SearchEntry] = field(default_factory=list)  # in order
     ruled_out: dict[Question, float] = field(default_factory=dict)  # with their bounds, unasked
-    found: list[Asked] = field(default_factory=list)  # the fastest first
+    found: list[SearchEntry] = field(default_factory=list)  # the fastest first
 
-    def add(self, asked: Asked) -> None:
+    def add(self, entry: SearchEntry) -> None:
         """Keep a question with its answer."""
-        self.asked.append(asked)
-        if isinstance(asked.answer, Found):
-            self.found.append(asked)
+        self.asked.append(entry)
+        if isinstance(entry.answer, Found):
+            self.found.append(entry)
             self.found.sort(key=_seconds)
 
     @property
@@ -58,48 +58,50 @@ class Record:
     @property
     def needs_host(self) -> bool:
         """Return whether nothing that was found fits without a host."""
-        return all(_is_hosted(_candidate(one)) for one in self.found)
+        return all(_is_hosted(_candidate(entry)) for entry in self.found)
 
     @property
     def was_refused(self) -> bool:
         """Return whether some way cannot be taken, whatever is fastest."""
-        return any(isinstance(one.answer, TooLarge | Refused) for one in self.asked)
+        return any(isinstance(entry.answer, TooLarge | Refused) for entry in self.asked)
 
     @property
     def fastest(self) -> float:
-        """The seconds of the fastest way that fits."""
+        """Return the seconds of the fastest way that fits."""
         return min([self.to_beat, *map(_seconds, self.found[:1])])
 
     def cutoff(self, question: Question) -> float:
         """Return the seconds that a question has to beat to be worth it."""
-        costs = sorted({_seconds(one) * _handicap(one) for one in self.found})
+        costs = sorted({_seconds(entry) * _handicap(entry) for entry in self.found})
         best = min([self.to_beat, *costs[self.wanted - 1 : self.wanted]])
-        simplest = min((complexity(_candidate(one)) for one in self._nearly_best()), default=0)
+        simplest = min((complexity(_candidate(entry)) for entry in self._nearly_best()), default=0)
         is_simpler = complexity(question) < simplest
         return best * (1 + SIMPLER if is_simpler else 1 - EQUAL) / handicap(question)
 
-    def _nearly_best(self) -> list[Asked]:
+    def _nearly_best(self) -> list[SearchEntry]:
         """Return what is as good as the best, but for what a simpler plan may take more."""
-        costs = [_seconds(one) * _handicap(one) for one in self.found]
-        return [one for one, cost in zip(self.found, costs) if cost <= min(costs) * (1 + SIMPLER)]
+        costs = [_seconds(entry) * _handicap(entry) for entry in self.found]
+        limit = min(costs, default=0.0) * (1 + SIMPLER)
+        return [entry for entry, cost in zip(self.found, costs) if cost <= limit]
 
-    def by_simplicity(self) -> Iterator[Asked]:
+    def by_simplicity(self) -> Iterator[SearchEntry]:
         """Yield the simplest of what is about as good as the best, then the others."""
         near = self._nearly_best()
-        yield from sorted(near, key=lambda one: (complexity(_candidate(one)), _seconds(one)))
-        yield from (one for one in self.found if one not in near)
+        yield from sorted(near, key=lambda entry: (complexity(_candidate(entry)), _seconds(entry)))
+        yield from (entry for entry in self.found if entry not in near)
 
     def priced(self) -> list[Candidate]:
         """Return the ways whose program was made, in the order in which they were asked about."""
         ways = [
-            getattr(one.answer, "candidate", getattr(one.answer, "way", None)) for one in self.asked
+            getattr(entry.answer, "candidate", getattr(entry.answer, "way", None))
+            for entry in self.asked
         ]
         return [way for way in ways if isinstance(way, Candidate)]
 
     @property
     def least(self) -> float:
-        """The seconds that what was ruled out takes at least."""
-        slow = (one.answer.bound for one in self.asked if isinstance(one.answer, TooSlow))
+        """Return the seconds that all ruled-out questions take at least."""
+        slow = (entry.answer.bound for entry in self.asked if isinstance(entry.answer, TooSlow))
         return self._bound(min([*slow, *self.ruled_out.values()], default=math.inf))
 
     def _bound(self, seconds: float) -> float:
@@ -111,28 +113,28 @@ class Record:
         """Return what is known of each mesh with the stages and micro-batches of a question, whose
         `mesh` was chosen. Axes are named by what they do, where that is known."""
         size = chosen.stages, chosen.microbatches
-        meshes: dict[Mesh, tuple[ConsideredMesh, Asked]] = {}
-        for one in self.asked:
-            if (one.question.stages, one.question.microbatches) == size:
-                known = self._considered(one)
-                before, _ = meshes.setdefault(known.mesh, (known, one))
+        meshes: dict[Mesh, tuple[ConsideredMesh, SearchEntry]] = {}
+        for entry in self.asked:
+            if (entry.question.stages, entry.question.microbatches) == size:
+                known = self._considered(entry)
+                before, _ = meshes.setdefault(known.mesh, (known, entry))
                 if (before.why, before.seconds or math.inf) > (
                     known.why,
                     known.seconds or math.inf,
                 ):
-                    meshes[known.mesh] = known, one
-        found = {key: replace(known, mesh=_named(one)) for key, (known, one) in meshes.items()}
-        if mesh.shape == chosen.meshes[0].shape and chosen.meshes[0] in found:
-            found[chosen.meshes[0]] = replace(found[chosen.meshes[0]], mesh=mesh)
+                    meshes[known.mesh] = known, entry
+        rows = {key: replace(known, mesh=_named(entry)) for key, (known, entry) in meshes.items()}
+        if mesh.shape == chosen.meshes[0].shape and chosen.meshes[0] in rows:
+            rows[chosen.meshes[0]] = replace(rows[chosen.meshes[0]], mesh=mesh)
         for question, bound in self.ruled_out.items():
             if (question.stages, question.microbatches) == size:
                 other = question.meshes[0]
                 least = self._bound(bound)
-                found.setdefault(other, ConsideredMesh(other, least, None, "takes at least that"))
-        return tuple(found.values())
+                rows.setdefault(other, ConsideredMesh(other, least, None, "takes at least that"))
+        return tuple(rows.values())
 
-    def _considered(self, asked: Asked) -> ConsideredMesh:
-        answer, mesh = asked.answer, asked.question.meshes[0]
+    def _considered(self, entry: SearchEntry) -> ConsideredMesh:
+        answer, mesh = entry.answer, entry.question.meshes[0]
         if isinstance(answer, Found):
             return ConsideredMesh(mesh, answer.seconds, answer.candidate.memory.peak)
         if isinstance(answer, TooSlow):
@@ -185,22 +187,22 @@ def _is_hosted(candidate: Candidate) -> bool:
     return candidate.states.is_on_host or candidate.decisions.keeps_on_host
 
 
-def _handicap(asked: Asked) -> float:
-    return 1 + HOSTED if _is_hosted(_candidate(asked)) else 1.0
+def _handicap(entry: SearchEntry) -> float:
+    return 1 + HOSTED if _is_hosted(_candidate(entry)) else 1.0
 
 
-def _candidate(asked: Asked) -> Candidate:
-    assert isinstance(asked.answer, Found)
-    return asked.answer.candidate
+def _candidate(entry: SearchEntry) -> Candidate:
+    assert isinstance(entry.answer, Found)
+    return entry.answer.candidate
 
 
-def _seconds(asked: Asked) -> float:
-    return _candidate(asked).seconds
+def _seconds(entry: SearchEntry) -> float:
+    return _candidate(entry).seconds
 
 
-def _named(asked: Asked) -> Mesh:
+def _named(entry: SearchEntry) -> Mesh:
     """Return the mesh of a question, with axes named by what they do in its answer."""
-    answer, mesh = asked.answer, asked.question.meshes[0]
+    answer, mesh = entry.answer, entry.question.meshes[0]
     way = answer.candidate if isinstance(answer, Found) else getattr(answer, "way", None)
     names = axis_roles(way) if isinstance(way, Candidate) and way.mesh == mesh else {}
     return mesh.renamed(names)

@@ -16,7 +16,7 @@ from autopar.capture.sizes import rows_of
 from autopar.errors import InvalidInput
 from autopar.passes.batch_cutter import InseparableBatch
 from autopar.planner.question import Question, Refused, TooLarge
-from autopar.planner.rules import Asked
+from autopar.planner.rules import SearchEntry
 from autopar.recompute import PLAIN
 from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
 from autopar.states import HOSTED
@@ -24,12 +24,12 @@ from autopar.text.units import counted
 
 
 def refusal(
-    asked: Sequence[Asked], request: Request, regions: Regions, captured: Captured
+    entries: Sequence[SearchEntry], request: Request, regions: Regions, captured: Captured
 ) -> InvalidInput:
     """Return why none of the questions has a way that fits."""
-    too_large = [one.answer for one in asked if isinstance(one.answer, TooLarge)]
+    too_large = [entry.answer for entry in entries if isinstance(entry.answer, TooLarge)]
     if not too_large:
-        return _no_size(asked, request)
+        return _no_size(entries, request)
     ways = [way for answer in too_large if (way := _candidate(answer)) is not None]
     memory = request.memory
     if on_host := [w for w in ways if w.needed(memory) <= memory and w.fullest_host.room < 0]:
@@ -46,10 +46,10 @@ def _candidate(answer: TooLarge) -> Candidate | None:
 
 
 def _nothing_fits(
-    found: Sequence[SmallestFootprint], request: Request, regions: Regions, captured: Captured
+    footprints: Sequence[SmallestFootprint], request: Request, regions: Regions, captured: Captured
 ) -> NothingFits:
     """Return the refusal that tells the least memory of all, and what may help."""
-    least = min(found, key=lambda footprint: footprint.memory)
+    least = min(footprints, key=lambda footprint: footprint.memory)
     is_plain = regions.kinds == (PLAIN,) and bool(regions.free)
     has_states = request.states is not None and request.states not in HOSTED
     untried = ('recompute="auto"',) * is_plain + ('states="auto"',) * has_states
@@ -58,11 +58,11 @@ def _nothing_fits(
     return NothingFits.of(request.memory, replace(least, untried=untried, rows=rows or 0))
 
 
-def _no_size(asked: Sequence[Asked], request: Request) -> InvalidInput:
+def _no_size(entries: Sequence[SearchEntry], request: Request) -> InvalidInput:
     """Return the one reason why there is no number of stages and micro-batches, as it was first
     met, or each reason with the first size that it holds for. What refuses the whole batch is no
     matter of micro-batches; else a batch that cannot be cut at all is the one reason."""
-    errors = [(one.question, one.answer.error) for one in asked if isinstance(one.answer, Refused)]
+    errors = [(e.question, e.answer.error) for e in entries if isinstance(e.answer, Refused)]
     whole = [pair for pair in errors if pair[0].microbatches == 1]
     for _, error in errors if not whole else ():
         if isinstance(error, InseparableBatch):
@@ -73,10 +73,10 @@ def _no_size(asked: Sequence[Asked], request: Request) -> InvalidInput:
     by_rule: dict[str, list[tuple[Question, InvalidInput]]] = defaultdict(list)
     for question, error in errors:
         by_rule[error.rule].append((question, error))
-    often = sorted(by_rule.values(), key=lambda one: -len(one))  # what holds for most, first
+    often = sorted(by_rule.values(), key=lambda group: -len(group))  # what holds for most, first
     remedies = [str(often[0][0][1].remedy)] if often else []
-    if request.given:
-        remedies.append(f"leave {' or '.join(request.given)} out, which is then chosen")
+    if request.given_options:
+        remedies.append(f"leave {' or '.join(request.given_options)} out, which is then chosen")
     return InvalidInput(
         "a model can be run in some number of stages and micro-batches",
         got="\n".join(map(_reason, often)),

@@ -1,7 +1,7 @@
 """Rules: which questions follow from an answer, and why. The table is `RULES`.
 
     for rule in RULES:
-        for question in rule.follow(asked, search): ...   # is asked when its turn comes
+        for question in rule.follow(entry, search): ...   # is asked when its turn comes
 
 A rule looks at one question with its answer, and at what was found so far.
 """
@@ -39,7 +39,7 @@ _IN_PIECES = (Recompute(None, "cut"), Recompute("selective", "cut"), Recompute("
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchEntry:
     """A question with its answer, and the rule that asked it."""
 
     question: Question
@@ -57,7 +57,7 @@ class Asked:
 
 
 class Progress(Protocol):
-    """What rules know of the search."""
+    """The state of the search, as rules read it."""
 
     templates: Templates
     request: Request
@@ -67,7 +67,7 @@ class Progress(Protocol):
 
     @property
     def fastest(self) -> float:
-        """The seconds of the best so far."""
+        """Return the seconds of the best so far."""
 
     def seconds(self, question: Question) -> float:
         """Return what a question is likely to take."""
@@ -75,75 +75,75 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class FollowUp:
-    """When which questions follow, and why."""
+    """A rule: the questions that follow from an answer, and why."""
 
     name: str
     reason: str
-    follow: Callable[[Asked, Progress], Iterator[Question]]
+    follow: Callable[[SearchEntry, Progress], Iterator[Question]]
     later: float = 0.0  # relative: what promises so much more is asked first, it may gain more
 
 
-def _other_schedules(asked: Asked, search: Progress) -> Iterator[Question]:
-    question = asked.question
+def _other_schedules(entry: SearchEntry, search: Progress) -> Iterator[Question]:
+    question = entry.question
     if question.schedule is not None and _is_first(question, search):
         for schedule in search.templates.schedules(question.stages, question.microbatches):
             yield replace(question, schedule=schedule)
 
 
-def _cut_states(asked: Asked, search: Progress) -> Iterator[Question]:
-    question = asked.question
-    if isinstance(asked.answer, TooLarge) and _is_first(question, search):
-        for states in _after(question.states, search.templates.states(question.stages)):
+def _cut_states(entry: SearchEntry, search: Progress) -> Iterator[Question]:
+    question = entry.question
+    if isinstance(entry.answer, TooLarge) and _is_first(question, search):
+        for states in _settings_after(question.states, search.templates.states(question.stages)):
             yield replace(question, states=states)
 
 
-def _fewer_cuts(asked: Asked, search: Progress) -> Iterator[Question]:
-    question = asked.question
+def _fewer_cuts(entry: SearchEntry, search: Progress) -> Iterator[Question]:
+    question = entry.question
     settings = search.templates.states(question.stages)
-    if isinstance(asked.answer, Found | Refused) and _is_first(question, search):
-        fewer = len(settings) - len(_after(question.states, settings)) - 1
+    if isinstance(entry.answer, Found | Refused) and _is_first(question, search):
+        fewer = len(settings) - len(_settings_after(question.states, settings)) - 1
         # Without replicas no states are cut.
-        for states in settings[:1] if isinstance(asked.answer, Refused) else settings[:fewer]:
+        for states in settings[:1] if isinstance(entry.answer, Refused) else settings[:fewer]:
             yield replace(question, states=states)
 
 
-def _recompute(asked: Asked, search: Progress) -> Iterator[Question]:
-    question = asked.question
+def _recompute(entry: SearchEntry, search: Progress) -> Iterator[Question]:
+    question = entry.question
     plain, *others = search.templates.kinds
     if not _is_first(question, search):
         return
     if question.is_mixed:  # layouts in which nothing has to run again are other ones
         yield replace(question, recompute=plain)
-    elif isinstance(asked.answer, TooLarge) and question.recompute == plain:
+    elif isinstance(entry.answer, TooLarge) and question.recompute == plain:
         for kind in others:
             yield replace(question, recompute=kind)
 
 
-def _own_layouts(asked: Asked, search: Progress) -> Iterator[Question]:
-    question = asked.question
+def _own_layouts(entry: SearchEntry, search: Progress) -> Iterator[Question]:
+    question = entry.question
     if question.memory < math.inf or search.request.mode != "auto":
         return
-    if _is_near(asked, search, NEAR):
+    if _is_near(entry, search, NEAR):
         yield replace(question, has_own_layouts=True)
-    if isinstance(asked.answer, Refused) and question.states.is_cut and _is_first(question, search):
+    if isinstance(entry.answer, Refused) and question.states.is_cut and _is_first(question, search):
         # The fastest layouts have no replicas; others may.
         room = search.request.room(question.stages)
         yield replace(question, memory=room, has_own_layouts=True)
 
 
-def _shared_layouts(asked: Asked, search: Progress) -> Iterator[Question]:
-    question = asked.question
+def _shared_layouts(entry: SearchEntry, search: Progress) -> Iterator[Question]:
+    question = entry.question
     is_cut = question.states.keeps_mesh and question.states.is_cut
     is_free = search.request.mode == "auto" and question.memory == math.inf
     if search.request.states is not None and is_cut and is_free:
         yield replace(question, has_own_layouts=False)
 
 
-def _leaner_layouts(asked: Asked, search: Progress) -> Iterator[Question]:
-    question, answer = asked.question, asked.answer
+def _leaner_layouts(entry: SearchEntry, search: Progress) -> Iterator[Question]:
+    question, answer = entry.question, entry.answer
     if not isinstance(answer, TooLarge) or search.request.mode != "auto" or answer.smallest:
         return
-    if question.recompute in search.templates.kinds and _is_near(asked, search, NEAR):
+    if question.recompute in search.templates.kinds and _is_near(entry, search, NEAR):
         room = search.request.room(question.stages)
         # Stages are uneven, and keep several micro-batches: leaner layouts may leave room.
         wanted = min(room, LESS * question.memory * search.request.memory / answer.least_bytes)
@@ -153,13 +153,13 @@ def _leaner_layouts(asked: Asked, search: Progress) -> Iterator[Question]:
             yield replace(question, memory=limit, has_own_layouts=True)
 
 
-def _finer_meshes(asked: Asked, search: Progress) -> Iterator[Question]:
-    question = asked.question
-    if search.request.mesh is None and _is_best(asked, search):
+def _finer_meshes(entry: SearchEntry, search: Progress) -> Iterator[Question]:
+    question = entry.question
+    if search.request.mesh is None and _is_best(entry, search):
         is_straight = question.stages == question.microbatches == 1
         most = MOST_AXES if is_straight else MOST_INNER_AXES + 1
         for mesh in question.meshes:
-            for finer in _split(mesh, most):
+            for finer in _split_axes(mesh, most):
                 yield replace(question, meshes=(finer,))
 
 
@@ -170,7 +170,7 @@ def minimum_memory(questions: Sequence[Question], search: Progress) -> Iterator[
     """Return what is asked where nothing fits: the layouts that take least on any mesh, in a few
     numbers of stages, with the micro-batches of which all ranks together keep least."""
     sizes: dict[int, dict[Mesh, Question]] = {}
-    for question in sorted(questions, key=lambda one: (one.stages, -one.microbatches)):
+    for question in sorted(questions, key=lambda q: (q.stages, -q.microbatches)):
         alike = sizes.setdefault(question.stages, {})
         if not alike or next(iter(alike.values())).microbatches == question.microbatches:
             alike |= dict.fromkeys(question.meshes, question)
@@ -192,16 +192,16 @@ def minimum_memory(questions: Sequence[Question], search: Progress) -> Iterator[
 _LEANEST = (FULL, Recompute("full", "host"))
 
 
-def _minimum(asked: Asked, search: Progress) -> Iterator[Question]:
-    question, answer = asked.question, asked.answer
-    if asked.rule != MINIMUM or not isinstance(answer, TooLarge):
+def _minimum(entry: SearchEntry, search: Progress) -> Iterator[Question]:
+    question, answer = entry.question, entry.answer
+    if entry.rule != MINIMUM or not isinstance(answer, TooLarge):
         return
     if answer.smallest is not None and question.memory == 1.0:
         limit = answer.smallest.memory * question.stages
         yield replace(question, memory=limit * (1 + 1e-9))
 
 
-def _split(mesh: Mesh, most: int) -> Iterator[Mesh]:
+def _split_axes(mesh: Mesh, most: int) -> Iterator[Mesh]:
     """Return the meshes in which one axis of `mesh` is two."""
     sizes = mesh.shape
     if len(sizes) >= most:
@@ -212,13 +212,13 @@ def _split(mesh: Mesh, most: int) -> Iterator[Mesh]:
             yield Mesh.of_sizes(split)
 
 
-def _fewer_axes(asked: Asked, search: Progress) -> Iterator[Question]:
-    question, answer = asked.question, asked.answer
+def _fewer_axes(entry: SearchEntry, search: Progress) -> Iterator[Question]:
+    question, answer = entry.question, entry.answer
     if search.request.mesh is not None or not isinstance(answer, Found):
         return
     mesh = answer.candidate.mesh
     roles = [role.rstrip("0123456789") for role in axis_roles(answer.candidate).values()]
-    if mesh in question.meshes and _is_near(asked, search, NEAR):
+    if mesh in question.meshes and _is_near(entry, search, NEAR):
         for at, (role, after) in enumerate(pairwise(roles)):
             if role == after:
                 sizes = mesh.shape
@@ -226,57 +226,57 @@ def _fewer_axes(asked: Asked, search: Progress) -> Iterator[Question]:
                 yield replace(question, meshes=(Mesh.of_sizes(merged),))
 
 
-def _hidden_gathers(asked: Asked, search: Progress) -> Iterator[Question]:
-    question = asked.question
+def _hidden_gathers(entry: SearchEntry, search: Progress) -> Iterator[Question]:
+    question = entry.question
     is_free = search.request.states is None and search.request.mode == "auto"
-    if question.states.is_whole and is_free and _is_best(asked, search):
+    if question.states.is_whole and is_free and _is_best(entry, search):
         for states in search.templates.states(question.stages)[1:2]:
             yield replace(question, states=states, has_own_layouts=True)
 
 
-def _buffers(asked: Asked, search: Progress) -> Iterator[Question]:
-    question = asked.question
+def _buffers(entry: SearchEntry, search: Progress) -> Iterator[Question]:
+    question = entry.question
     states = question.states
     is_free = states.is_cut and search.request.states is None
     is_free &= search.state_bytes > BUFFER_BYTES * question.stages
-    if is_free and states.buffer_bytes == BUFFER_BYTES and _is_best(asked, search):
+    if is_free and states.buffer_bytes == BUFFER_BYTES and _is_best(entry, search):
         for size in _BUFFERS:
             yield replace(question, states=replace(states, buffer_bytes=size))
 
 
-def _pieces(asked: Asked, search: Progress) -> Iterator[Question]:
-    is_free = asked.question.schedule is not None and len(search.templates.kinds) > 1
-    if is_free and _is_leanest(asked, search):
+def _pieces(entry: SearchEntry, search: Progress) -> Iterator[Question]:
+    is_free = entry.question.schedule is not None and len(search.templates.kinds) > 1
+    if is_free and _is_leanest(entry, search):
         for kind in _IN_PIECES:
-            yield replace(asked.question, recompute=kind)
+            yield replace(entry.question, recompute=kind)
 
 
-def _on_host(asked: Asked, search: Progress) -> Iterator[Question]:
-    if _is_leanest(asked, search):
+def _on_host(entry: SearchEntry, search: Progress) -> Iterator[Question]:
+    if _is_leanest(entry, search):
         for states in search.hosted:
-            yield replace(asked.question, states=states)
-        if asked.question.schedule is not None and len(search.templates.kinds) > 1:
-            yield replace(asked.question, recompute=Recompute("full", "host"))
+            yield replace(entry.question, states=states)
+        if entry.question.schedule is not None and len(search.templates.kinds) > 1:
+            yield replace(entry.question, recompute=Recompute("full", "host"))
 
 
-def _is_leanest(asked: Asked, search: Progress) -> bool:
+def _is_leanest(entry: SearchEntry, search: Progress) -> bool:
     """Return whether a size is too large though regions run again, with whole states or with all
     cut: layouts without replicas have nothing to cut."""
-    question, templates = asked.question, search.templates
+    question, templates = entry.question, search.templates
     settings = templates.states(question.stages)
     is_last = question.states in (settings[0], settings[-1])
     is_last &= question.recompute == templates.kinds[-1]
-    return isinstance(asked.answer, TooLarge) and _is_first(question, search) and is_last
+    return isinstance(entry.answer, TooLarge) and _is_first(question, search) and is_last
 
 
-def _after(states: States, settings: Sequence[States]) -> Sequence[States]:
+def _settings_after(states: States, settings: Sequence[States]) -> Sequence[States]:
     """Return the settings that come after one; none, if it is not among them."""
     return settings[settings.index(states) + 1 :] if states in settings else ()
 
 
-def _whole_program(asked: Asked, search: Progress) -> Iterator[Question]:
-    if isinstance(asked.answer, Unlike):
-        yield replace(asked.question, program=search.whole_program)
+def _whole_program(entry: SearchEntry, search: Progress) -> Iterator[Question]:
+    if isinstance(entry.answer, Unlike):
+        yield replace(entry.question, program=search.whole_program)
 
 
 def _is_first(question: Question, search: Progress) -> bool:
@@ -285,22 +285,22 @@ def _is_first(question: Question, search: Progress) -> bool:
     return question.memory == math.inf and question.has_own_layouts == is_named
 
 
-def _is_best(asked: Asked, search: Progress) -> bool:
+def _is_best(entry: SearchEntry, search: Progress) -> bool:
     """Return whether nothing is faster so far."""
-    return isinstance(asked.answer, Found) and asked.answer.seconds <= search.fastest
+    return isinstance(entry.answer, Found) and entry.answer.seconds <= search.fastest
 
 
-def _is_near(asked: Asked, search: Progress, share: float) -> bool:
+def _is_near(entry: SearchEntry, search: Progress, share: float) -> bool:
     """Return whether a question takes, or is likely to take, little more than the best."""
-    answer = asked.answer
+    answer = entry.answer
     if isinstance(answer, Found):
         return answer.seconds <= search.fastest * (1 + share)
     if isinstance(answer, TooLarge):
-        return search.seconds(asked.question) <= search.fastest * (1 + share)
+        return search.seconds(entry.question) <= search.fastest * (1 + share)
     return False
 
 
-TEMPLATE = FollowUp("template", "experts write it down", lambda asked, search: iter(()))
+TEMPLATE = FollowUp("template", "experts write it down", lambda entry, search: iter(()))
 HOST = FollowUp("host", "the host has memory, too", _on_host)
 MINIMUM = FollowUp("minimum memory", "where nothing fits, the error names the least", _minimum)
 RULES: Sequence[FollowUp] = (

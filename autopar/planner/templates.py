@@ -83,21 +83,21 @@ class Templates:
     def _guess(self, size: Question, estimates: Estimates) -> Question:
         """Return the way of this size that is estimated to be the fastest that fits."""
         schedules = self.schedules(size.stages, size.microbatches)
-        own = self._request.states is not None
-        base = replace(size, schedule=schedules[0], has_own_layouts=own)
+        has_own = self._request.states is not None
+        base = replace(size, schedule=schedules[0], has_own_layouts=has_own)
         settings = product(self.states(size.stages), self.kinds)
         ways = [replace(base, states=states, recompute=kind) for states, kind in settings]
         best = self._best(ways, estimates)
         # What takes long to price is asked about when something like it is good.
-        light = [one for one in schedules if one is None or is_light(one, size.stages)]
-        return self._best([replace(best, schedule=one) for one in light or schedules], estimates)
+        light = [s for s in schedules if s is None or is_light(s, size.stages)]
+        return self._best([replace(best, schedule=s) for s in light or schedules], estimates)
 
     def _best(self, ways: Sequence[Question], estimates: Estimates) -> Question:
         """Return the fastest of those that fit, else the smallest, as far as one can tell."""
         if len(ways) == 1:
             return ways[0]
         judged = [(estimates.of(way), way) for way in ways]
-        fitting = [(one.seconds, way) for one, way in judged if one.bytes_ <= self._request.memory]
+        fitting = [(e.seconds, way) for e, way in judged if e.bytes_ <= self._request.memory]
         if fitting:
             return min(fitting, key=lambda pair: pair[0])[1]
         return min(judged, key=lambda pair: pair[0].bytes_)[1]

@@ -121,7 +121,7 @@ class WhatIf:
             "mesh",
             *(", ".join(f"{a}={n}" for a, n in case.way.mesh.sizes.items()) for case in shown),
         )
-        yield "runs as", *(case.way.said("recompute", "states") for case in shown)
+        yield "runs as", *(case.way.description("recompute", "states") for case in shown)
         if any(not case.way.states.is_whole for case in shown):
             yield "states", *(str(case.way.states) for case in shown)
         if any(case.way.recompute for case in shown):

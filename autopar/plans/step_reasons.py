@@ -220,7 +220,7 @@ class WayExplanation:
     def _rest(self, way: Alternative) -> str:
         """Return in words how a way runs, apart from the decision that is explained."""
         mesh = "" if self.name == "mesh" else str(way.mesh)
-        return ": ".join(part for part in (mesh, way.said(self.name)) if part)
+        return ": ".join(part for part in (mesh, way.description(self.name)) if part)
 
 
 def explain_way(plan: PlanValue, name: str) -> WayExplanation:
