@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from autopar.errors import InvalidInput
-from autopar.mesh import Mesh
+from autopar.mesh import Mesh, NamesElsewhere, axes_elsewhere
 
 AxisNames = str | Sequence[str] | None
 Parts = tuple[tuple[int, int], ...]  # dims of equal parts, each with their number
@@ -158,10 +158,10 @@ class Layout:
             partial=(axis for axis in self.partial if axis in names),
         )
 
-    def renamed(self, names: Mapping[str, str]) -> Layout:
+    def renamed(self, names: NamesElsewhere) -> Layout:
         """Return this layout with other names of axes."""
-        dims = (tuple(names.get(axis, axis) for axis in dim) for dim in self.dims)
-        return Layout(*dims, partial=[names.get(axis, axis) for axis in self.partial])
+        dims = (axes_elsewhere(dim, names) for dim in self.dims)
+        return Layout(*dims, partial=axes_elsewhere(self.partial, names))
 
     @property
     def gradient(self) -> Layout:
@@ -288,9 +288,9 @@ class Placement:
         """Return the placement of a replica on every rank, whose gradient is one, too."""
         return cls(Layout.replicated(ndim))
 
-    def renamed(self, names: Mapping[str, str]) -> Placement:
+    def renamed(self, names: NamesElsewhere) -> Placement:
         """Return this placement with other names of axes."""
-        return Placement(self.layout.renamed(names), [names.get(a, a) for a in self.pending])
+        return Placement(self.layout.renamed(names), axes_elsewhere(self.pending, names))
 
     @property
     def dims(self) -> tuple[tuple[str, ...], ...]:
@@ -338,7 +338,7 @@ class ParameterPlacement:
     def tied(cls, layout: Layout, on_host: tuple[Place, ...] = ()) -> ParameterPlacement:
         return cls(layout, layout, layout, layout, on_host)
 
-    def renamed(self, names: Mapping[str, str]) -> ParameterPlacement:
+    def renamed(self, names: NamesElsewhere) -> ParameterPlacement:
         """Return these places with other names of axes."""
         return ParameterPlacement(
             self.storage.renamed(names),

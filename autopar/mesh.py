@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 AXIS_NAMES = ("dp", "ep", "sp", "tp")
 _NAMES_BY_COUNT = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "sp", "tp"), 4: AXIS_NAMES}
 
+# What axes are called elsewhere: by one name, or by several where an axis is split.
+NamesElsewhere = Mapping[str, tuple[str, ...]]
+
+
+def axes_elsewhere(axes: Iterable[str], names: NamesElsewhere) -> tuple[str, ...]:
+    """Return what some axes are called elsewhere."""
+    return tuple(name for axis in axes for name in names.get(axis, (axis,)))
+
 
 class Mesh:
     """A frozen grid of ranks. An *axis* belongs to the mesh; a *dim* belongs to a tensor."""
@@ -52,6 +60,10 @@ class Mesh:
     def renamed(self, names: Mapping[str, str]) -> Mesh:
         """Return this mesh with other names of axes."""
         return Mesh(**{names.get(axis, axis): size for axis, size in self.sizes.items()})
+
+    def names_in(self, split: Mesh) -> NamesElsewhere:
+        """Return what the axes of this mesh are called in another, in which some are split."""
+        return {axis: split.split_axes(axis) for axis in self.names if axis not in split}
 
     @cached_property
     def size(self) -> int:

@@ -8,8 +8,8 @@ import pytest
 
 from autopar.mesh import Mesh
 from autopar.planner.question import Found, Question
-from autopar.planner.record import HOSTED, SIMPLER, Record
-from autopar.planner.rules import TEMPLATE, SearchEntry
+from autopar.planner.record import HOSTED, Record
+from autopar.planner.rules import SIMPLER, TEMPLATE, SearchEntry
 from autopar.states import BUFFER_BYTES, WHOLE, States
 from autopar.states import HOSTED as ON_HOST
 

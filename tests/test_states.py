@@ -7,20 +7,22 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autopar as ap
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.state_places import data_axes
 from autopar.capture import capture
-from autopar.cluster import Host
+from autopar.cluster import Host, Link
 from autopar.cost.copy_groups import copy_groups_of_nodes, live_copy_bytes
+from autopar.planner.rules import SIMPLER
 from autopar.plans.plan import SavedPlan
 from autopar.states import NAMED, StateBytes
 from autopar.strategies.node_info import info
 from tests import large_models, models
 from tests.annotations import megatron
-from tests.parity import assert_parity
+from tests.models import Case
+from tests.parity import assert_equal, assert_parity, parallel_outcome, single_outcome
 from tests.pipeline.models import share_captures  # noqa: F401
 from tests.toy import EVEN, machines
 from tests.training import assert_trains_alike
@@ -558,3 +560,34 @@ def test_parity_with_masters():
     case = models.shared("gpt", layers=2)
     precision = ap.Precision(compute=torch.float64, reduce=torch.float64)
     assert_parity(case, ap.Mesh(dp=4), states="zero3", precision=precision)
+
+
+class Deep(nn.Module):
+    """Layers whose gradients take long to sum between nodes."""
+
+    def __init__(self, width: int = 16, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_states_are_cut_over_nodes_where_that_gains_more_than_a_percent() -> None:
+    """Near ranks gather fast, and what each holds moves between nodes in pieces."""
+    (node,) = machines(4, *EVEN).nodes
+    torch.manual_seed(0)
+    batch = (torch.randn(256, 16, dtype=torch.float64),)
+    case = Case("deep", Deep().double(), batch)
+    chosen = {}
+    for speed in (3e7, 1e9):
+        cluster = ap.Cluster((node, node), Link(1e-6, speed), "two nodes")
+        options = {"cluster": cluster, "microbatches": 1}
+        plan = ap.plan(case.model, batch, mesh=ap.Mesh(dp=8), **options)
+        named = ap.plan(case.model, batch, mesh=ap.Mesh(dp=8), states="zero1", **options)
+        chosen[speed] = plan.states
+        assert plan.seconds <= named.seconds * (1 if plan.states.numbers else 1 + SIMPLER)
+        module = ap.parallelize(case.fresh().model, plan=plan, backend="virtual")
+        assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
+    assert chosen[3e7].numbers == (4,)
+    assert chosen[1e9].is_whole

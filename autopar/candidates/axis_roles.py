@@ -15,7 +15,6 @@ from dataclasses import replace
 
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.state_places import data_axes
-from autopar.search.decisions import Decisions
 from autopar.strategies.node_info import info
 
 _EXPERTS = 3  # dims of a parameter that holds a matrix for each expert
@@ -39,37 +38,26 @@ def axis_roles(candidate: Candidate) -> dict[str, str]:
                 (batch if axis in layouts[name].dims[0] else others)[axis] += 1
     roles: dict[str, str] = {}
     for axis in candidate.mesh:
+        whole, _, number = axis.partition(".")
+        if number and number != "0":  # the parts of an axis do the same
+            roles[axis] = f"{roles[f'{whole}.0'].removesuffix('.0')}.{number}"
+            continue
         if of_experts[axis] > cut[axis] / 2:
             role = "ep"
         elif cut[axis] > summed[axis]:
             role = "tp"
         else:
             role = "sp" if others[axis] > batch[axis] else "dp"
-        taken = sum(name.rstrip("0123456789") == role for name in roles.values())
-        roles[axis] = f"{role}{taken + 1}" if taken else role
+        taken = len({name.partition(".")[0] for name in roles.values() if name.startswith(role)})
+        roles[axis] = (f"{role}{taken + 1}" if taken else role) + (".0" if number else "")
     return roles
-
-
-def renamed(decisions: Decisions, names: Mapping[str, str]) -> Decisions:
-    """Return the same decisions with other names of axes."""
-    if all(axis == names.get(axis, axis) for axis in decisions.mesh):
-        return decisions
-    return replace(
-        decisions,
-        mesh=decisions.mesh.renamed(names),
-        placeholders={key: layout.renamed(names) for key, layout in decisions.placeholders.items()},
-        strategies={key: strategy.renamed(names) for key, strategy in decisions.strategies.items()},
-        fixed={key: layout.renamed(names) for key, layout in decisions.fixed.items()},
-        ways={key: tuple(at.renamed(names) for at in way) for key, way in decisions.ways.items()},
-        apart={key: places.renamed(names) for key, places in decisions.apart.items()},
-    )
 
 
 def with_names(candidate: Candidate, names: Mapping[str, str]) -> Candidate:
     """Return the same candidate with other names of axes."""
-    decisions = renamed(candidate.decisions, names)
-    if decisions is candidate.decisions:
+    if all(axis == names.get(axis, axis) for axis in candidate.mesh):
         return candidate
+    decisions = candidate.decisions.renamed(names)
     named, cut = candidate.with_program(decisions=decisions), candidate.pipelining
     if cut is not None:
         named = named.changed(named.search, replace(cut, mesh=cut.mesh.renamed(names)))

@@ -19,7 +19,7 @@ from functools import cached_property
 from torch import fx
 
 from autopar.candidates.machine_prices import MachinePrices
-from autopar.candidates.state_places import state_places
+from autopar.candidates.state_places import main_axes, state_places
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
 from autopar.cluster.cluster_part import PipelineLine
@@ -39,7 +39,7 @@ from autopar.pipeline.memory.step_memory import StageMemory
 from autopar.pipeline.stages.stage_tables import StageCosts
 from autopar.recompute import Recompute
 from autopar.search.decisions import Decisions
-from autopar.states import WHOLE, States
+from autopar.states import WHOLE, States, split_mesh
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,20 @@ class LaidOutProgram:
         if self.decisions.apart:  # where gradients are summed is read from whole states
             whole = replace(self._in_places({}, WHOLE), source=None)
             return whole.with_states(states)
+        if states.numbers and (split := self._split_for(states)) is not self:
+            return split.with_states(states)
         apart = {} if states.is_whole else state_places(self.rewritten, states, self.mesh)
         return self._in_places(apart, states)
+
+    def _split_for(self, states: States) -> LaidOutProgram:
+        """Return the same layouts on a mesh whose axes are split as far as states ask for some of
+        their ranks; refuse states that no axis can be split for."""
+        mesh, _ = split_mesh(states, main_axes(self.rewritten, self.mesh), self.mesh)
+        if mesh == self.mesh:
+            return self
+        decisions = self.decisions.on_mesh(mesh, self.mesh.names_in(mesh))
+        line = self.machine_prices.line
+        return LaidOutProgram.of(self.captured, self.machine_prices.cluster, decisions, line=line)
 
     def _in_places(self, apart: Mapping[str, ParameterPlacement], states: States) -> LaidOutProgram:
         """Return the program of the same layouts with its parameters in the places `apart`."""

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from autopar.candidates.axis_roles import renamed
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.laid_out_program import LaidOutProgram
 from autopar.candidates.training_step import TrainingStep
@@ -33,7 +32,7 @@ def lengthened(
 ) -> Candidate:
     """Return a way to run the whole `program` with the same layouts, states and stages, in as many
     micro-batches. `decided`: how its regions are recomputed; `names`: other names of axes."""
-    decisions = renamed(longer(candidate.decisions, short, program, decided), names or {})
+    decisions = longer(candidate.decisions, short, program, decided).renamed(names or {})
     laid_out = LaidOutProgram.of(
         program, candidate.cluster, decisions, states=candidate.states, line=candidate.line
     )

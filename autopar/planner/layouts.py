@@ -35,7 +35,7 @@ from autopar.search.decisions import Decisions
 from autopar.search.layout_search import LayoutSearch, NothingFaster, SearchCache
 from autopar.search.propagation import propagate, with_batch_axis
 from autopar.search.smallest_footprint import NothingFits
-from autopar.states import WHOLE, States, split_for
+from autopar.states import WHOLE, States, split_mesh
 from autopar.text.progress import Report
 
 MOST_BUILT = 3  # programs whose cost graphs are kept
@@ -115,20 +115,17 @@ class Layouts:
                 candidate, memory = self._with_replicas(request, candidate, memory)
                 graph, mesh = candidate.rewritten, candidate.mesh
             try:
-                split = split_for(request.states, main_axes(graph, mesh), mesh)
+                mesh, axes = split_mesh(request.states, main_axes(graph, mesh), mesh)
+                break
             except InvalidInput:
                 others = [other for other in request.offered if other != mesh]
                 if not others:
                     raise
                 request = replace(request, offered=others)
-                continue
-            if split is None:
-                break
-            request = replace(request, offered=[mesh.split(*split)])
         if self.request.states is not None:
             annotated = self.constraints(request.captured, request.recompute, mesh).parameters
-            require_agreement(request.states, annotated, main_axes(graph, mesh), mesh)
-            require_something_to_cut(graph, request.states, mesh)
+            require_agreement(request.states, annotated, axes, mesh)
+            require_something_to_cut(graph, request.states, candidate.mesh)
         return candidate.placed(request.states), memory
 
     def _lacks_replicas(self, request: LayoutRequest, graph: fx.Graph, mesh: Mesh) -> bool:
@@ -150,7 +147,7 @@ class Layouts:
 
         last = best
         for _ in range(MOST_LEANER if request.is_unstaged else 0):
-            limit = LESS * last.placed(request.states).memory.peak
+            limit = LESS * _with_states(last, request).memory.peak
             with suppress(NothingFits, NothingFaster):
                 last, size = self._cached_layouts(replace(request, memory=limit))
                 keep(last, size)
@@ -167,7 +164,7 @@ class Layouts:
             if refused:
                 raise refused[0]
             return best, memory
-        fastest, memory = min(ways, key=lambda way: way[0].placed(request.states).cost.seconds)
+        fastest, memory = min(ways, key=lambda way: _with_states(way[0], request).cost.seconds)
         if fastest.search is not None and best.search is not None:
             fastest = fastest.changed(fastest.search.lowered(best.search.bound))
         return fastest, memory
@@ -216,7 +213,7 @@ class Layouts:
         laid, memory = known
         if memory > request.memory or (laid.search is not None and laid.search.interrupted):
             return False
-        return not request.is_unstaged or laid.placed(request.states).memory.peak <= request.memory
+        return not request.is_unstaged or _with_states(laid, request).memory.peak <= request.memory
 
     def _searched(self, request: LayoutRequest) -> tuple[Candidate, float]:
         program, cluster = request.captured, self.request.cluster
@@ -240,17 +237,19 @@ class Layouts:
 
         def needed(decisions: Decisions) -> float:
             last[:] = [(decisions, candidate(decisions))]
-            return last[0][1].placed(request.states).memory.peak
+            return _with_states(last[0][1], request).memory.peak
 
         parts = 1 if request.batches is None else request.batches.count
+        # Axes that states split are split once layouts are known, which takes no longer.
+        is_kept = request.states.keeps_mesh
         search = LayoutSearch(
             request.captured,
             request.machines(cluster),
             partial(self._constraints, request),
             request.memory,
             parts,
-            request.states,
-            request.cutoff,
+            request.states if is_kept else WHOLE,
+            request.cutoff if is_kept else math.inf,
         )
         search.known = self._graphs(request)
         search.finished_bytes, search.report = needed if request.is_unstaged else None, self.report
@@ -258,6 +257,15 @@ class Layouts:
         if last and last[0][0] is result.decisions:  # it is not made again
             return last[0][1].changed(result.report), result.memory
         return replace(candidate(result.decisions), search=result.report), result.memory
+
+
+def _with_states(candidate: Candidate, request: LayoutRequest) -> Candidate:
+    """Return layouts with the states of a request, as they are where these are refused: whoever
+    takes such layouts says so."""
+    try:
+        return candidate.placed(request.states)
+    except InvalidInput:
+        return candidate
 
 
 def _settings(request: LayoutRequest) -> tuple[object, ...]:

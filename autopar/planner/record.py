@@ -20,14 +20,13 @@ from autopar.candidates.axis_roles import axis_roles
 from autopar.candidates.candidate import Candidate
 from autopar.mesh import Mesh
 from autopar.planner.question import Found, Question, Refused, TooLarge, TooSlow
-from autopar.planner.rules import SearchEntry
+from autopar.planner.rules import SIMPLER, SearchEntry
 from autopar.recompute import Recompute
 from autopar.search.search_report import ConsideredMesh
 from autopar.states import BUFFER_BYTES
 from autopar.text.units import bytes_text
 
 EQUAL = 1e-9  # relative: what differs by less is as fast
-SIMPLER = 0.01  # relative: what a more complex plan must gain
 _A_FURTHER_AXIS = 4  # times the seconds of an answer
 _OF_LONGEST = 0.5  # of the seconds of the longest answer
 HOSTED = 0.1  # relative: what a plan that keeps something on the host must gain

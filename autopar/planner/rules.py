@@ -15,6 +15,7 @@ from itertools import pairwise, product
 from typing import Protocol
 
 from autopar.candidates.axis_roles import axis_roles
+from autopar.candidates.nested_states import faster_states
 from autopar.candidates.request import MOST_AXES, MOST_INNER_AXES, Request
 from autopar.candidates.search_step import SearchStep
 from autopar.capture.captured import Captured
@@ -31,9 +32,11 @@ from autopar.planner.templates import Templates
 from autopar.recompute import FULL, Recompute
 from autopar.states import BUFFER_BYTES, States
 
+SIMPLER = 0.01  # relative: what a more complex plan must gain
 NEAR = 0.05  # relative to the best: ways that are so much slower may win in another form
 LESS = 0.9  # of a limit for layouts: few layouts are in between
 _PARTS = (1.0, 0.7, 0.5, 0.35)  # of the memory of a stage's devices: limits for its layouts
+_MOST_PARTIAL = 2
 _BUFFERS = (128 << 20, 512 << 20)  # bytes that travel together
 _IN_PIECES = (Recompute(None, "cut"), Recompute("selective", "cut"), Recompute("full", "cut"))
 
@@ -244,6 +247,16 @@ def _buffers(entry: SearchEntry, search: Progress) -> Iterator[Question]:
             yield replace(question, states=replace(states, buffer_bytes=size))
 
 
+def _partial_states(entry: SearchEntry, search: Progress) -> Iterator[Question]:
+    question, answer = entry.question, entry.answer
+    is_free = search.request.states is None and search.request.mode == "auto"
+    is_simple = question.states.keeps_mesh and not question.is_hosted
+    if isinstance(answer, Found) and is_free and is_simple and _is_best(entry, search):
+        faster = faster_states(answer.candidate, search.request.memory, SIMPLER)
+        for states in faster[:_MOST_PARTIAL]:
+            yield replace(question, states=states, has_own_layouts=False)
+
+
 def _pieces(entry: SearchEntry, search: Progress) -> Iterator[Question]:
     is_free = entry.question.schedule is not None and len(search.templates.kinds) > 1
     if is_free and _is_leanest(entry, search):
@@ -317,6 +330,7 @@ RULES: Sequence[FollowUp] = (
     FollowUp("fewer axes", "two axes that do the same may be one", _fewer_axes),
     FollowUp("hidden gathers", "forward hides gathers of cut states", _hidden_gathers, 0.03),
     FollowUp("buffers", "larger buffers spare latency", _buffers, 0.03),
+    FollowUp("partial states", "near ranks gather faster than all, and hold less", _partial_states),
     FollowUp("pieces", "ranks that keep the same keep a piece each", _pieces),
     HOST,
     MINIMUM,

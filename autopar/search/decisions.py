@@ -10,7 +10,7 @@ from torch import fx
 from autopar.base.schema import Index
 from autopar.capture.listing import operator_of
 from autopar.layout import Layout, ParameterPlacement, Placement
-from autopar.mesh import Mesh
+from autopar.mesh import Mesh, NamesElsewhere
 from autopar.recompute import Recompute
 from autopar.strategies import Strategy
 from autopar.strategies.node_info import info
@@ -47,6 +47,22 @@ class Decisions:
     apart: Mapping[str, ParameterPlacement] = field(default_factory=dict)
     # Regions whose forward runs again in backward, by the names of capture/regions.py.
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
+
+    def renamed(self, names: Mapping[str, str]) -> Decisions:
+        """Return the same decisions with other names of axes."""
+        return self.on_mesh(self.mesh.renamed(names), {a: (name,) for a, name in names.items()})
+
+    def on_mesh(self, mesh: Mesh, names: NamesElsewhere) -> Decisions:
+        """Return the same decisions on a mesh whose axes have other names, or are split."""
+        return replace(
+            self,
+            mesh=mesh,
+            placeholders={key: layout.renamed(names) for key, layout in self.placeholders.items()},
+            strategies={key: way.renamed(names) for key, way in self.strategies.items()},
+            fixed={key: layout.renamed(names) for key, layout in self.fixed.items()},
+            ways={key: tuple(at.renamed(names) for at in way) for key, way in self.ways.items()},
+            apart={key: places.renamed(names) for key, places in self.apart.items()},
+        )
 
     @property
     def keeps_on_host(self) -> bool:

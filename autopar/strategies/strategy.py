@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.base.schema import Index
+from autopar.mesh import NamesElsewhere, axes_elsewhere
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,11 @@ class Strategy:
         """Return every axis that is given to a factor or a pass."""
         return tuple(a for _, axes in self.cuts for a in axes) + tuple(a for a, _ in self.passes)
 
-    def renamed(self, names: Mapping[str, str]) -> Strategy:
+    def renamed(self, names: NamesElsewhere) -> Strategy:
         """Return this strategy with other names of axes."""
-        cuts = tuple((f, tuple(names.get(a, a) for a in axes)) for f, axes in self.cuts)
-        return Strategy(cuts, tuple(sorted((names.get(a, a), at) for a, at in self.passes)))
+        cuts = tuple((factor, axes_elsewhere(axes, names)) for factor, axes in self.cuts)
+        passes = ((name, at) for axis, at in self.passes for name in axes_elsewhere([axis], names))
+        return Strategy(cuts, tuple(sorted(passes)))
 
     def __str__(self) -> str:
         cuts = [f"{factor}@{'@'.join(axes)}" for factor, axes in self.cuts]
