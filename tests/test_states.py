@@ -17,7 +17,7 @@ from autopar.cluster import Host, Link
 from autopar.cost.copy_groups import copy_groups_of_nodes, live_copy_bytes
 from autopar.planner.rules import SIMPLER
 from autopar.plans.plan import SavedPlan
-from autopar.states import NAMED, StateBytes
+from autopar.states import BUFFER_BYTES, NAMED, StateBytes
 from autopar.strategies.node_info import info
 from tests import large_models, models
 from tests.annotations import megatron
@@ -252,7 +252,8 @@ def test_less_memory_cuts_more_states():
     for name in names:
         limit = planned(gpt, ap.Mesh(dp=4), states=name, microbatches=2).memory.peak
         plan = planned(gpt, ap.Mesh(dp=4), memory=limit, microbatches=2)
-        assert (str(plan.states), plan.memory.peak) == (name, limit)
+        states = replace(plan.states, buffer_bytes=BUFFER_BYTES)
+        assert (str(states), plan.memory.peak) == (name, limit)
         seconds.append(plan.cost.seconds)
         assert plan.states in [one.states for one in plan.alternatives if one.fits]
     assert all(one <= two * (1 + 1e-9) for one, two in pairwise(seconds))
@@ -309,8 +310,9 @@ def test_a_part_of_a_large_model_without_a_mesh():
     plan = planned(case, None, mode="auto", cluster=cluster, memory=limit, precision=precision)
     assert plan.memory.peak <= limit
     fitting = [one for one in plan.alternatives if one.fits]
-    assert fitting[0].seconds == min(one.seconds for one in fitting)
-    assert fitting[0].memory == plan.memory.peak
+    fastest = min(one.seconds for one in fitting)
+    assert fitting[0].seconds == fastest
+    assert plan.seconds <= fastest * (1 + SIMPLER)
     parameters = [n for n in plan.rewritten.nodes if info(n).places is not None]
     for node in parameters:
         assert {*info(node).sync} <= {*info(node).places.optimizer.axes}
@@ -321,10 +323,11 @@ def test_a_part_of_a_large_model_without_a_mesh():
 
 def test_the_search_cuts_states_where_memory_asks_for_it(gpt):
     options = {"mode": "auto", "cluster": machines(4, *EVEN), "pipeline": None}
+    options |= {"recompute": None, "microbatches": 1}
     free = planned(gpt, None, **options)
     assert free.states.is_whole
-    plan = planned(gpt, None, memory=0.97 * free.memory.peak, **options)
-    assert str(plan.states) == "zero1"
+    plan = planned(gpt, None, memory=0.9 * free.memory.peak, **options)
+    assert plan.states.is_cut
     assert plan.search.bound <= plan.cost.seconds == plan.search.objective
 
 

@@ -240,9 +240,9 @@ def _hidden_gathers(entry: SearchEntry, search: Progress) -> Iterator[Question]:
 def _buffers(entry: SearchEntry, search: Progress) -> Iterator[Question]:
     question = entry.question
     states = question.states
-    is_free = states.is_cut and search.request.states is None
-    is_free &= search.state_bytes > BUFFER_BYTES * question.stages
-    if is_free and states.buffer_bytes == BUFFER_BYTES and _is_best(entry, search):
+    is_free = search.request.states is None and question.meshes[0].size > 1
+    is_large = search.state_bytes > BUFFER_BYTES * question.stages
+    if is_free and is_large and states.buffer_bytes == BUFFER_BYTES and _is_best(entry, search):
         for size in _BUFFERS:
             yield replace(question, states=replace(states, buffer_bytes=size))
 
