@@ -42,7 +42,7 @@ class Alternative:
         schedule = schedule_words(self.schedule, dict(self.options)) if self.schedule else ""
         words = {
             "recompute": f"recomputed ({self.recompute})" if self.recompute else "",
-            "states": "" if self.states.is_whole else f"states {self.states}",
+            "states": "" if self.states == WHOLE else f"states {self.states}",
             "schedule": schedule,
             "microbatches": counted(self.microbatches, "micro-batch"),
         }

@@ -47,7 +47,7 @@ from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.simulation.compute_lower_bound import least_time
 from autopar.planner.question import Question
 from autopar.recompute import FULL, PLAIN, Recompute
-from autopar.states import States
+from autopar.states import BUFFER_BYTES, States
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import tensor_inputs
 from autopar.strategies.rule import Facts
@@ -102,6 +102,8 @@ class Bounds:
     def _traffic(self, question: Question) -> float:
         """Return the least that is known of layouts: smaller micro-batches take no less in all."""
         least = math.inf
+        if question.states.buffer_bytes != BUFFER_BYTES:
+            return 0.0
         for mesh in question.meshes:
             known = self._proved.get((question.stages, mesh), {}).items()
             fewer = (s for count, s in known if question.microbatches % count == 0)

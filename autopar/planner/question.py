@@ -85,7 +85,7 @@ class Question:
             pipeline,
             "" if schedule is None else str(schedule),
             counted(self.microbatches, "micro-batch"),
-            "" if self.states.is_whole else f"states {self.states}",
+            "" if self.states == WHOLE else f"states {self.states}",
             "" if self.recompute == PLAIN else again,
             f"layouts in {bytes_text(self.memory)}" if self.memory < math.inf else "",
             "layouts of its own" if self.has_own_layouts and self.memory == math.inf else "",

@@ -25,6 +25,7 @@ from autopar.plans.saved_value import SavedValue
 from autopar.recompute import Recompute, summary
 from autopar.report.weighed_plans import left_out_words, rows_of, rows_of_meshes
 from autopar.search.search_report import SearchReport
+from autopar.states import WHOLE
 from autopar.strategies.node_info import info
 from autopar.text.tables import stacked_table, table, wrap_line
 from autopar.text.units import bytes_text, counted, seconds_text, share_text
@@ -77,7 +78,7 @@ def _origin(plan: PlanValue | SavedValue) -> list[tuple[str, str]]:
     """Return how a plan was found, and its settings that differ from the defaults."""
     facts = [("search", _search(plan.search, is_staged=plan.pipelining is not None))]
     facts += [("not used", idle) for idle in plan.cluster.first(plan.whole_mesh.size).idle]
-    facts += [] if plan.states.is_whole else [("states", str(plan.states))]
+    facts += [] if plan.states == WHOLE else [("states", str(plan.states))]
     facts += [("precision", str(plan.precision))] if plan.precision else []
     return facts + ([("inputs", f"any size: {plan.dynamic}")] if plan.dynamic else [])
 

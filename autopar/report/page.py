@@ -32,6 +32,7 @@ from autopar.report.weighed_plans import (
     weighed_plans,
 )
 from autopar.search.search_report import SearchReport
+from autopar.states import WHOLE
 from autopar.text.drawing import NARROW, WIDE, Drawing, style
 from autopar.text.units import bytes_text, counted, printable_text, scaled, seconds_text, share_text
 
@@ -161,7 +162,7 @@ def _tiles(candidate: Candidate, context: PageContext) -> list[tuple[str, str, s
             f"on {candidate.cluster.first(mesh.size).taken}",
         ),
         ("micro-batches", str(candidate.microbatches), _schedule(candidate)),
-        ("states", "" if candidate.states.is_whole else str(candidate.states), "of parameters"),
+        ("states", "" if candidate.states == WHOLE else str(candidate.states), "of parameters"),
         ("search", *_search(candidate.search)),
     ]
     return [(name, figure or "whole", words) for name, figure, words in tiles]
