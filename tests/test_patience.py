@@ -109,7 +109,7 @@ def test_what_cannot_be_lengthened_is_chosen_anew_though_the_time_is_over(monkey
     from autopar.candidates.whole import Whole
     from autopar.pipeline.stages.stretch import NotAlike
 
-    def refuse(self: Whole, found: object) -> object:
+    def refuse(self: Whole, found: object, names: object) -> object:
         raise NotAlike
 
     monkeypatch.setattr(Whole, "confirmed", refuse)

@@ -548,7 +548,7 @@ def test_what_is_kept_on_the_host_is_there_beside_states(is_shared: bool, part: 
     def planned(there: float = 1e9, own: float = 1e9, **more: object) -> ap.Plan:
         """On machines of whose hosts each device has `there`, beside its own."""
         host = replace(node.device.host, memory=there, is_device=is_shared)
-        one = replace(node, device=replace(node.device, memory=own, host=host))
+        one = replace(node, device=replace(node.device, memory=own, reserve=0.0, host=host))
         return ap.plan(
             case.model, case.args, cluster=replace(preset, nodes=(one,)), **options, **more
         )

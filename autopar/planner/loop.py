@@ -124,7 +124,8 @@ class Planner:
                 return
             question = min(self._queue, key=self._order)
             rule, cutoff = self._queue.pop(question), self.record.cutoff(question)
-            if (bound := self._bound(question)) >= cutoff:
+            # The least memory is looked for whatever fits.
+            if rule != MINIMUM and (bound := self._bound(question)) >= cutoff:
                 self.record.ruled_out[question] = bound
                 if bound == math.inf and self.record.needs_host:
                     self._add(HOST.follow(SearchEntry(question, TooLarge(bound), rule), self), HOST)

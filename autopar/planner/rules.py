@@ -171,9 +171,12 @@ MOST_MINIMA = 3  # numbers of stages in which the least memory is looked for
 
 def minimum_memory(questions: Sequence[Question], search: Progress) -> Iterator[Question]:
     """Return what is asked where nothing fits: the layouts that take least on any mesh, in a few
-    numbers of stages, with the micro-batches of which all ranks together keep least."""
+    numbers of stages, with the micro-batches of which all ranks together keep least; with the
+    fewest, if states must be cut: ranks with replicas have a part of each micro-batch."""
     sizes: dict[int, dict[Mesh, Question]] = {}
-    for question in sorted(questions, key=lambda q: (q.stages, -q.microbatches)):
+    must_cut = search.request.states is not None and search.request.states.is_cut
+    sign = 1 if must_cut else -1
+    for question in sorted(questions, key=lambda q: (q.stages, sign * q.microbatches)):
         alike = sizes.setdefault(question.stages, {})
         if not alike or next(iter(alike.values())).microbatches == question.microbatches:
             alike |= dict.fromkeys(question.meshes, question)
