@@ -19,6 +19,7 @@ from autopar.pipeline.simulation.compute_lower_bound import least_time
 from autopar.planner.loop import Planner
 from autopar.planner.question import Question
 from autopar.planner.record import Record
+from autopar.planner.rules import SIMPLER
 from autopar.recompute import Recompute
 from tests import models
 from tests.annotations import megatron
@@ -45,11 +46,10 @@ def plan(case: models.Case, cluster: ap.Cluster, **options: object) -> ap.Plan:
 
 
 def fastest(chosen: ap.Plan) -> float:
-    """The seconds of the fastest way that was found which keeps nothing on a host."""
-    ways = (one for one in chosen.alternatives if one.fits)
-    return min(
-        one.seconds for one in ways if not one.states.is_on_host and "host" not in one.recompute
-    )
+    """The seconds of the fastest way that was found, which keeps nothing on a host if one does."""
+    fitting = [one for one in chosen.alternatives if one.fits]
+    ways = [one for one in fitting if not one.states.is_on_host and "host" not in one.recompute]
+    return min(one.seconds for one in ways or fitting)
 
 
 @cache
@@ -129,7 +129,7 @@ def test_on_one_node_a_batch_in_turns_comes_before_stages_and_before_running_aga
     assert not chosen.decisions.recompute
     for named in {"pipeline": 2}, {"pipeline": None, "microbatches": 1}:
         other = plan(case, memory=memory, **options, **named)
-        assert chosen.cost.seconds < other.cost.seconds, named
+        assert chosen.cost.seconds < other.cost.seconds * (1 + SIMPLER), named
 
 
 @pytest.mark.parametrize("options", [{}, {"mesh": ap.Mesh(pp=2), "schedule": "1f1b"}], ids=str)
@@ -206,7 +206,7 @@ def test_what_bounds_leave_out_is_not_faster(
         return plan(case, cluster, memory=memory, seconds=None, **options)
 
     bounded = found()
-    assert bounded.left_out
+    assert bounded.left_out or any("takes at least" in step.answer for step in bounded.asked)
     monkeypatch.setattr(Planner, "_bound", lambda *_: 0.0)
     monkeypatch.setattr(Record, "cutoff", lambda *_: math.inf)
     whole = found()
@@ -271,9 +271,9 @@ def test_less_memory_takes_other_cuts_recomputation_and_leaner_layouts(mesh, sha
     tight = plan(deep(), slow_network(4), memory=limit, **options)
     assert tight.memory.peak <= limit
     assert bool(tight.decisions.recompute) == again
-    taken = min((one for one in tight.alternatives if one.fits), key=lambda one: one.seconds)
+    assert tight.cost.seconds <= fastest(tight) * (1 + SIMPLER)
+    taken = tight.alternative(limit)
     assert bool(taken.recompute) == again
-    assert taken.seconds == pytest.approx(tight.cost.seconds)
     assert ("recomputed" in str(taken)) == again
 
 
