@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
+from autopar.planner.rules import SIMPLER
 
 MACHINE = ap.Cluster.preset("dgx-h100")
 ALONE = {"cluster": MACHINE, "pipeline": None, "seconds": None}
@@ -52,7 +53,9 @@ def test_a_choice_that_memory_binds_costs_the_same_by_name(part: float) -> None:
     for without in ([], ["recompute"], ["states"]):
         again = named(plan, limit, *without)
         assert again.memory.peak <= limit
-        assert again.cost.seconds == pytest.approx(plan.cost.seconds, rel=1e-9), without
+        # What is left out is chosen: the simplest of what is about as fast.
+        tolerance = SIMPLER if without else 1e-9
+        assert again.cost.seconds == pytest.approx(plan.cost.seconds, rel=tolerance), without
 
 
 class Blocks(nn.Module):
@@ -91,7 +94,7 @@ def test_states_on_the_host_are_weighed_with_regions_that_run_again() -> None:
     again = blocks(1024, 2048, 2048, 41.58e6, recompute="selective", **asked)
     assert again.decisions.recompute
     assert plan.memory.peak <= 41.58e6
-    assert plan.cost.seconds <= again.cost.seconds
+    assert plan.cost.seconds <= again.cost.seconds * (1 + SIMPLER)
 
 
 @pytest.mark.parametrize("states", ["zero1", "zero3"])

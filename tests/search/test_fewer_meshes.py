@@ -47,9 +47,6 @@ def test_with_fewer_sizes_a_step_is_about_as_fast(name: str, part: float, monkey
     free = ap.plan(case.model, case.args, case.kwargs, **asked)
     asked["memory"] = part * free.memory.peak
     every = ap.plan(case.model, case.args, case.kwargs, **asked)
-    assert "unlikely" not in every.left_out
     monkeypatch.setattr(layout_search, "LARGE_PROGRAM", 0)
     fewer = ap.plan(case.model, case.args, case.kwargs, **asked)
     assert fewer.cost.seconds <= every.cost.seconds * (1 + COSTS)
-    assert fewer.left_out["unlikely"] > 0
-    assert "by a guess: " in str(fewer)
