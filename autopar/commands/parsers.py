@@ -250,7 +250,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     _add_decisions(parser, "every mesh is weighed")
     memory = "The memory of each device that may be used, as 40GB. Default: all but the reserve."
     add("--memory", metavar="SIZE", help=memory)
-    reserve = "The memory of each device that is left for what is no tensor, as 8GB."
+    reserve = (
+        "The memory of each device that is left for what is no tensor, as 8GB. Default: that of "
+        "the kind of device."
+    )
     add("--reserve", metavar="SIZE", help=reserve)
     most = f"The CPU seconds that a choice may take; inf for no limit. Default: {SECONDS:g}."
     add("--seconds", metavar="S", type=float, default=SECONDS, help=most)
