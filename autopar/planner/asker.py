@@ -231,7 +231,8 @@ class _ProgramAsker:
         if laid.search and not laid.search.interrupted and is_first and request.memory == math.inf:
             self._asker.bounds.note(question, laid.search.bound / question.stages)
         placed = laid.placed(question.states)
-        if not question.states.is_whole and not placed.decisions.apart:
+        is_cut = placed is laid or question.states.is_whole or bool(placed.decisions.apart)
+        if not is_cut:
             raise InvalidInput(
                 "states are cut over ranks that hold replicas of parameters",
                 got=f"{question.states} on {laid.mesh}, where no gradient is summed over ranks",
