@@ -127,7 +127,7 @@ class Planner:
             # The least memory is looked for whatever fits.
             if rule != MINIMUM and (bound := self._bound(question)) >= cutoff:
                 self.record.ruled_out[question] = bound
-                if bound == math.inf and self.record.needs_host:
+                if bound == math.inf:
                     self._add(HOST.follow(SearchEntry(question, TooLarge(bound), rule), self), HOST)
                 continue
             self._show("plan", str(question))

@@ -55,11 +55,6 @@ class Record:
         return bool(self.found) or self.to_beat < math.inf
 
     @property
-    def needs_host(self) -> bool:
-        """Return whether nothing that was found fits without a host."""
-        return all(_is_hosted(_candidate(entry)) for entry in self.found)
-
-    @property
     def was_refused(self) -> bool:
         """Return whether some way cannot be taken, whatever is fastest."""
         return any(isinstance(entry.answer, TooLarge | Refused) for entry in self.asked)
