@@ -44,7 +44,7 @@ def test_no_way_takes_less_than_its_bound(share: float, least: int, monkeypatch)
 
     def learned(self: Planner, asked: SearchEntry) -> None:
         if isinstance(asked.answer, Found):
-            bound = self._bound(asked.question)
+            bound = self._bound(asked.question, asked.answer.seconds)
             assert bound <= asked.answer.seconds * (1 + 1e-6), str(asked)
             checked.append(bound)
         learn(self, asked)

@@ -56,6 +56,7 @@ from autopar.states import WHOLE
 from autopar.text.progress import Report
 
 _SLOWER = 0.02  # relative: what a mix may take more that takes the place of a refused one
+_LISTED = 2.0  # times the best: what takes no longer is listed beside it
 HUGE = 2000  # calls of a program of which a way that is too slow gets no program of its own
 
 
@@ -211,11 +212,15 @@ class _ProgramAsker:
         return self._judge(way.changed(way.search and way.search.taken(way.seconds)), cutoff)
 
     def _judge(self, way: Candidate, cutoff: float) -> Answer:
-        if self._asker.is_huge and way.seconds >= cutoff:
+        if self._is_too_slow(way.seconds, cutoff):
             return TooSlow(way.seconds)
         if way.fits(self._memory):
             return Found(way)
         return TooLarge(way.needed(self._memory), way)
+
+    def _is_too_slow(self, seconds: float, cutoff: float) -> bool:
+        """Return whether a way is too slow to be priced in full, only to be listed."""
+        return seconds >= cutoff * (1 if self._asker.is_huge else _LISTED)
 
     def _kind(self, question: Question) -> Recompute:
         kind = question.recompute
@@ -315,7 +320,7 @@ class _ProgramAsker:
         return None if real is None else Found(real)
 
     def _judge_stages(self, way: StagedWay, cutoff: float) -> Answer:
-        if way.seconds >= cutoff and self._asker.is_huge:
+        if self._is_too_slow(way.seconds, cutoff):
             return TooSlow(way.seconds)
         if self._asker.is_huge and max(way.spread, way.least) > self._memory:
             return TooLarge(max(way.spread, way.least), way)

@@ -53,6 +53,7 @@ from autopar.strategies.registry import tensor_inputs
 from autopar.strategies.rule import Facts
 
 CHEAPEST = States.of("zero1")  # of states that are cut: the others move no less
+_MOST_WAITING = 1  # of a micro-batch on all stages: seldom does a schedule have to wait longer
 _SLACK = 1e-6  # relative, of a solver that rounds
 
 
@@ -76,9 +77,12 @@ class Bounds:
         self.run, self.again, self.kept = cache(self._run), cache(self._again), cache(self._kept)
         self._least_time, self._saved = cache(least_time), cache(self._saved_by_states)
 
-    def seconds(self, question: Question, schedule: Schedule | None = None) -> float:
+    def seconds(
+        self, question: Question, schedule: Schedule | None = None, to_beat: float = 0.0
+    ) -> float:
         """Return the seconds that a step takes at least; infinity if none fits. `schedule`: the
-        actions of the question's schedule, if they were listed."""
+        actions of the question's schedule, if they were listed. Its waiting is only looked at where
+        that is likely to matter for `to_beat` seconds."""
         stages, parts = question.stages, question.microbatches
         inner = question.meshes[0].size
         pieces, is_staged = parts * inner, question.schedule is not None
@@ -88,7 +92,8 @@ class Bounds:
         again = self.least_again(question, schedule)
         once = self.run(pieces, is_staged=is_staged) + again
         least = max(times * once, self._traffic(question) + times * again)
-        if schedule is not None and schedule.all_parts == parts:
+        may_wait = once * (parts / stages + _MOST_WAITING) >= to_beat
+        if schedule is not None and schedule.all_parts == parts and may_wait:
             least = max(least, self._least_time(schedule) * once)
         return least + (self.update if question.is_hosted else 0.0)
 

@@ -93,6 +93,7 @@ class Estimates:
         self._experts = _share_of_experts(captured)
         self._seconds, self._bytes = _Ratios(), _Ratios()
         self._message_seconds, self._price = cache(self._messages_of), cache(self._cluster_price)
+        self._estimate = cache(self._with_cuts)
         self._shared_work = cache(bounds.average_run)  # of stages, which share it by their speed
 
     def of(self, question: Question) -> Estimate:
@@ -133,7 +134,7 @@ class Estimates:
         ratio = 1.0 if is_plain else self._bytes.of(self._kept_names(question, mesh))
         ways = self._possible_cuts(mesh, question.microbatches)
         best = min(
-            (self._with_cuts(question, mesh, cuts, ratio) for cuts in ways),
+            (self._estimate(question, mesh, cuts, ratio) for cuts in ways),
             key=lambda guess: guess.seconds * max(1.0, guess.bytes_ / self._request.memory) ** 2,
         )
         if is_plain:

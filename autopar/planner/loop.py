@@ -125,7 +125,7 @@ class Planner:
             question = min(self._queue, key=self._order)
             rule, cutoff = self._queue.pop(question), self.record.cutoff(question)
             # The least memory is looked for whatever fits.
-            if rule != MINIMUM and (bound := self._bound(question)) >= cutoff:
+            if rule != MINIMUM and (bound := self._bound(question, cutoff)) >= cutoff:
                 self.record.ruled_out[question] = bound
                 if bound == math.inf:
                     self._add(HOST.follow(SearchEntry(question, TooLarge(bound), rule), self), HOST)
@@ -171,14 +171,15 @@ class Planner:
         later = 1 + self._queue[question].later
         return seconds * later * too_large ** (8 if is_pressing else 2) * handicap(question)
 
-    def _bound(self, question: Question) -> float:
+    def _bound(self, question: Question, cutoff: float) -> float:
+        """Return the seconds that a question takes at least, as far as `cutoff` asks for it."""
         least = self._bounds.seconds(question)
-        if least < math.inf and question.schedule is not None and not self._asker.is_huge:
+        if least < cutoff and question.schedule is not None and not self._asker.is_huge:
             try:
                 schedule = listed(question.schedule, question.stages, question.microbatches)
             except InvalidInput:
                 return least  # the answer says so
-            least = self._bounds.seconds(question, schedule)
+            least = self._bounds.seconds(question, schedule, cutoff)
         return least
 
     def _is_over(self, *, is_last: bool) -> bool:
