@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from autopar.candidates.request import Request
 from autopar.capture.captured import Captured
-from autopar.capture.origins import is_of_parameters
 from autopar.cluster import Cluster
 from autopar.cluster.cluster_part import ClusterPart
 from autopar.cost.cluster_price import ClusterPrice
@@ -33,18 +33,17 @@ from autopar.pipeline.memory.activation_counts import peak_counts
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.simulation.simulator import simulate
 from autopar.planner.bounds import Bounds
+from autopar.planner.products import products, share_of_experts
 from autopar.planner.question import Question, ScheduleName
 from autopar.planner.schedule_lists import listed
 from autopar.recompute import FULL, PLAIN, SELECTIVE, Recompute
 from autopar.states import Factor, States
-from autopar.strategies.node_info import info
-from autopar.strategies.registry import tensor_inputs
 
 _SAMPLE_STAGES = 4  # stages of the pipeline by which a schedule is judged
 _HIDDEN = 0.7  # of a rank's compute, behind which sums and gathers hide
 _SHOWN = 0.1  # of a movement that hides
 _ENDS = 2  # layers besides equal blocks: an embedding and a head
-EXPERT_DIMS = 3  # of a parameter that holds a matrix for each expert
+_WAITING = 1.0  # of what a micro-batch keeps: the inputs of its weight gradients
 _KEPT_BY_FULL = 0.04  # of what a program keeps, if all its regions run again
 
 
@@ -57,9 +56,6 @@ class Estimate(NamedTuple):
 
     seconds: float
     bytes_: float  # on the fullest device
-
-
-_Messages = list[tuple[float, int]]  # bytes, and how often
 
 
 class _Cuts(NamedTuple):
@@ -78,6 +74,8 @@ class _ScheduleShape(NamedTuple):
     # micro-batch's on one of its stages, for each rank
     pipes: int
     chunks: int
+    # The same of the inputs of weight gradients that wait: no recomputation spares these.
+    waiting: float = 0.0
 
 
 class Estimates:
@@ -89,8 +87,8 @@ class Estimates:
         self._rows = batch_size(captured) or 1
         self._sizes = unsharded_bytes(captured)
         self._blocks = max(1, blocks)
-        self._products, self._expert_products = _products(captured)
-        self._experts = _share_of_experts(captured)
+        self._products, self._expert_products = products(captured)
+        self._experts = share_of_experts(captured)
         self._seconds, self._bytes = _Ratios(), _Ratios()
         self._message_seconds, self._price = cache(self._messages_of), cache(self._cluster_price)
         self._estimate = cache(self._with_cuts)
@@ -113,11 +111,15 @@ class Estimates:
         self._seconds.note(self._names(question, mesh), _ratio(seconds, guess.seconds))
 
     def learn_bytes(self, question: Question, bytes_: float) -> None:
-        """Correct similar estimates by the bytes of the fullest device; a mix needs all it has."""
-        if isinstance(question.recompute, Recompute):
-            mesh = question.meshes[0]
-            guess = self._on_mesh(question, mesh, is_plain=True)
-            self._bytes.note(self._kept_names(question, mesh), _ratio(bytes_, guess.bytes_))
+        """Correct similar estimates by the bytes of the fullest device. A mix takes all there is,
+        or is too large though all runs again."""
+        if question.is_mixed and bytes_ <= self._request.memory:
+            return
+        mesh = question.meshes[0]
+        if question.is_mixed:
+            question = replace(question, recompute=FULL)
+        guess = self._on_mesh(question, mesh, is_plain=True)
+        self._bytes.note(self._kept_names(question, mesh), _ratio(bytes_, guess.bytes_))
 
     def _names(self, question: Question, mesh: Mesh) -> Sequence[Hashable]:
         """Return what ratios are kept by, the most alike first."""
@@ -126,8 +128,8 @@ class Estimates:
         return (*size, parts, question.states), (*size, parts), size, last, "any"
 
     def _kept_names(self, question: Question, mesh: Mesh) -> Sequence[Hashable]:
-        size = question.stages, mesh, question.microbatches
-        return (*size, question.states, question.schedule), (*size, question.schedule), size
+        size, schedule = (question.stages, mesh, question.microbatches), question.schedule
+        return (*size, question.states, schedule), (*size, schedule), size, ("of", schedule)
 
     def _on_mesh(self, question: Question, mesh: Mesh, *, is_plain: bool = False) -> Estimate:
         """Return the estimate on one mesh; `is_plain`: as it is without any answer."""
@@ -156,6 +158,8 @@ class Estimates:
         share = ratio * live / pieces / stages
         kept_bytes = {kind: self._bounds.kept(kind) * share for kind in (PLAIN, SELECTIVE)}
         kept_bytes[FULL] = _KEPT_BY_FULL * kept_bytes[PLAIN]
+        waiting = _WAITING * kept_bytes[PLAIN] * min(parts, shape.waiting * stages) / live
+        kept_bytes = {kind: max(size, waiting) for kind, size in kept_bytes.items()}
         again, bytes_ = self._recompute_costs(question, states, kept_bytes, pieces)
         work = self._bounds.run(pieces)
         if stages > 1:  # on unlike machines stages are uneven, but not as uneven as these
@@ -290,42 +294,6 @@ class _Ratios:
         return math.exp(sum(logs) / len(logs))
 
 
-def _products(captured: Captured) -> tuple[_Messages, _Messages]:
-    """Return the bytes that cut products move in a micro-batch of the whole batch, and how often:
-    where tensors are cut, and where experts are.
-
-    Of a pair of products the smaller activation is summed once forward and once backward: one sum
-    for each product. Tokens go to their experts and back, forward and backward.
-    """
-    counts: dict[float, int] = defaultdict(int)
-    of_experts: dict[float, int] = defaultdict(int)
-    for node in captured.operators:
-        rule = captured.rules[node.name]
-        if rule is None or not rule.product or not info(node).learns:
-            continue
-        inputs = tensor_inputs(node)
-        weights = [value for value in inputs if is_of_parameters(value, captured=captured)]
-        if not weights:
-            continue
-        values = [value for value in inputs if value not in weights]
-        tensors = [info(value).val for value in (*values, node)]
-        size = min(float(t.numel() * t.itemsize) for t in tensors if hasattr(t, "numel"))
-        counts[size] += info(node).times
-        if any(info(value).val.ndim == EXPERT_DIMS for value in weights):
-            of_experts[size] += info(node).times
-    return list(counts.items()), list(of_experts.items())
-
-
-def _share_of_experts(captured: Captured) -> float:
-    """Return the part of all parameters' elements that hold a matrix for each expert."""
-    every = [
-        n for n in captured.graph.find_nodes(op="placeholder") if n.name in captured.parameters
-    ]
-    sizes = [(info(node).val.numel() * info(node).times, info(node).val.ndim) for node in every]
-    total = sum(size for size, _ in sizes) or 1
-    return sum(size for size, dims in sizes if dims == EXPERT_DIMS) / total
-
-
 @cache
 def _schedule_shape(name: Schedule | ScheduleName, stages: int) -> _ScheduleShape:
     """Return the behaviour of a schedule, by a small one of the same name."""
@@ -344,4 +312,6 @@ def _schedule_shape(name: Schedule | ScheduleName, stages: int) -> _ScheduleShap
     bubble = max(0.0, step * stages - parts) / max(1, stages - 1)
     peaks = peak_counts(schedule, recompute=False)
     fullest = max(sum(counts[0] for counts in live.values()) for live in peaks)
-    return _ScheduleShape(bubble, fullest / schedule.stages, schedule.pipes, schedule.chunks)
+    waiting = max(sum(counts[2] for counts in live.values()) for live in peaks)
+    ways = schedule.pipes, schedule.chunks
+    return _ScheduleShape(bubble, fullest / schedule.stages, *ways, waiting / schedule.stages)

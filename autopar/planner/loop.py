@@ -123,7 +123,10 @@ class Planner:
                 self.ended = "time"
                 return
             question = min(self._queue, key=self._order)
-            rule, cutoff = self._queue.pop(question), self.record.cutoff(question)
+            rule = self._queue.pop(question)
+            if rule == TEMPLATE and self._is_guessed_anew(question):
+                continue
+            cutoff = self.record.cutoff(question)
             # The least memory is looked for whatever fits.
             if rule != MINIMUM and (bound := self._bound(question, cutoff)) >= cutoff:
                 self.record.ruled_out[question] = bound
@@ -141,6 +144,15 @@ class Planner:
             self._learn(SearchEntry(question, answer, rule))
             if self._asker.was_interrupted and not self.ended:
                 self.ended = "time" if self._patience.is_over() else "Ctrl-C"
+
+    def _is_guessed_anew(self, template: Question) -> bool:
+        """Put another way in the place of a template, if answers have made it more likely."""
+        guess = self.templates.guess(template, self._estimates)
+        if guess in self._seen:
+            return False
+        del self._seen[template]
+        self._add([guess], TEMPLATE)
+        return True
 
     def _learn(self, entry: SearchEntry) -> None:
         """Keep an answer, correct the estimates by it, and add the questions that follow."""

@@ -42,7 +42,7 @@ class Templates:
     def first(self, estimates: Estimates, least_stages: int, *, is_large: bool) -> list[Question]:
         """Return the best guess for each size."""
         return [
-            self._guess(size, estimates)
+            self.guess(size, estimates)
             for size in self._sizes(is_large=is_large)
             if size.stages >= least_stages
         ]
@@ -80,7 +80,7 @@ class Templates:
         meshes = self._request.meshes(stages, parts)
         return [mesh for mesh in meshes if not is_large or len(mesh.names) < 3] or meshes
 
-    def _guess(self, size: Question, estimates: Estimates) -> Question:
+    def guess(self, size: Question, estimates: Estimates) -> Question:
         """Return the way of this size that is estimated to be the fastest that fits."""
         schedules = self.schedules(size.stages, size.microbatches)
         has_own = self._request.states is not None
@@ -90,7 +90,10 @@ class Templates:
         best = self._best(ways, estimates)
         # What takes long to price is asked about when something like it is good.
         light = [s for s in schedules if s is None or is_light(s, size.stages)]
-        return self._best([replace(best, schedule=s) for s in light or schedules], estimates)
+        pairs = product(light or schedules, self.kinds)
+        return self._best(
+            [replace(best, schedule=s, recompute=kind) for s, kind in pairs], estimates
+        )
 
     def _best(self, ways: Sequence[Question], estimates: Estimates) -> Question:
         """Return the fastest of those that fit, else the smallest, as far as one can tell."""
