@@ -16,7 +16,7 @@ from autopar.candidates.candidate import Candidate
 from autopar.candidates.mixed_problem import Mix
 from autopar.candidates.recomputation import AskedRecomputation, Regions
 from autopar.candidates.request import Request
-from autopar.candidates.staged import StagedProgram, Tried
+from autopar.candidates.staged import KnownLines, StagedProgram
 from autopar.candidates.whole import Whole
 from autopar.capture import capture
 from autopar.capture.captured import Captured
@@ -166,7 +166,7 @@ def test_in_stages_states_take_what_they_take_of_the_whole_program(
     states: str, kind: Recompute
 ) -> None:
     """Whole states are looked at before others, as they are where plans are made."""
-    own, whole, tried = program("gpt2"), laid("gpt2"), Tried()
+    own, whole, tried = program("gpt2"), laid("gpt2"), KnownLines()
     request = Request(CLUSTER, "auto", math.inf, False, "pp", stages=STAGES, microbatches=PARTS)
     regions = Regions(own.short.captured, AskedRecomputation())
     made, *_ = weighed_schedules(STAGES, PARTS)

@@ -15,13 +15,11 @@ from typing import Literal
 from autopar.capture.annotations import MarkedRegion
 from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks, checkpoints, found
-from autopar.cluster import Host
 from autopar.errors import InvalidInput
 from autopar.recompute import FULL, PLAIN, SELECTIVE, Recompute
 from autopar.strategies.node_info import info
 
 KINDS = (PLAIN, SELECTIVE, FULL)
-LEANER = (Recompute("full", "cut"), Recompute("full", "host"))  # where no others fit
 # In the stages of a pipeline, whose regions are all treated alike.
 STAGED = (PLAIN, Recompute(None, "cut"), SELECTIVE, Recompute("selective", "cut"), FULL)
 
@@ -81,12 +79,6 @@ class Regions:
         """Return the ways to treat all regions alike in a pipeline, the leanest last. What keeps
         pieces comes after what keeps the same whole."""
         return STAGED if len(self.kinds) > 1 else self.kinds
-
-    def leaner(self, host: Host) -> tuple[Recompute, ...]:
-        """Return further ways, which are weighed where none of `kinds` fits."""
-        if len(self.kinds) == 1:
-            return ()
-        return tuple(how for how in LEANER if how.keep != "host" or not host.is_device)
 
     def _plain(self, request: AskedRecomputation) -> Recompute:
         return PLAIN if request.blocks == "auto" else request.blocks

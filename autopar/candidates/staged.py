@@ -1,6 +1,6 @@
 """Staged: one program with its layouts and states, in the stages of a pipeline.
 
-    program = StagedProgram(laid, 8, request, regions, pins, Tried())
+    program = StagedProgram(laid, 8, request, regions, pins, KnownLines())
     way = program.fastest(schedule, PLAIN)      # its seconds, and the bytes that it holds at least
     way.candidate                               # with the program that it runs
 
@@ -10,7 +10,6 @@ program of their own. What a way takes is known from the sums of its stages.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,21 +34,12 @@ from autopar.recompute import Recompute
 
 
 @dataclass
-class Tried:
-    """Results of one program's layouts in the stages of pipelines."""
+class KnownLines:
+    """What is known of the stages of one program's layouts, whatever its states and schedule."""
 
     layouts: object = None  # held here, so that no others come to have their identity
-    # By number of the schedule and kind of recomputation: what the fastest stages take.
-    seconds: dict[tuple[int, Recompute], float] = field(default_factory=dict)
-    # By kind, and bytes of the buffers by which states travel.
+    # By kind of recomputation, and bytes of the buffers by which states travel.
     lines: dict[tuple[Recompute, int], StageCosts] = field(default_factory=dict)
-    # Bytes on the fullest device, of the way that takes least with nothing kept elsewhere: layouts
-    # that leave room so may be faster.
-    memory: float = math.inf
-
-    def note(self, memory: float) -> None:
-        """Keep the bytes of a way, if they are the least so far."""
-        self.memory = min(self.memory, memory)
 
 
 @dataclass(frozen=True)
@@ -149,12 +139,12 @@ class StagedProgram:
         request: Request,
         regions: Regions,
         pins: Sequence[Pin],
-        tried: Tried,
+        known: KnownLines,
     ) -> None:
-        """`tried`: what is known of the same layouts with other states."""
+        """`known`: what is known of the same layouts with other states."""
         assert request.axis is not None
         self.laid, self.axis, self.mesh = laid, request.axis, request.whole_mesh(laid.mesh, stages)
-        self.regions, self.pins, self._tried = regions, pins, tried
+        self.regions, self.pins, self._known = regions, pins, known
         self.programs = cache(lambda kind: laid.recomputed(regions.all(kind)))
         self.lines = cache(self._line)
         self.memory = request.memory
@@ -195,14 +185,6 @@ class StagedProgram:
             ways.append(self._way(schedule, kind, cut))
         return min(ways, key=lambda way: way.seconds, default=None)
 
-    def lacks_room(self, schedule: Schedule, kind: Recompute, memory: float) -> bool:
-        """Return whether the fastest stages do not fit into memory, but might if their regions kept
-        nothing."""
-        way = self.fastest(schedule, kind)
-        if way.spread > memory or way.barest > memory:
-            return False
-        return not way.fits(memory)
-
     def _way(self, schedule: Schedule, kind: Recompute, stages: Sequence[StageCost]) -> StagedWay:
         line = self.lines(kind)
         shared = line.shared_sums(stages)
@@ -217,7 +199,7 @@ class StagedProgram:
         return peak_counts(schedule, recompute=not kind.is_plain)
 
     def _line(self, kind: Recompute) -> StageCosts:
-        known, laid = self._tried.lines, self.laid
+        known, laid = self._known.lines, self.laid
         key = kind, laid.states.buffer_bytes
         like = known.get(key)
         if like is not None and like.are_tied and not laid.has_copies:
@@ -235,6 +217,6 @@ class StagedProgram:
     def _known_costs(self, kind: Recompute) -> StageCosts | None:
         """Return the costs of the same layouts with other regions recomputed. None: they are not
         known. Where tensors are kept elsewhere, equal blocks are only seen in the plain program."""
-        if not self.laid.has_copies and (known := self._tried.lines):
+        if not self.laid.has_copies and (known := self._known.lines):
             return next(iter(known.values()))
         return None if kind.keep == "device" else self.lines(PLAIN)

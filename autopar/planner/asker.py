@@ -23,7 +23,7 @@ from autopar.candidates.candidate import Candidate
 from autopar.candidates.recomputation import Regions
 from autopar.candidates.request import Request
 from autopar.candidates.stage_mixes import MixedWay, StageMixes
-from autopar.candidates.staged import StagedProgram, StagedWay, Tried
+from autopar.candidates.staged import KnownLines, StagedProgram, StagedWay
 from autopar.candidates.whole import Whole
 from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
@@ -193,7 +193,7 @@ class _ProgramAsker:
         self._request, self._memory = asker._request, asker._request.memory
         self._layouts, self._whole = layouts, whole
         self._batches = cache(partial(cut_batch, program))
-        self._tried: dict[int, Tried] = {}  # what is known of layouts, with any states
+        self._known_lines: dict[int, KnownLines] = {}  # what is known of layouts, with any states
         self._staged: dict[tuple[object, ...], StagedProgram] = {}
         self._mixes = cache(partial(StageMixes, whole=whole))
 
@@ -336,13 +336,13 @@ class _ProgramAsker:
 
     def _program_in_stages(self, laid: Candidate, question: Question) -> StagedProgram:
         strategies = laid.decisions.strategies
-        tried = self._tried.setdefault(id(strategies), Tried(strategies))
+        known = self._known_lines.setdefault(id(strategies), KnownLines(strategies))
         key = id(strategies), question.states, question.stages
         if key not in self._staged:
             regions = self.regions
             if self._whole is not None and laid.captured.times == 1:
                 regions = self._whole.regions
             self._staged[key] = StagedProgram(
-                laid, question.stages, self._request, regions, self._asker._pins, tried
+                laid, question.stages, self._request, regions, self._asker._pins, known
             )
         return self._staged[key]

@@ -95,7 +95,7 @@ class Bounds:
         may_wait = once * (parts / stages + _MOST_WAITING) >= to_beat
         if schedule is not None and schedule.all_parts == parts and may_wait:
             least = max(least, self._least_time(schedule) * once)
-        return least + (self.update if question.is_hosted else 0.0)
+        return least + (self.update if question.states.is_on_host else 0.0)
 
     def note(self, question: Question, seconds: float) -> None:
         """Keep what the search for layouts has proved: on each of the question's meshes no step
@@ -123,7 +123,7 @@ class Bounds:
         if not self._is_free or limit == math.inf:
             return True
         kind = question.recompute if isinstance(question.recompute, Recompute) else FULL
-        states = 0.0 if question.is_hosted else self.states
+        states = 0.0 if question.states.is_on_host else self.states
         if kind.kind == "full" or kind.keep == "host":
             return states / inner / question.stages <= limit
         size = self.kept(kind) / question.microbatches / inner
@@ -137,7 +137,9 @@ class Bounds:
         if isinstance(kind, Recompute):
             return self.again(pieces, kind)
         if question.schedule is None:
-            missing = self.kept(PLAIN) / question.microbatches - self.left(question.is_hosted)
+            missing = self.kept(PLAIN) / question.microbatches - self.left(
+                question.states.is_on_host
+            )
             return self._least_for(missing * question.microbatches, pieces)
         return 0.0
 

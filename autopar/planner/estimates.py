@@ -171,7 +171,7 @@ class Estimates:
         # One micro-batch passes all stages, however few there are to hide behind.
         seconds = max(stages, parts + shape.bubble * (stages - 1)) * per_stage
         seconds += self._sync_seconds(question, mesh, cuts, per_stage * shape.pipes)
-        if question.is_hosted:
+        if question.states.is_on_host:
             seconds += self._bounds.update
         return Estimate(seconds, bytes_ + states)
 

@@ -98,13 +98,6 @@ class Layouts:
         unshortened = replace(request, captured=program, batches=batches, recompute=decided)
         return self._find_for_program(unshortened)
 
-    def with_whole_states(self, request: LayoutRequest) -> Candidate:
-        """Return the best layouts with whole states, with a bound for the requested states too."""
-        (requested, _), (whole, _) = self.find(request), self.find(replace(request, states=WHOLE))
-        if requested.search is None or whole.search is None:
-            return whole
-        return whole.changed(whole.search.lowered(requested.search.bound))
-
     def _find_for_program(self, request: LayoutRequest) -> tuple[Candidate, float]:
         while True:
             candidate, memory = self._cached_layouts(request)

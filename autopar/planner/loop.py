@@ -35,7 +35,6 @@ from autopar.planner.question import Found, OutOfTime, Question, Refused, TooLar
 from autopar.planner.record import AnswerCosts, Record, handicap
 from autopar.planner.refusals import refusal
 from autopar.planner.rules import (
-    HOST,
     MINIMUM,
     RULES,
     TEMPLATE,
@@ -67,7 +66,6 @@ class Planner:
         count = len(blocks(captured))
         self.templates = Templates(program, request, regions, count)
         self._bounds = self._asker.bounds
-        self.state_bytes = self._bounds.states
         self._estimates = Estimates(program, request, self._bounds, count)
         self.record, self._patience = Record(), request.patience
         self.ended: Ended = ""
@@ -130,8 +128,8 @@ class Planner:
             # The least memory is looked for whatever fits.
             if rule != MINIMUM and (bound := self._bound(question, cutoff)) >= cutoff:
                 self.record.ruled_out[question] = bound
-                if bound == math.inf:
-                    self._add(HOST.follow(SearchEntry(question, TooLarge(bound), rule), self), HOST)
+                if bound == math.inf:  # for want of memory
+                    self._follow(SearchEntry(question, TooLarge(bound), rule))
                 continue
             self._show("plan", str(question))
             is_late = self.record.has_some and self._costs.of(question) > self._patience.left()
@@ -165,6 +163,10 @@ class Planner:
             if answer.way is not None:
                 self._estimates.learn(question, answer.way.seconds)
             self._estimates.learn_bytes(question, answer.least_bytes)
+        self._follow(entry)
+
+    def _follow(self, entry: SearchEntry) -> None:
+        """Add the questions that follow from an answer."""
         for rule in RULES:
             self._add(rule.follow(entry, self), rule)
 

@@ -71,8 +71,9 @@ class Question:
 
     @property
     def is_hosted(self) -> bool:
-        """Return whether states are on the host."""
-        return self.states.is_on_host
+        """Return whether states, or what is kept for backward, are on the host."""
+        kind = self.recompute
+        return self.states.is_on_host or (isinstance(kind, Recompute) and kind.keep == "host")
 
     def __str__(self) -> str:
         pipeline = "no pipeline" if self.schedule is None else counted(self.stages, "stage")

@@ -21,7 +21,6 @@ from autopar.candidates.candidate import Candidate
 from autopar.mesh import Mesh
 from autopar.planner.question import Found, Question, Refused, TooLarge, TooSlow
 from autopar.planner.rules import SIMPLER, SearchEntry
-from autopar.recompute import Recompute
 from autopar.search.search_report import ConsideredMesh
 from autopar.states import BUFFER_BYTES
 from autopar.text.units import bytes_text
@@ -172,9 +171,7 @@ def complexity(way: Candidate | Question) -> int:
 
 def handicap(question: Question) -> float:
     """Return how many times its seconds a way counts for, because of what is on the host."""
-    kind = question.recompute
-    is_hosted = question.is_hosted or (isinstance(kind, Recompute) and kind.keep == "host")
-    return 1 + HOSTED if is_hosted else 1.0
+    return 1 + HOSTED if question.is_hosted else 1.0
 
 
 def _is_hosted(candidate: Candidate) -> bool:

@@ -15,7 +15,7 @@ from itertools import pairwise, product
 from typing import Protocol
 
 from autopar.candidates.axis_roles import axis_roles
-from autopar.candidates.nested_states import faster_states
+from autopar.candidates.nested_states import faster_states, larger_buffers
 from autopar.candidates.request import MOST_AXES, MOST_INNER_AXES, Request
 from autopar.candidates.search_step import SearchStep
 from autopar.capture.captured import Captured
@@ -37,7 +37,6 @@ NEAR = 0.05  # relative to the best: ways that are so much slower may win in ano
 LESS = 0.9  # of a limit for layouts: few layouts are in between
 _PARTS = (1.0, 0.7, 0.5, 0.35)  # of the memory of a stage's devices: limits for its layouts
 _MOST_PARTIAL = 2
-_BUFFERS = (128 << 20, 512 << 20)  # bytes that travel together
 _IN_PIECES = (Recompute(None, "cut"), Recompute("selective", "cut"), Recompute("full", "cut"))
 
 
@@ -66,7 +65,6 @@ class Progress(Protocol):
     request: Request
     whole_program: Captured
     hosted: Sequence[States]
-    state_bytes: float  # of all parameters, from step to step
 
     @property
     def fastest(self) -> float:
@@ -241,13 +239,12 @@ def _hidden_gathers(entry: SearchEntry, search: Progress) -> Iterator[Question]:
 
 
 def _buffers(entry: SearchEntry, search: Progress) -> Iterator[Question]:
-    question = entry.question
-    states = question.states
+    question, answer = entry.question, entry.answer
     is_free = search.request.states is None and question.meshes[0].size > 1
-    is_large = search.state_bytes > BUFFER_BYTES * question.stages
-    if is_free and is_large and states.buffer_bytes == BUFFER_BYTES and _is_best(entry, search):
-        for size in _BUFFERS:
-            yield replace(question, states=replace(states, buffer_bytes=size))
+    is_plain = question.states.buffer_bytes == BUFFER_BYTES
+    if isinstance(answer, Found) and is_free and is_plain and _is_best(entry, search):
+        for states in larger_buffers(answer.candidate):
+            yield replace(question, states=states)
 
 
 def _partial_states(entry: SearchEntry, search: Progress) -> Iterator[Question]:
@@ -311,13 +308,12 @@ def _is_near(entry: SearchEntry, search: Progress, share: float) -> bool:
     answer = entry.answer
     if isinstance(answer, Found):
         return answer.seconds <= search.fastest * (1 + share)
-    if isinstance(answer, TooLarge):
+    if isinstance(answer, TooLarge) and answer.least_bytes < math.inf:
         return search.seconds(entry.question) <= search.fastest * (1 + share)
     return False
 
 
 TEMPLATE = FollowUp("template", "experts write it down", lambda entry, search: iter(()))
-HOST = FollowUp("host", "the host has memory, too", _on_host)
 MINIMUM = FollowUp("minimum memory", "where nothing fits, the error names the least", _minimum)
 RULES: Sequence[FollowUp] = (
     FollowUp("other schedules", "the order of work changes waiting and memory", _other_schedules),
@@ -335,7 +331,7 @@ RULES: Sequence[FollowUp] = (
     FollowUp("buffers", "larger buffers spare latency", _buffers, 0.03),
     FollowUp("partial states", "near ranks gather faster than all, and hold less", _partial_states),
     FollowUp("pieces", "ranks that keep the same keep a piece each", _pieces),
-    HOST,
+    FollowUp("host", "the host has memory, too", _on_host),
     MINIMUM,
     FollowUp("whole program", "a short program stands for equal blocks only", _whole_program),
 )

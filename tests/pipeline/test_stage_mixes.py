@@ -14,7 +14,7 @@ from autopar.candidates.candidate import Candidate
 from autopar.candidates.recomputation import KINDS, AskedRecomputation, Regions
 from autopar.candidates.request import Request
 from autopar.candidates.stage_mixes import MixedWay, StageMixes
-from autopar.candidates.staged import StagedProgram, StagedWay, Tried
+from autopar.candidates.staged import KnownLines, StagedProgram, StagedWay
 from autopar.capture import capture
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.passes.microbatches import cut_batch
@@ -51,7 +51,7 @@ def staged(stages: int, states: str = "whole") -> StagedProgram:
     laid = Candidate.laid_out(batches.captured, CLUSTER, decisions, batches, line=line)
     request = Request(CLUSTER, "data", math.inf, False, "pp", mesh, stages, PARTS)
     regions = Regions(captured, AskedRecomputation())
-    return StagedProgram(laid.placed(NAMED[states]), stages, request, regions, (), Tried())
+    return StagedProgram(laid.placed(NAMED[states]), stages, request, regions, (), KnownLines())
 
 
 def fitting(program: StagedProgram, name: str, stages: int, memory: float) -> MixedWay:

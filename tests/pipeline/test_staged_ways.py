@@ -13,7 +13,7 @@ from autopar import Cluster, Mesh
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.recomputation import AskedRecomputation, Regions
 from autopar.candidates.request import Request
-from autopar.candidates.staged import StagedProgram, StagedWay, Tried
+from autopar.candidates.staged import KnownLines, StagedProgram, StagedWay
 from autopar.capture import capture
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.errors import InvalidInput
@@ -21,6 +21,7 @@ from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.memory.memory_items import MemoryItem
 from autopar.pipeline.schedules import schedule, weighed_schedules
 from autopar.pipeline.stages.stage_tables import price_stages
+from autopar.recompute import Recompute
 from autopar.search.constraints import Constraints
 from autopar.search.propagation import propagate, with_batch_axis
 from autopar.states import NAMED
@@ -30,6 +31,7 @@ from tests.pipeline.models import residuals
 STAGES, PARTS, MESH = 2, 4, Mesh(pp=2, dp=2)
 SAMPLED = [name for name in NAMED if name != "zero2"]
 CLUSTER = Cluster.preset("dgx-a100")
+LEANER = (Recompute("full", "cut"), Recompute("full", "host"))
 LINE = PipelineLine.of(MESH, "pp")
 
 
@@ -103,12 +105,12 @@ def _ways(states: str) -> list[StagedWay]:
     plans are made."""
     whole, regions = _whole()
     request = Request(CLUSTER, "data", math.inf, False, "pp", MESH, STAGES, PARTS)
-    tried, ways = Tried(), list[StagedWay]()
+    tried, ways = KnownLines(), list[StagedWay]()
     for name in dict.fromkeys(("whole", states)):
         program = StagedProgram(whole.placed(NAMED[name]), STAGES, request, regions, (), tried)
         ways.clear()
         for made in weighed_schedules(STAGES, PARTS):
-            for kind in (*regions.kinds, *regions.leaner(CLUSTER.device.host)):
+            for kind in (*regions.kinds, *LEANER):
                 try:
                     ways.append(program.fastest(made, kind))
                 except InvalidInput:  # fewer layers than stages
@@ -141,8 +143,8 @@ def test_no_way_holds_less_than_is_told(
     whole, regions = _whole(name, parts, PipelineLine.of(mesh, "pp"))
     request = Request(CLUSTER, "data", math.inf, False, "pp", mesh, stages, parts)
     laid = whole.placed(NAMED[states])
-    program = StagedProgram(laid, stages, request, regions, (), Tried())
-    kinds = [*regions.kinds, *regions.leaner(CLUSTER.device.host)]
+    program = StagedProgram(laid, stages, request, regions, (), KnownLines())
+    kinds = [*regions.kinds, *LEANER]
     for number, schedule_name in enumerate(schedules.split()):
         made = schedule(schedule_name, stages=stages, microbatches=parts)
         for kind in {kinds[number % len(kinds)], *kinds[:3][:: 1 + (number % 2)]}:
