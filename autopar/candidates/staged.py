@@ -35,7 +35,7 @@ from autopar.recompute import Recompute
 
 @dataclass
 class KnownLines:
-    """What is known of the stages of one program's layouts, whatever its states and schedule."""
+    """Keep the costs of the stages of one program's layouts, for any states and schedule."""
 
     layouts: object = None  # held here, so that no others come to have their identity
     # By kind of recomputation, and bytes of the buffers by which states travel.

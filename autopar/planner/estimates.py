@@ -313,5 +313,5 @@ def _schedule_shape(name: Schedule | ScheduleName, stages: int) -> _ScheduleShap
     peaks = peak_counts(schedule, recompute=False)
     fullest = max(sum(counts[0] for counts in live.values()) for live in peaks)
     waiting = max(sum(counts[2] for counts in live.values()) for live in peaks)
-    ways = schedule.pipes, schedule.chunks
-    return _ScheduleShape(bubble, fullest / schedule.stages, *ways, waiting / schedule.stages)
+    count = schedule.stages
+    return _ScheduleShape(bubble, fullest / count, schedule.pipes, schedule.chunks, waiting / count)
