@@ -1,6 +1,6 @@
 """Answers to questions: layouts are searched for, stages are cut, and the way is priced.
 
-    asker = Asker(model, captured, request, bounds, report)
+    asker = Asker(model, captured, request, report)
     asker.program                     # to ask about: short, if equal blocks stand for many
     asker.ask(question, cutoff=1.5)   # Found, TooLarge, TooSlow, OutOfTime, Refused or Unlike
 
@@ -102,8 +102,9 @@ class Asker:
 
     def ask(self, question: Question, cutoff: float = math.inf) -> Answer:
         """Answer a question; with a bound, if every way takes `cutoff` seconds at least."""
-        known = self._answers.get(question)
-        if known is None or (isinstance(known, TooSlow) and known.bound < cutoff):
+        known = self._answers.get(question, OutOfTime())
+        is_open = isinstance(known, OutOfTime)
+        if is_open or (isinstance(known, TooSlow) and known.bound < cutoff):
             known = self._answers[question] = self._answered(question, cutoff)
         return known
 
@@ -115,7 +116,7 @@ class Asker:
             smallest = error.smallest.in_stages(question.stages)
             return TooLarge(smallest.memory, smallest=smallest)
         except NothingFaster:
-            # Of a mix the layouts are searched as if all ran again: that proves nothing of it.
+            # Layouts of a mix are searched with everything recomputed: no cutoff there is a bound.
             is_proved = not (question.is_mixed and question.has_own_layouts)
             return TooSlow(cutoff if is_proved else self.bounds.seconds(question))
         except layout_search.DeadlinePassed:

@@ -70,8 +70,8 @@ class _ScheduleShape(NamedTuple):
     """The bubble and the live activations of a schedule, for each of its stages."""
 
     bubble: float  # micro-batches' time that a rank waits, for each stage but one
-    live: float  # parts of the model's activations on the fullest rank, where one part is a
-    # micro-batch's on one of its stages, for each rank
+    # Activations on the fullest rank, in units of one micro-batch on one stage, for each rank.
+    live: float
     pipes: int
     chunks: int
     # The same of the inputs of weight gradients that wait: no recomputation spares these.

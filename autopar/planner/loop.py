@@ -6,7 +6,7 @@
 
 The queue starts with the templates. Each answer corrects the estimates of what is still in it, and
 adds the questions that follow by a rule. A question whose lower bound is no better than the best so
-far is never asked. Only here the clock is read, and Ctrl-C is caught.
+far is never asked. Here the time ends the search, and Ctrl-C is caught.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Planner:
                 self._queue[question] = rule
 
     def _order(self, question: Question) -> float:
-        """Return what a question promises: its seconds, and more where it is not likely to fit."""
+        """Return the place in the queue: estimated seconds, more where memory overflows."""
         estimate = self._estimates.of(question)
         too_large = max(1.0, estimate.bytes_ / self.request.memory)
         seconds = estimate.seconds * (1 - self._estimates.doubt(question))

@@ -3,10 +3,11 @@
     question = Question(program, (Mesh(dp=8),), stages=1, microbatches=4)
     match asker.ask(question, cutoff=1.5):
         case Found(candidate): ...       # it fits
-        case TooLarge(footprint): ...    # some rank needs so many bytes at least
+        case TooLarge(least_bytes): ...  # some rank needs so many bytes at least
         case TooSlow(bound): ...         # no way to run it takes less than so many seconds
         case OutOfTime(): ...            # the time was over before it was answered
         case Refused(error): ...         # the program has no such stages or micro-batches
+        case Unlike(): ...               # only the whole program can say it, not the short one
 
 A question fixes all that is decided around the layouts. The layouts are its answer.
 """

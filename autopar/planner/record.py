@@ -98,8 +98,8 @@ class Record:
         return self._bound(min([*slow, *self.ruled_out.values()], default=math.inf))
 
     def _bound(self, seconds: float) -> float:
-        """Return a bound, which is the seconds of the fastest way where it is as much but for the
-        tolerance by which that is to be beaten."""
+        """Return a bound, raised to the seconds of the fastest way where they differ only by the
+        tolerance of comparisons."""
         return max(seconds, self.fastest) if seconds >= self.fastest * (1 - 2 * EQUAL) else seconds
 
     def considered(self, chosen: Question, mesh: Mesh) -> tuple[ConsideredMesh, ...]:

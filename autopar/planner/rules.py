@@ -169,8 +169,8 @@ MOST_MINIMA = 3  # numbers of stages in which the least memory is looked for
 
 def minimum_memory(questions: Sequence[Question], search: Progress) -> Iterator[Question]:
     """Return what is asked where nothing fits: the layouts that take least on any mesh, in a few
-    numbers of stages, with the micro-batches of which all ranks together keep least; with the
-    fewest, if states must be cut: ranks with replicas have a part of each micro-batch."""
+    numbers of stages. Each is asked with the most micro-batches, which keep least; if states must
+    be cut, with the fewest, of which each replica has a part."""
     sizes: dict[int, dict[Mesh, Question]] = {}
     must_cut = search.request.states is not None and search.request.states.is_cut
     sign = 1 if must_cut else -1
@@ -318,10 +318,13 @@ MINIMUM = FollowUp("minimum memory", "where nothing fits, the error names the le
 RULES: Sequence[FollowUp] = (
     FollowUp("other schedules", "the order of work changes waiting and memory", _other_schedules),
     FollowUp("cut states", "states that are cut leave room", _cut_states),
-    FollowUp("fewer cuts", "what fits may fit with states that move less", _fewer_cuts),
-    FollowUp("recompute", "what runs again is not kept", _recompute),
+    FollowUp("fewer cuts", "it fits, so states that move less may fit, too", _fewer_cuts),
+    FollowUp("recompute", "recomputing saves memory", _recompute),
     FollowUp(
-        "own layouts", "cut states and what runs again move other tensors", _own_layouts, 0.02
+        "own layouts",
+        "cut states and recomputation make other layouts the fastest",
+        _own_layouts,
+        0.02,
     ),
     FollowUp("shared layouts", "the best layouts of whole states may fit too", _shared_layouts),
     FollowUp("leaner layouts", "other layouts take less memory", _leaner_layouts, 0.02),
@@ -330,7 +333,7 @@ RULES: Sequence[FollowUp] = (
     FollowUp("hidden gathers", "forward hides gathers of cut states", _hidden_gathers, 0.03),
     FollowUp("buffers", "larger buffers spare latency", _buffers, 0.03),
     FollowUp("partial states", "near ranks gather faster than all, and hold less", _partial_states),
-    FollowUp("pieces", "ranks that keep the same keep a piece each", _pieces),
+    FollowUp("pieces", "ranks that keep the same can keep a piece each", _pieces),
     FollowUp("host", "the host has memory, too", _on_host),
     MINIMUM,
     FollowUp("whole program", "a short program stands for equal blocks only", _whole_program),

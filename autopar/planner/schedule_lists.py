@@ -1,7 +1,5 @@
-"""Schedules by their names: which are weighed, and their lists of actions when these are needed.
+"""Schedules by their names: their actions are listed when these are needed.
 
->>> [str(name) for name in weighed(stages=2, microbatches=4)][:2]
-['1f1b', 'gpipe']
 >>> listed(ScheduleName("1f1b"), 2, 4).microbatches
 4
 """
