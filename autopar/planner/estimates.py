@@ -129,7 +129,9 @@ class Estimates:
 
     def _kept_names(self, question: Question, mesh: Mesh) -> Sequence[Hashable]:
         size, schedule = (question.stages, mesh, question.microbatches), question.schedule
-        return (*size, question.states, schedule), (*size, schedule), size, ("of", schedule)
+        names = (*size, question.states, schedule), (*size, schedule), size
+        # How a schedule keeps activations is alike in all sizes.
+        return names if schedule is None else (*names, ("of", schedule))
 
     def _on_mesh(self, question: Question, mesh: Mesh, *, is_plain: bool = False) -> Estimate:
         """Return the estimate on one mesh; `is_plain`: as it is without any answer."""
