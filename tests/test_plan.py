@@ -593,7 +593,7 @@ def test_an_interrupt_while_nothing_fits_yet_refuses(monkeypatch):
             raise KeyboardInterrupt
 
     options = {"cluster": CLUSTER, "mode": "auto", "pipeline": None, "states": "whole"}
-    options["microbatches"] = 1
+    options |= {"microbatches": 1, "recompute": None}
     limit = ap.plan(case.model, case.args, **options).memory.peak * 0.7
     with pytest.raises(ap.ExecutionError, match="before the first one was found"):
         ap.plan(case.model, case.args, memory=limit, progress=interrupt, **options)

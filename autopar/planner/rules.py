@@ -15,6 +15,7 @@ from itertools import pairwise, product
 from typing import Protocol
 
 from autopar.candidates.axis_roles import axis_roles
+from autopar.candidates.candidate import Candidate
 from autopar.candidates.nested_states import faster_states, larger_buffers
 from autopar.candidates.request import MOST_AXES, MOST_INNER_AXES, Request
 from autopar.candidates.search_step import SearchStep
@@ -36,7 +37,7 @@ SIMPLER = 0.01  # relative: what a more complex plan must gain
 NEAR = 0.05  # relative to the best: ways that are so much slower may win in another form
 LESS = 0.9  # of a limit for layouts: few layouts are in between
 _PARTS = (1.0, 0.7, 0.5, 0.35)  # of the memory of a stage's devices: limits for its layouts
-_MOST_PARTIAL = 2
+_MOST_PARTIAL = 4
 _IN_PIECES = (Recompute(None, "cut"), Recompute("selective", "cut"), Recompute("full", "cut"))
 
 
@@ -134,9 +135,8 @@ def _own_layouts(entry: SearchEntry, search: Progress) -> Iterator[Question]:
 
 def _shared_layouts(entry: SearchEntry, search: Progress) -> Iterator[Question]:
     question = entry.question
-    is_cut = question.states.keeps_mesh and question.states.is_cut
     is_free = search.request.mode == "auto" and question.memory == math.inf
-    if search.request.states is not None and is_cut and is_free:
+    if search.request.states is not None and question.states.keeps_mesh and is_free:
         yield replace(question, has_own_layouts=False)
 
 
@@ -250,11 +250,18 @@ def _buffers(entry: SearchEntry, search: Progress) -> Iterator[Question]:
 def _partial_states(entry: SearchEntry, search: Progress) -> Iterator[Question]:
     question, answer = entry.question, entry.answer
     is_free = search.request.states is None and search.request.mode == "auto"
-    is_simple = question.states.keeps_mesh and not question.is_hosted
-    if isinstance(answer, Found) and is_free and is_simple and _is_best(entry, search):
+    if not is_free or question.is_hosted or not question.states.keeps_mesh:
+        return
+    if isinstance(answer, Found) and _is_best(entry, search):
         faster = faster_states(answer.candidate, search.request.memory, SIMPLER)
-        for states in faster[:_MOST_PARTIAL]:
-            yield replace(question, states=states, has_own_layouts=False)
+    elif isinstance(answer, TooLarge) and isinstance(answer.way, Candidate):
+        # What fits is likely to be slower.
+        is_near = _is_near(entry, search, NEAR)
+        faster = faster_states(answer.way, search.request.memory, -math.inf) if is_near else []
+    else:
+        return
+    for states in faster[:_MOST_PARTIAL]:
+        yield replace(question, states=states, has_own_layouts=False)
 
 
 def _pieces(entry: SearchEntry, search: Progress) -> Iterator[Question]:
