@@ -33,7 +33,7 @@ from autopar.pipeline.memory.activation_counts import peak_counts
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.simulation.simulator import simulate
 from autopar.planner.bounds import Bounds
-from autopar.planner.products import products, share_of_experts
+from autopar.planner.product_messages import products, share_of_experts
 from autopar.planner.question import Question, ScheduleName
 from autopar.planner.schedule_lists import listed
 from autopar.recompute import FULL, PLAIN, SELECTIVE, Recompute

@@ -1,4 +1,4 @@
-"""Products: what the products of a program move where their tensors are cut, by sizes alone.
+"""Product messages: what the products of a program move where their tensors are cut, by sizes alone.
 
 moved, of_experts = products(captured)    # pairs of bytes and how often they move
 """
