@@ -1,4 +1,4 @@
-"""Product messages: what the products of a program move where their tensors are cut, by sizes alone.
+"""Product messages: what products move where their tensors are cut, known by sizes alone.
 
 moved, of_experts = products(captured)    # pairs of bytes and how often they move
 """
