@@ -17,7 +17,7 @@ from autopar.candidates.candidate import Candidate
 from autopar.candidates.state_places import data_axes
 from autopar.strategies.node_info import info
 
-_EXPERTS = 3  # dims of a parameter that holds a matrix for each expert
+EXPERT_DIMS = 3  # dims of a parameter that holds a matrix for each expert
 
 
 def axis_roles(candidate: Candidate) -> dict[str, str]:
@@ -30,7 +30,7 @@ def axis_roles(candidate: Candidate) -> dict[str, str]:
         summed.update(dict.fromkeys(axes, size))
         layout = layouts[node.name]
         cut.update(dict.fromkeys(layout.axes, size))
-        if layout.ndim == _EXPERTS:
+        if layout.ndim == EXPERT_DIMS:
             of_experts.update(dict.fromkeys(layout.dims[0], size))
     for name in captured.inputs:
         if name is not None and name in layouts:
@@ -55,9 +55,9 @@ def axis_roles(candidate: Candidate) -> dict[str, str]:
 
 def with_names(candidate: Candidate, names: Mapping[str, str]) -> Candidate:
     """Return the same candidate with other names of axes."""
-    if all(axis == names.get(axis, axis) for axis in candidate.mesh):
-        return candidate
     decisions = candidate.decisions.renamed(names)
+    if decisions is candidate.decisions:
+        return candidate
     named, cut = candidate.with_program(decisions=decisions), candidate.pipelining
     if cut is not None:
         named = named.changed(named.search, replace(cut, mesh=cut.mesh.renamed(names)))

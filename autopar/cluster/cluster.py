@@ -175,7 +175,7 @@ class Cluster:
 
     @property
     def node_of(self) -> Ranks:
-        """The number of the node of each rank."""
+        """Return the number of the node of each rank."""
         return self._links.node_of
 
     @property

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from autopar.candidates.axis_roles import EXPERT_DIMS
 from autopar.capture.captured import Captured
 from autopar.capture.origins import is_of_parameters
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import tensor_inputs
 
-EXPERT_DIMS = 3  # of a parameter that holds a matrix for each expert
 Messages = list[tuple[float, int]]  # bytes, and how often
 
 

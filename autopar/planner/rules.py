@@ -21,6 +21,7 @@ from autopar.candidates.request import MOST_AXES, MOST_INNER_AXES, Request
 from autopar.candidates.search_step import SearchStep
 from autopar.capture.captured import Captured
 from autopar.mesh import Mesh
+from autopar.planner.layouts import LESS
 from autopar.planner.question import (
     Answer,
     Found,
@@ -35,7 +36,6 @@ from autopar.states import BUFFER_BYTES, States
 
 SIMPLER = 0.01  # relative: what a more complex plan must gain
 NEAR = 0.05  # relative to the best: ways that are so much slower may win in another form
-LESS = 0.9  # of a limit for layouts: few layouts are in between
 _PARTS = (1.0, 0.7, 0.5, 0.35)  # of the memory of a stage's devices: limits for its layouts
 _MOST_PARTIAL = 4
 _IN_PIECES = (Recompute(None, "cut"), Recompute("selective", "cut"), Recompute("full", "cut"))

@@ -50,6 +50,8 @@ class Decisions:
 
     def renamed(self, names: Mapping[str, str]) -> Decisions:
         """Return the same decisions with other names of axes."""
+        if all(axis == names.get(axis, axis) for axis in self.mesh):
+            return self
         return self.on_mesh(self.mesh.renamed(names), {a: (name,) for a, name in names.items()})
 
     def on_mesh(self, mesh: Mesh, names: NamesElsewhere) -> Decisions:
