@@ -144,19 +144,19 @@ def shared_searches() -> Iterator[None]:
 
     short: dict[tuple[object, ...], Any] = {}
 
-    def shortened(captured: Captured, *beside: tuple[int, int]) -> Any:
+    def folded(captured: Captured, *beside: tuple[int, int]) -> Any:
         key = id(captured), *beside
         if key not in short:
             held.append(captured)
             short[key] = make_short(captured, *beside)
         return short[key]
 
-    make_short = asker.shortened
+    make_short = asker.folded
     with (
         patch.object(Layouts, "_searched", once),
         patch.object(Layouts, "_graphs", graphs),
         patch.object(asker, "cut_batch", cut),
-        patch.object(asker, "shortened", shortened),
+        patch.object(asker, "folded", folded),
     ):
         yield
 

@@ -36,6 +36,7 @@ FLOORS = (
     {"collectives"},
     {"strategies"},
     {"nn"},
+    {"program"},
     {"capture"},
     {"cost"},
     {"search"},

@@ -26,15 +26,12 @@ from autopar.candidates.mixed_problem import (
 )
 from autopar.candidates.recomputation import FULL, KINDS, PLAIN, AskedRecomputation, Regions
 from autopar.capture import capture
-from autopar.capture import shortened as shortening
 from autopar.capture.captured import Captured
+from autopar.capture.folding import folded
 from autopar.capture.regions import blocks
-from autopar.capture.rows import Row
-from autopar.capture.shortened import shortened
 from autopar.cost.repeats import NO_EQUAL_BLOCKS
 from autopar.recompute import Recompute
 from autopar.search.propagation import propagate
-from autopar.strategies.node_info import info
 from tests import models
 
 HOST = Recompute("full", "host")
@@ -175,21 +172,11 @@ def test_regions_that_repeat_are_looked_at_once(name: str) -> None:
     assert whole_problem(name)[0] == problem_of(captured(name), is_alone=True)[0]
 
 
-def at_parts(row: Row) -> Row:
-    """From the first call of a part."""
-    paths = [info(node).module for node in row.calls]
-    is_part = ["parts" in path for path in paths]
-    at = next(n for n in range(row.start + 1, row.end) if is_part[n] > is_part[n - 1])
-    return replace(row, start=at, count=(row.end - at) // row.period)
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_a_short_program_has_the_problem_of_the_long_one(name: str, monkeypatch) -> None:
-    if name != "gpt":  # its blocks are not modules of one number
-        monkeypatch.setattr(shortening, "_from_a_module", at_parts)
-    short = shortened(captured(name))
+def test_a_short_program_has_the_problem_of_the_long_one(name: str) -> None:
+    short = folded(captured(name))
     assert short is not None
-    assert short.times > 4
+    assert short.count > 4
     (found, own), (expected, whole) = problem_of(short.captured), whole_problem(name)
     assert replace(found, members=()) == replace(expected, members=())
     assert len(own.free) < len(found.members) == len(whole.free) == len(expected.members)
@@ -230,7 +217,7 @@ class Layers(nn.Module):
 
 
 def test_regions_of_several_blocks_do_not_stand_for_others() -> None:
-    short = shortened(capture(Layers(), (torch.zeros(2, 4),)))
+    short = folded(capture(Layers(), (torch.zeros(2, 4),)))
     assert short is not None
     regions = Regions(short.captured, AskedRecomputation())
     assert members_of(short.captured, regions.free) is None

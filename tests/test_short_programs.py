@@ -20,8 +20,8 @@ from autopar.candidates.staged import KnownLines, StagedProgram
 from autopar.candidates.whole import Whole
 from autopar.capture import capture
 from autopar.capture.captured import Captured
+from autopar.capture.folding import LEAST_SHOWN, Folded, folded
 from autopar.capture.regions import blocks
-from autopar.capture.shortened import LEAST_BESIDE, Shortened, shortened
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.cost.footprint import Memory
 from autopar.options import PlanOptions, read_request
@@ -69,11 +69,11 @@ class Program(NamedTuple):
 
     case: Case
     captured: Captured
-    short: Shortened
+    short: Folded
 
     @property
     def whole(self) -> Whole:
-        brief = shortened(self.captured, LEAST_BESIDE)
+        brief = folded(self.captured, LEAST_SHOWN)
         assert brief is not None
         return Whole(self.short, brief, read_request(PlanOptions(cluster=CLUSTER)))
 
@@ -82,7 +82,7 @@ class Program(NamedTuple):
 def program(name: str, layers: int = LAYERS) -> Program:
     case = MAKERS[name](layers=layers)
     captured = capture(case.model, case.args, case.kwargs)
-    short = shortened(captured)
+    short = folded(captured)
     assert short is not None
     return Program(case, captured, short)
 
@@ -108,7 +108,7 @@ def in_stages(way: Candidate, schedule: str, costs: StageCosts) -> Candidate:
 
 
 def assert_same(short: Candidate, whole: Candidate) -> None:
-    assert whole.captured.times == 1
+    assert not whole.captured.is_folded
     assert short.seconds == pytest.approx(whole.seconds, rel=1e-9)
     for one, other in zip(short.memories, whole.memories, strict=True):
         assert one.parts == pytest.approx(other.parts, rel=1e-9, abs=1)
@@ -203,7 +203,7 @@ def test_blocks_that_are_treated_alike_stand_for_each_other(
     decided = {region: kind for region, kind in zip(own.regions.free, kinds) if not kind.is_plain}
     whole = own.of(way).recomputed(decided)
     assert short.decisions.recompute == decided
-    assert (short.captured.times > 1) == any(count > 9 for count, _ in runs)
+    assert (short.captured.is_folded) == any(count > 9 for count, _ in runs)
     assert_same(short, whole)
     assert_same(short, own.of(short))
 
@@ -222,14 +222,14 @@ def test_the_choice_is_that_of_the_whole_program(part: float | None) -> None:
         free = of_whole(own, read_request(options))
     request = read_request(options)
     (best,) = Planner(own.case.model, own.captured, request, quiet).best()
-    assert best.captured.times == 1
+    assert not best.captured.is_folded
     assert best.fits(request.memory)
     assert best.seconds <= free.seconds * (1.01 + 1e-9)
 
 
 def of_whole(own: Program, request: Request) -> Candidate:
     """The choice without a short program."""
-    with patch.object(asker, "shortened", lambda *_: None):
+    with patch.object(asker, "folded", lambda *_: None):
         return Planner(own.case.model, own.captured, request, quiet).best()[0]
 
 

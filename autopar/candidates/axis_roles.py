@@ -26,7 +26,7 @@ def axis_roles(candidate: Candidate) -> dict[str, str]:
     cut, of_experts, summed = Counter[str](), Counter[str](), Counter[str]()
     batch, others = Counter[str](), Counter[str]()
     for node, axes in data_axes(candidate.rewritten, candidate.mesh).items():
-        size = int(info(node).val.numel()) * info(node).times
+        size = int(info(node).val.numel()) * info(node).count
         summed.update(dict.fromkeys(axes, size))
         layout = layouts[node.name]
         cut.update(dict.fromkeys(layout.axes, size))

@@ -10,8 +10,8 @@ from autopar.candidates.candidate import Candidate
 from autopar.candidates.laid_out_program import LaidOutProgram
 from autopar.candidates.training_step import TrainingStep
 from autopar.capture.captured import Captured
+from autopar.capture.folding import Folded
 from autopar.capture.regions import label_of
-from autopar.capture.shortened import Shortened
 from autopar.layout import Layout, ParameterPlacement, Placement
 from autopar.passes.microbatches import Microbatches
 from autopar.pipeline.stages.stage_tables import price_stages
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 def lengthened(
     candidate: Candidate,
-    short: Shortened,
+    short: Folded,
     program: Captured,
     batches: Microbatches | None,
     decided: Mapping[str, Recompute],
@@ -49,7 +49,7 @@ def lengthened(
 
 
 def longer(
-    known: Decisions, short: Shortened, program: Captured, decided: Mapping[str, Recompute]
+    known: Decisions, short: Folded, program: Captured, decided: Mapping[str, Recompute]
 ) -> Decisions:
     """Return the decisions about a `program` with more of the same blocks, from those `known` about
     the short one. `decided`: how regions of `program` are recomputed."""
@@ -85,7 +85,7 @@ def longer(
     )
 
 
-def recomputed(known: Mapping[str, T], short: Shortened, regions: Collection[str]) -> dict[str, T]:
+def recomputed(known: Mapping[str, T], short: Folded, regions: Collection[str]) -> dict[str, T]:
     """Return the decisions about `regions` of the whole program, from those of the short one."""
     if not known:
         return {}

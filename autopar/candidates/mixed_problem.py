@@ -199,11 +199,11 @@ def _are_alike(first: Mapping[Recompute, Offer], second: Mapping[Recompute, Offe
 def members_of(captured: Captured, names: Sequence[str]) -> tuple[str, ...] | None:
     """Return for every region of the whole program, in order, the one of `names` that stands for
     it. None: one of them is in part in the block that stands for others."""
-    if captured.times == 1:
+    if not captured.is_folded:
         return tuple(names)
     times: dict[str, set[int]] = {name: set() for name in names}
     for name, nodes in runs(captured.graph, names, lambda node: False):
-        times[name] |= {info(node).times for node in nodes}
+        times[name] |= {info(node).count for node in nodes}
     if any(len(numbers) != 1 for numbers in times.values()):
         return None
     members: list[str] = []
@@ -259,9 +259,9 @@ class _CallOrder:
 
     def __init__(self, calls: Sequence[fx.Node]) -> None:
         self.calls, self.place = calls, {node: at for at, node in enumerate(calls)}
-        marked = [at for at, node in enumerate(calls) if info(node).times > 1]
+        marked = [at for at, node in enumerate(calls) if info(node).count > 1]
         self.start, self.end = (marked[0], marked[-1] + 1) if marked else (len(calls), len(calls))
-        self.times = info(calls[marked[0]]).times if marked else 1
+        self.times = info(calls[marked[0]]).count if marked else 1
 
     def copies(self, node: fx.Node) -> range:
         """Return how many calls later those stand that a call stands for; 0 is the call itself."""

@@ -80,7 +80,7 @@ class StageMixes:
     def __init__(self, program: StagedProgram, whole: Whole | None) -> None:
         """`whole`: the program that this one stands for, if it does."""
         self._program = program
-        self._whole = whole if program.laid.captured.times > 1 else None
+        self._whole = whole if program.laid.captured.is_folded else None
         self._tables = cache(self._tables_of)
         self._surplus: dict[Schedule, _Surplus] = {}
 

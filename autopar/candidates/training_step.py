@@ -101,7 +101,7 @@ class TrainingStep:
             peak = peak_in_step(one_stage(self.microbatches), 0, {0: memory})
             return [program.held.at_once(peak, self.passing_copies(0))]
         taken = self.taken_by_stages(pipelining)
-        if program.captured.times > 1:
+        if program.captured.is_folded:
             bounds = bounds_by_place(self.stage_line, pipelining)
             nodes = [self.holding.by(stages) for stages in bounds]
             readers = in_three(program.flow).readers
@@ -137,7 +137,7 @@ class TrainingStep:
     def taken_by_stages(self, pipelining: Pipelining) -> dict[int, StageMemory]:
         """Return what each stage takes in a step. Equal stages are looked at once."""
         look_at, known = self.program.stage_memories, self.program.known_stages
-        if self.program.captured.times > 1:
+        if self.program.captured.is_folded:
             return taken_by_long_stages(self.stage_line, pipelining, look_at, known)
         cut, split, taken = self.cut(pipelining), pipelining.schedule.split_stages, {}
         for index in range(cut.count):

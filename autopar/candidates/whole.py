@@ -20,8 +20,8 @@ from autopar.candidates.mixed_problem import Mix
 from autopar.candidates.recomputation import Regions
 from autopar.candidates.request import Request
 from autopar.capture.captured import Captured
+from autopar.capture.folding import Folded
 from autopar.capture.regions import label_of
-from autopar.capture.shortened import Shortened
 from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.pipeline.stages.stretch import NotAlike
 from autopar.recompute import Recompute, summary
@@ -32,14 +32,14 @@ _CLOSE = 1e-6  # relative
 class Whole:
     """A whole program; it is cut into micro-batches when these are asked for."""
 
-    def __init__(self, short: Shortened, brief: Shortened, request: Request) -> None:
+    def __init__(self, short: Folded, brief: Folded, request: Request) -> None:
         """`brief`: with as few blocks as layouts are searched for on."""
         self.short, self.brief, self._memory = short, brief, request.memory
         self._recomputation = request.recompute
         self.regions = Regions(short.whole, self._recomputation)
         self._names = (*self.regions.fixed, *self.regions.free)
         self._in_runs = cache(self._program_in_runs)
-        self._shorts = dict[int, Shortened]()  # by the programs that were made in runs
+        self._shorts = dict[int, Folded]()  # by the programs that were made in runs
         self._batches = cache(partial(cut_batch, short.whole))
         self._cut_brief = cache(partial(cut_batch, brief.captured))
 
@@ -62,7 +62,7 @@ class Whole:
         """Return the whole program with the layouts, states, stages and recomputation of a
         candidate. `names`: other names of axes."""
         short = self._shorts.get(id(candidate.captured), self.short)
-        if short is self.short and candidate.captured.times == 1:
+        if short is self.short and not candidate.captured.is_folded:
             return candidate
         decided = recomputed(candidate.decisions.recompute, short, self._names)
         return lengthened(candidate, short, *self.program(candidate.batches), decided, names)
@@ -79,7 +79,7 @@ class Whole:
     def with_all_regions(self, figures: Alternative, candidate: Candidate) -> Alternative:
         """Return the figures of a candidate with all regions that run again."""
         decided = candidate.decisions.recompute
-        if candidate.captured.times == 1 or id(candidate.captured) in self._shorts:
+        if not candidate.captured.is_folded or id(candidate.captured) in self._shorts:
             return figures
         regions = {name: decided[twin] for name, twin in self._twins.items() if twin in decided}
         return replace(figures, recompute=summary(regions))
@@ -94,19 +94,18 @@ class Whole:
     @cached_property
     def _blocks(self) -> list[list[str]]:
         """Return the regions in each of the equal blocks."""
-        row = self.short.row
+        calls = {node.name: node for node in self.short.whole.operators}
         blocks = []
-        for first in range(row.start, row.end, row.period):
-            calls = row.calls[first : first + row.period]
-            labels = dict.fromkeys(label_of(call, self._names) for call in calls)
+        for names in self.short.blocks:
+            inside = (calls[name] for name in names if name in calls)
+            labels = dict.fromkeys(label_of(call, self._names) for call in inside)
             blocks.append([label for label in labels if label])
         return blocks
 
     def _program_in_runs(
         self, lengths: tuple[int, ...], microbatches: int | None
     ) -> tuple[Captured, Microbatches | None]:
-        if (short := self.short.in_runs(lengths)) is None:
-            return self.short.whole, None if microbatches is None else self._batches(microbatches)
+        short = self.short.in_runs(lengths)
         batches = None if microbatches is None else cut_batch(short.captured, microbatches)
         program = short.captured if batches is None else batches.captured
         self._shorts[id(program)] = short

@@ -22,6 +22,7 @@ from autopar.capture.randomness import is_random
 from autopar.capture.writes import ValueRange, Write
 from autopar.errors import InvalidInput
 from autopar.precision import Precision
+from autopar.program.segments import Program
 from autopar.strategies import Rule, observed_rule, rule_of
 from autopar.strategies.node_info import info
 
@@ -80,7 +81,7 @@ class Captured:
     # Those of tensors that are computed for nothing, and the modules in which they stand.
     unread_annotations: Mapping[Annotation, str] = field(default_factory=dict)
     kept_bytes: int = 0  # of the tensors in these, on each rank and from step to step
-    times: int = 1  # if it stands for a longer one: of how many blocks it has one
+    program: Program | None = None  # its segments, if they are known
 
     def draw(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
         """The key of one step by placeholder, on the host if not told otherwise."""
@@ -123,10 +124,15 @@ class Captured:
         """The calls of operators, in order: what takes one of several results is none."""
         return tuple(node for node in self.graph.nodes if node.name in self.classes)
 
+    @cached_property
+    def is_folded(self) -> bool:
+        """Whether some block of it stands for several."""
+        return any(info(node).count > 1 for node in self.graph.nodes)
+
     @property
     def length(self) -> int:
         """How many operators there are, in the program that it stands for."""
-        return sum(info(node).times for node in self.operators)
+        return sum(info(node).count for node in self.operators)
 
     @cached_property
     def rules(self) -> dict[str, Rule | None]:

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from autopar._torch.fake_shapes import grouped_products_of_floats
 from autopar.base.garbage_collection import deferred_collection
+from autopar.capture.annotations import devices_of, marked_modules, wishes_of
 from autopar.capture.assigned import buffers_written
 from autopar.capture.autocasts import (
     active,
@@ -61,6 +62,7 @@ from autopar.capture.fake import (
     outside_fake_mode,
 )
 from autopar.capture.flatten import flatten
+from autopar.capture.folding import whole_of
 from autopar.capture.functions import own_backwards_kept
 from autopar.capture.fused import mark_parts
 from autopar.capture.generators import generators_kept
@@ -72,13 +74,13 @@ from autopar.capture.hidden import Hiding, Needed
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
 from autopar.capture.joined import mark_joined
+from autopar.capture.left_out import LeftOut, left_out
 from autopar.capture.listing import operator_name
 from autopar.capture.lookups import require_rows
 from autopar.capture.mapped import trained_anywhere
 from autopar.capture.maps import maps_are_operators
 from autopar.capture.model_tensors import by_every_name
 from autopar.capture.module_casts import casts_change_nothing
-from autopar.capture.node_classes import number_calls
 from autopar.capture.normalise import normalise
 from autopar.capture.overlaps import require_no_overlaps
 from autopar.capture.parameter_aliases import aliases_of
@@ -99,6 +101,7 @@ from autopar.capture.warned import users_warnings_shown
 from autopar.capture.writes import by_placeholder as writes_to
 from autopar.capture.writes import require_apart
 from autopar.precision import Precision
+from autopar.program.equality import number_calls
 from autopar.states import StateBytes
 from autopar.strategies.node_info import info
 
@@ -179,13 +182,16 @@ def _captured(
         aliases_of(run).require_none(program, run)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
         read = dict(by_every_name(run))
-        builder = flatten(program, mode, _canonical(copy), held, read, input_spec, fakes)
+        few = LeftOut()
+        if shown is not None and not _is_annotated(model):
+            few = left_out(program.graph)
+        builder = flatten(program, mode, _canonical(copy), held, read, input_spec, fakes, few)
         keep(builder, effects)
         require_products_of_one_dtype(builder, precision)
         normalise(builder)
         require_rows(builder)
         example = Example(copy, call[0], call[1], device, precision, autocasts)
-        captured = _freeze(builder, example)
+        captured = whole_of(_freeze(builder, example), held)
         require_no_overlaps(model, captured)
         decisions = by_placeholder(decided, captured.inputs)
         writes = writes_to(builder.writes, captured.inputs)
@@ -237,6 +243,11 @@ def _canonical(model: nn.Module) -> dict[str, str]:
     for name, tensor in by_every_name(model):
         names[name] = first.setdefault(id(tensor), name)
     return names
+
+
+def _is_annotated(model: nn.Module) -> bool:
+    """Whether shard() said something of single modules, which may be of one block alone."""
+    return bool(wishes_of(model) or marked_modules(model) or devices_of(model))
 
 
 def _in_several_dtypes(parameter: fx.Node, precision: Precision) -> StateBytes:

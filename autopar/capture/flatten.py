@@ -33,6 +33,7 @@ from autopar.capture.effects import KEPT
 from autopar.capture.failure import VALUES_REMEDY
 from autopar.capture.graph_builder import GraphBuilder, fake_like, is_mutable
 from autopar.capture.guards import VALUES
+from autopar.capture.left_out import LeftOut
 from autopar.capture.listing import operator_name
 from autopar.capture.mapped import (
     FLAT_APPLY,
@@ -75,8 +76,9 @@ def flatten(
     read: dict[str, torch.Tensor],
     input_spec: pytree.TreeSpec,
     flat_inputs: list[Any],
+    few: LeftOut,
 ) -> GraphBuilder:
-    """The flat graph of `program`.
+    """The flat graph of `program`, without the blocks that `few` leaves out.
 
     `fakes` holds a fake tensor for every parameter and buffer by its name, in the order wanted;
     `names` leads from every name, alias or not, to the name in `fakes`. `read`: as the program
@@ -85,8 +87,10 @@ def flatten(
     tied = {alias: name for alias, name in names.items() if alias != name}
     builder = GraphBuilder(mode, tied, input_spec, program.call_spec.out_spec)
     builder.shares_values = not _changes_values(program.graph_module)
+    fakes = {name: fake for name, fake in fakes.items() if not few.has(name)}
+    read = {name: like for name, like in read.items() if not few.has(name)}
     values, held = _placeholders(builder, program, names, fakes, read, flat_inputs)
-    inliner = _Inliner(builder, held)
+    inliner = _Inliner(builder, held, few)
     results = inliner.inline(program.graph_module, values, Region())
     constants = {at: one for at, one in enumerate(results) if not isinstance(one, fx.Node)}
     builder.output_constants.update(constants)
@@ -154,7 +158,8 @@ def _placeholders(
     for old, node in values.items():
         if isinstance(node, fx.Node):
             values[old] = _cast(builder, node, info(old).val, casts)
-    values |= {old: held[str(spec.target)] for old, spec in specs.items() if spec.kind in _HELD}
+    of_program = {old: str(spec.target) for old, spec in specs.items() if spec.kind in _HELD}
+    values |= {old: held[name] for old, name in of_program.items() if name in held}
     return values, held
 
 
@@ -176,6 +181,7 @@ class _Inliner:
 
     builder: GraphBuilder
     held: dict[str, Any]  # parameters and buffers by name
+    few: LeftOut
     checkpoint: int | None = None  # that what follows stands in
     checkpoints: int = 0  # until here
     kept: Sequence[fx.Node] = ()  # what forward leaves behind in Python
@@ -206,6 +212,9 @@ class _Inliner:
         self.blocks.update(templates_of(nodes, module, values))
         for at, node in enumerate(nodes):
             if node.op == "placeholder" or node in skipped or node.target in (BEGINS, ENDS):
+                continue
+            if node in self.few.twins:
+                values[node] = values[self.few.twins[node]]
                 continue
             if node.target is aten.nonzero.default and (counts := _only_counted(node)) is not None:
                 skipped |= counts  # a loop over it has been followed (each.py)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autopar.capture.node_classes import number_calls
+from autopar.program.equality import number_calls
 from autopar.strategies import Dim, Rule, rule_of, tensor_inputs
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result, maker, result_index, values_of

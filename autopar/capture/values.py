@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.gradients import passed_over
 from autopar.capture.graph_builder import GraphBuilder, fake_like
 from autopar.capture.marker import ANNOTATE
-from autopar.capture.node_classes import constants_of
+from autopar.program.equality import constants_of
 from autopar.strategies.node_info import flat_values, info
 from autopar.strategies.results import is_result
 

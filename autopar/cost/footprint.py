@@ -226,7 +226,7 @@ def unsharded_bytes(captured: Captured) -> dict[str, float]:
         if node.name in captured.parameters and not info(node).on_host:
             whole = ParameterPlacement.tied(Layout.replicated(info(node).val.ndim))
             for kind, size in zip(HELD_KINDS, parameter_bytes(node, whole, Mesh(x=1))):
-                sizes[kind] += size * info(node).times
+                sizes[kind] += size * info(node).count
     return sizes
 
 

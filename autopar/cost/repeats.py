@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from torch import fx
 
-from autopar.capture.rows import longest_row
+from autopar.program.rows import longest_row
 from autopar.strategies.node_info import RecomputeRegion, info
 
 Known = TypeVar("Known")

@@ -137,7 +137,7 @@ def saved_values(captured: Captured, *, at_most: bool = False) -> dict[tuple[fx.
             if value.op != "placeholder" and copied_parameter(value) is None:
                 for place, tensor in enumerate(tensors_of(value), result_index(value)):
                     size = tensor.numel() * tensor.itemsize
-                    sizes[maker(value), place] = size * info(maker(value)).times
+                    sizes[maker(value), place] = size * info(maker(value)).count
     return sizes
 
 

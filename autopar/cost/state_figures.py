@@ -52,7 +52,7 @@ class ParameterSizes:
         for node in captured.graph.find_nodes(op="placeholder"):
             if node.name in captured.parameters and not info(node).on_host:
                 kind = ParameterKind(state_bytes(node), info(node).learns)
-                kinds.setdefault(kind, Counter())[info(node).val.numel()] += info(node).times
+                kinds.setdefault(kind, Counter())[info(node).val.numel()] += info(node).count
         return cls(kinds)
 
     def on_each_rank(self, *, tensor: int = 1, stages: int = 1) -> ParameterSizes:

@@ -338,7 +338,7 @@ def _is_read_by_all(node: fx.Node) -> bool:
     """Return whether a value is outside of regions that stand for several, all of which read it;
     false for the output of a block, which only the next one reads."""
     region = info(node).region
-    if region is None or info(node).times > 1:
+    if region is None or info(node).count > 1:
         return region is None
     views, regions = [node], set[RecomputeRegion | None]()
     for value in views:
@@ -390,7 +390,7 @@ def program_run_cost(
     shown, reduced = (dict.fromkeys(("inside", "between", "host"), 0.0) for _ in range(2))
     take = repeats.along(lambda node: _node_shares(node, prices))
     for node in graph.nodes:
-        (work, moves, levels), times = take(node), info(node).times
+        (work, moves, levels), times = take(node), info(node).count
         worked = worked if work is None else worked + work.repeated(times)
         moved = sum((move.repeated(times) for move in moves), moved)
         for level, seconds_, behind in levels:

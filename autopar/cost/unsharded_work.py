@@ -40,7 +40,7 @@ def unsharded_work(captured: Captured, counted: Iterable[fx.Node]) -> UnshardedW
         # Of several results it is the call that is priced.
         if captured.priced.get(node.name) is not None:
             kinds.setdefault(captured.classes[node.name], node)
-            counts[captured.classes[node.name]] += info(node).times
+            counts[captured.classes[node.name]] += info(node).count
     work = []
     for kind, node in kinds.items():
         rule = captured.priced[node.name]

@@ -18,11 +18,11 @@ from torch.utils import _pytree as pytree
 from autopar.capture.captured import Captured
 from autopar.capture.gradients import mark_learning
 from autopar.capture.listing import operator_of, rule_for
-from autopar.capture.node_classes import number_calls
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, parts_of
 from autopar.mesh import Mesh
 from autopar.passes.flow import ancestors, copy_subgraph
+from autopar.program.equality import number_calls
 from autopar.search.propagation import propagate
 from autopar.strategies import OperatorCall, localize_arguments, tensor_inputs, traits_of
 from autopar.strategies.kernels.keyed_draws import DrawPlace

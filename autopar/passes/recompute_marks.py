@@ -43,7 +43,7 @@ def mark_recomputed(
     for name, nodes in runs(graph, by_region, repeats.along(is_made_of_parameters)):
         number = numbers[name] = numbers.get(name, -1) + 1
         region = RecomputeRegion(
-            name, by_region[name], number, any(map(is_random, nodes)), info(nodes[-1]).times
+            name, by_region[name], number, any(map(is_random, nodes)), info(nodes[-1]).count
         )
         for node in nodes:
             info(node).region = region

@@ -15,14 +15,14 @@ from autopar.strategies.node_info import info
 def mark_times(graph: fx.Graph, context: RewriteContext) -> fx.Graph:
     """Mark the calls of one period, with how often it runs."""
     captured, is_inside, times = context.captured, False, 1
-    for node in graph.nodes if captured.times > 1 else ():
+    for node in graph.nodes if captured.is_folded else ():
         if node.op != "call_function":
             continue
         if node.name in captured.classes:
-            times = node.meta.get("times", 1)
+            times = info(node).count
             is_inside = times > 1
         if is_inside:
-            info(node).times = times
+            info(node).count = times
         else:
-            node.meta.pop("times", None)
+            node.meta.pop("count", None)
     return graph

@@ -27,7 +27,7 @@ from autopar.candidates.staged import KnownLines, StagedProgram, StagedWay
 from autopar.candidates.whole import Whole
 from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
-from autopar.capture.shortened import LEAST_BESIDE, Shortened, shortened
+from autopar.capture.folding import LEAST_SHOWN, Folded, folded
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
@@ -80,7 +80,7 @@ class Asker:
         self._annotations, self._pins = parameter_annotations(model), stage_pins(model)
         self.whole_program = captured
         short = self._shortened(captured)
-        brief = short and shortened(captured, LEAST_BESIDE)
+        brief = short and folded(captured, LEAST_SHOWN)
         self.whole = Whole(short, brief, request) if short and brief else None
         self.program = captured if self.whole is None else self.whole.short.captured
         self.is_huge = captured.length > HUGE
@@ -164,13 +164,13 @@ class Asker:
             return Constraints(recompute=decided)
         return replace(read_constraints(program, mesh, self._annotations), recompute=decided)
 
-    def _shortened(self, captured: Captured) -> Shortened | None:
+    def _shortened(self, captured: Captured) -> Folded | None:
         """Return the short program. None: single modules are annotated, or chosen by option."""
         model, request = self._model, self._request
         is_annotated = any(self._annotations) or any(self._pins) or any(marked_regions(model))
         if request.mode != "auto" or is_annotated or request.recompute.modules:
             return None
-        return shortened(captured)
+        return folded(captured)
 
     def _program_asker(self, program: Captured) -> _ProgramAsker:
         whole = self.whole if program is self.program else None
@@ -315,7 +315,7 @@ class _ProgramAsker:
             return None
         if way.seconds >= cutoff:
             return TooSlow(way.seconds)
-        if program.laid.captured.times > 1:
+        if program.laid.captured.is_folded:
             return Found(self._asker.outline(mixes, way))
         real = mixes.real(way, self._memory, cutoff)
         return None if real is None else Found(real)
@@ -341,7 +341,7 @@ class _ProgramAsker:
         key = id(strategies), question.states, question.stages
         if key not in self._staged:
             regions = self.regions
-            if self._whole is not None and laid.captured.times == 1:
+            if self._whole is not None and not laid.captured.is_folded:
                 regions = self._whole.regions
             self._staged[key] = StagedProgram(
                 laid, question.stages, self._request, regions, self._asker._pins, known

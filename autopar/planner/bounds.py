@@ -178,7 +178,7 @@ class Bounds:
         learns: each device's host a part that is no larger than the others'."""
         nodes = self._captured.graph.find_nodes(op="placeholder")
         learned = [n for n in nodes if n.name in self._captured.parameters and info(n).learns]
-        moved = sum(info(n).val.numel() * state_bytes(n).updated * info(n).times for n in learned)
+        moved = sum(info(n).val.numel() * state_bytes(n).updated * info(n).count for n in learned)
         speeds = 1 / self._device.host.bandwidth - 1 / self._cluster.device.throughput
         return max(0.0, moved / self._cluster.devices * speeds)
 
@@ -316,7 +316,7 @@ def most_saved(captured: Captured, cluster: Cluster, meshes: Sequence[Mesh]) -> 
     for node in captured.graph.find_nodes(op="placeholder"):
         if node.name in captured.parameters and info(node).learns:
             held = max(state_bytes(node).copy, state_bytes(node).gradient)
-            sizes[info(node).val.numel() * held] += info(node).times
+            sizes[info(node).val.numel() * held] += info(node).count
     return sum(saved(float(size)) * count for size, count in sizes.items())
 
 

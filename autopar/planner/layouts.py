@@ -88,7 +88,7 @@ class Layouts:
         """
         candidate, memory = self._find_for_program(request)
         search, whole = candidate.search, self.whole
-        if whole is None or request.captured.times == 1 or search is None:
+        if whole is None or not request.captured.is_folded or search is None:
             return candidate, memory
         is_free = request.memory == math.inf or not request.is_unstaged
         if is_free or search.gap <= UNEQUAL or search.bound >= request.cutoff:
@@ -188,7 +188,7 @@ class Layouts:
         """Return a cache for another program. It knows the least seconds of meshes in a step with
         as many micro-batches, or with larger ones that are cut into these."""
         parts = 1 if request.batches is None else request.batches.count
-        is_short = request.captured.times > 1
+        is_short = request.captured.is_folded
         known = self._least.setdefault((is_short, *key), {})
         fewer: dict[Mesh, float] = {}
         for count in (count for count in known if parts % count == 0):
@@ -217,7 +217,7 @@ class Layouts:
             (mesh,) = request.offered
             spread = propagate(program, mesh, self._constraints(request, mesh))
             return lay_out(decisions=spread), 0.0
-        brief = None if program.times == 1 or self.whole is None else self.whole.brief
+        brief = None if not program.is_folded or self.whole is None else self.whole.brief
         if brief and self.whole:
             request = replace(request, captured=self.whole.brief_program(request.batches))
 

@@ -36,9 +36,9 @@ def products(captured: Captured) -> tuple[Messages, Messages]:
         values = [value for value in inputs if value not in weights]
         tensors = [info(value).val for value in (*values, node)]
         size = min(float(t.numel() * t.itemsize) for t in tensors if hasattr(t, "numel"))
-        counts[size] += info(node).times
+        counts[size] += info(node).count
         if any(info(value).val.ndim == EXPERT_DIMS for value in weights):
-            of_experts[size] += info(node).times
+            of_experts[size] += info(node).count
     return list(counts.items()), list(of_experts.items())
 
 
@@ -47,6 +47,6 @@ def share_of_experts(captured: Captured) -> float:
     every = [
         n for n in captured.graph.find_nodes(op="placeholder") if n.name in captured.parameters
     ]
-    sizes = [(info(node).val.numel() * info(node).times, info(node).val.ndim) for node in every]
+    sizes = [(info(node).val.numel() * info(node).count, info(node).val.ndim) for node in every]
     total = sum(size for size, _ in sizes) or 1
     return sum(size for size, dims in sizes if dims == EXPERT_DIMS) / total

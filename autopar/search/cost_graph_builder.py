@@ -142,7 +142,7 @@ class CostGraphBuilder:
         )
         for node in calls:
             cost = self._cost(node.name)
-            self.built.alone += float(cost.min()) * info(node).times
+            self.built.alone += float(cost.min()) * info(node).count
 
     @deferred_collection()
     def run(self) -> MeshCostGraph:
@@ -159,8 +159,9 @@ class CostGraphBuilder:
                 self._add_operator(node)
             if len(self.uses.get(node.name, ())) > 1:
                 self._add_shares(node)
-        if self.captured.times > 1:
-            self.built.graph.repeat(self._repeated(), self.captured.times)
+        if self.captured.is_folded:
+            count = max(info(node).count for node in self.nodes.values())
+            self.built.graph.repeat(self._repeated(), count)
         for name, uses in self.uses.items():
             self._connect(self.nodes[name], uses)
         self._add_results()
@@ -170,7 +171,7 @@ class CostGraphBuilder:
         """Return the nodes of the block that stands for several."""
         graph, groups = self.built, self.built.groups
         numbers = []
-        for name in (node.name for node in self.nodes.values() if info(node).times > 1):
+        for name in (node.name for node in self.nodes.values() if info(node).count > 1):
             for variables in (graph.operators, graph.parameters, graph.values):
                 numbers += [variables[name].number] if name in variables else []
             numbers += [group.number for group in groups.get(name, ())]
@@ -252,7 +253,7 @@ class CostGraphBuilder:
     def _add_bytes(self, node: fx.Node) -> None:
         """Count the bytes of an input or a buffer: a piece, if its only reader wants one.
         With several readers the smallest piece is a lower bound."""
-        uses, size = uses_of_input(self.captured, node), bytes_of(node) * info(node).times
+        uses, size = uses_of_input(self.captured, node), bytes_of(node) * info(node).count
         if uses is not None and len(uses) == 1:
             (use,) = uses
             self.single_reader_uses.setdefault(use.reader, []).append(use)

@@ -53,8 +53,8 @@ def count_moments(
     nodes = {node.name: node for node in captured.graph.nodes}
     values = [nodes[name] for name in kept_values - set(captured.parameters)]
     learned_parameters = [nodes[name] for name in captured.parameters if info(nodes[name]).learns]
-    activations = sum(bytes_of(node) * info(node).times for node in values)
-    gradients = sum(bytes_of(node) * info(node).times for node in learned_parameters)
+    activations = sum(bytes_of(node) * info(node).count for node in values)
+    gradients = sum(bytes_of(node) * info(node).count for node in learned_parameters)
     counts_activations = (activations >= gradients) != other
     return counts_activations, not counts_activations
 

@@ -442,5 +442,5 @@ def _states(cost_graph: MeshCostGraph, choice: Sequence[int]) -> float:
         if (variable := cost_graph.parameters.get(node.name)) is not None:
             memory = graph.node_tables[graph.nodes[variable.number]].memory
             if memory is not None:
-                total += float(memory[choice[variable.number]]) * info(node).times
+                total += float(memory[choice[variable.number]]) * info(node).count
     return total

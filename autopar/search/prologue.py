@@ -34,7 +34,7 @@ def find_prologue(
 ) -> Prologue:
     """Find the prologue of a program, without the `annotated` values."""
     offers = [classes.candidates(node) for node in calls]
-    times = [info(node).times for node in calls]
+    times = [info(node).count for node in calls]
     budget = MOST_SLACK * sum(option.least * count for option, count in zip(offers, times))
     prologue = Prologue()
     for node, candidates in zip(calls, offers):
@@ -42,7 +42,7 @@ def find_prologue(
             continue
         if all(is_whole(value, captured, prologue) for value in classes.inputs(node)):
             cost = candidates.cost
-            slowdown = (float(cost[uncut(candidates)]) - candidates.least) * info(node).times
+            slowdown = (float(cost[uncut(candidates)]) - candidates.least) * info(node).count
             if prologue.slack + slowdown <= budget:
                 prologue.slack += slowdown
                 prologue.names.add(node.name)

@@ -116,7 +116,7 @@ class NodeInfo:
     weight_inputs: WeightInputs | None = None  # the gradients that a split backward puts off
     readers: ParameterReaders | None = None  # the stages that read a parameter
     copies: tuple[int, ...] = ()  # the groups of gathered parameters that it reads
-    times: int = 1  # how many equal blocks this node stands for, in a shortened program
+    count: int = 1  # how many equal blocks this node stands for, in a folded program
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -147,7 +147,7 @@ info = NodeInfo  # info(node).type is read as "the type of node"
 
 def times_of(node: fx.Node, times: int | None = None) -> int:
     """Return how often a node counts: its `times`, or the given one if it stands for others."""
-    stored = info(node).times
+    stored = info(node).count
     return stored if times is None or stored == 1 else times
 
 

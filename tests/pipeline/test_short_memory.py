@@ -14,8 +14,8 @@ from autopar import Cluster, Mesh
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.lengthened import longer
 from autopar.capture import capture
+from autopar.capture.folding import folded
 from autopar.capture.regions import blocks
-from autopar.capture.shortened import shortened
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.cost.footprint import program_memory
 from autopar.passes.microbatches import cut_batch
@@ -65,7 +65,7 @@ class Both(NamedTuple):
 def laid(model: str) -> Both:
     case = MAKERS[model](layers=LAYERS)
     captured = capture(case.model, case.args, case.kwargs)
-    short = shortened(captured)
+    short = folded(captured)
     assert short is not None
     small, large = cut_batch(short.captured, 2), cut_batch(captured, 2)
     search = LayoutSearch(small.captured, CLUSTER, lambda mesh: Constraints(), microbatches=2)
@@ -76,7 +76,7 @@ def laid(model: str) -> Both:
         Candidate.laid_out(
             large.captured, CLUSTER, longer(decided, short, large.captured, {}), large, **about
         ),
-        short.times,
+        short.count,
     )
 
 

@@ -17,13 +17,13 @@ from typing import ClassVar
 
 from torch import fx
 
-from autopar.capture.node_classes import constants_of
 from autopar.cost.bucket_prices import BucketConfig
 from autopar.cost.gather_groups import numbered_modules
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow
 from autopar.passes.stages import StageCut, cut_stage
 from autopar.pipeline.memory.step_memory import StageMemory
+from autopar.program.equality import constants_of
 from autopar.strategies.node_info import RecomputeRegion, info
 from autopar.strategies.results import tensors_of
 

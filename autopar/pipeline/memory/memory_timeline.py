@@ -432,7 +432,7 @@ def _repeated_calls(calls: Sequence[fx.Node], times: int | None) -> dict[fx.Node
     """
     rows = dict[fx.Node, _RepeatedCalls]()
     end = 0  # of the last row
-    for is_marked, places in groupby(range(len(calls)), lambda at: info(calls[at]).times > 1):
+    for is_marked, places in groupby(range(len(calls)), lambda at: info(calls[at]).count > 1):
         marked = [*places]
         if not is_marked:
             continue
@@ -445,4 +445,4 @@ def _repeated_calls(calls: Sequence[fx.Node], times: int | None) -> dict[fx.Node
 
 def _reads_of_many(node: fx.Node) -> bool:
     read = node.all_input_nodes
-    return any(value.op == "placeholder" and info(value).times > 1 for value in read)
+    return any(value.op == "placeholder" and info(value).count > 1 for value in read)

@@ -146,7 +146,7 @@ def _each(
 
 
 def _stands_for_others(event: Event) -> bool:
-    return isinstance(event, GradientReady) and info(event.parameter).times > 1
+    return isinstance(event, GradientReady) and info(event.parameter).count > 1
 
 
 def _highest(events: Sequence[Event]) -> list[Event]:

@@ -40,12 +40,12 @@ class Stretch:
 
     @classmethod
     def of(cls, flow: Flow) -> Stretch:
-        marked = [at for at, node in enumerate(flow.activations) if info(node).times > 1]
+        marked = [at for at, node in enumerate(flow.activations) if info(node).count > 1]
         if not marked:
             return NO_STRETCH
         if not is_alike(flow.graph, flow.repeats):
             raise NotAlike
-        return cls(marked[0], len(marked), info(flow.activations[marked[0]]).times - 1)
+        return cls(marked[0], len(marked), info(flow.activations[marked[0]]).count - 1)
 
     @property
     def end(self) -> int:
@@ -130,7 +130,7 @@ NO_STRETCH = Stretch()
 
 def is_alike(graph: fx.Graph, repeats: EqualBlocks) -> bool:
     """Whether a rewritten program has equal blocks beside what stands for several, if it does."""
-    calls = [n for n in graph.nodes if n.op == "call_function" and info(n).times > 1]
+    calls = [n for n in graph.nodes if n.op == "call_function" and info(n).count > 1]
     if not calls:
         return True
     start, end = repeats.place.get(calls[0], -1), repeats.place.get(calls[-1], -1) + 1

@@ -1,4 +1,4 @@
-"""Rows: the longest row of equal blocks among the calls of a program.
+"""Rows: equal blocks, one after another, among the calls of a program.
 
     row = longest_row(calls, facts, held)
     row.start, row.period, row.count       # blocks of `period` calls, from the place `start` on
@@ -9,7 +9,7 @@ those that read them, stand from there. Parameters are as those who read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -33,6 +33,11 @@ class Row:
     def end(self) -> int:
         return self.start + self.count * self.period
 
+    @property
+    def inside(self) -> Sequence[fx.Node]:
+        """Return the calls of all blocks."""
+        return self.calls[self.start : self.end]
+
     def twins(self, first: int, last: int) -> dict[fx.Node, fx.Node]:
         """Of each call behind the block that begins at the place `first`, up to the place `last`,
         and of each parameter that it reads, the one in that block that is equal."""
@@ -46,27 +51,47 @@ class Row:
         return found
 
 
+def rows(calls: Sequence[fx.Node], facts: Describe, held: Describe) -> Iterator[Row]:
+    """Yield the longest row of a program, then the longest before and after it, and so on.
+
+    `facts`: what a call is, wherever it stands; `held`: what is known of what is given.
+    """
+    comparison = _Comparison(calls, facts, held)
+    spans = [(0, len(calls))]
+    while spans:
+        begin, end = spans.pop()
+        if (row := comparison.longest_row(begin, end)) is not None:
+            yield row
+            spans += [(begin, row.start), (row.end, end)]
+
+
 def longest_row(calls: Sequence[fx.Node], facts: Describe, held: Describe) -> Row | None:
-    """`facts`: what a call is, wherever it stands; `held`: what is known of what is given."""
-    known: dict[Hashable, int] = {}
-    numbers = np.array([known.setdefault(facts(node), len(known)) for node in calls])
-    period = _period(numbers)
-    if not period:
-        return None
-    comparison = _Comparison({node: at for at, node in enumerate(calls)}, held)
-    same = numbers[period:] == numbers[:-period]
-    for at in np.flatnonzero(same).tolist():
-        same[at] = comparison.are_alike(calls[at], calls[at + period])
-    start, length = _longest(same)
-    count = length // period + 1
-    return Row(calls, start, period, count) if count >= LEAST_BLOCKS else None
+    """Return the longest row of a program; None: nothing is repeated."""
+    return next(rows(calls, facts, held), None)
 
 
 class _Comparison:
     """Says which calls of a program stand to others in the same way."""
 
-    def __init__(self, place: dict[fx.Node, int], held: Describe) -> None:
-        self._place, self._held = place, held
+    def __init__(self, calls: Sequence[fx.Node], facts: Describe, held: Describe) -> None:
+        self._calls, self._held = calls, held
+        self._place = {node: at for at, node in enumerate(calls)}
+        known: dict[Hashable, int] = {}
+        kinds = (known.setdefault(facts(node), len(known)) for node in calls)
+        self._numbers = np.fromiter(kinds, int, len(calls))
+
+    def longest_row(self, begin: int, end: int) -> Row | None:
+        """Return the longest row between two places; None: nothing is repeated there."""
+        numbers, calls = self._numbers[begin:end], self._calls
+        period = _period(numbers)
+        if not period:
+            return None
+        same = numbers[period:] == numbers[:-period]
+        for at in (begin + np.flatnonzero(same)).tolist():
+            same[at - begin] = self.are_alike(calls[at], calls[at + period])
+        start, length = _longest(same)
+        count = length // period + 1
+        return Row(calls, begin + start, period, count) if count >= LEAST_BLOCKS else None
 
     def are_alike(self, one: fx.Node, other: fx.Node) -> bool:
         """Of two calls that are the same."""

@@ -1,8 +1,16 @@
-"""Alike: calls of one graph that have the same strategies and costs on any mesh."""
+"""Equality: when two calls, or two values that a program is given, are the same anywhere.
+
+    number_calls(graph)       # calls that have the same strategies and costs on any mesh
+    facts_of_call(node)       # all that is known of a call but its names and its place
+    facts_of_input(node)      # the same of a parameter
+
+This is the one definition of what is equal: a fact that a later pass writes counts by itself, if it
+is not said here that it is a name or a place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from torch import fx
@@ -10,6 +18,9 @@ from torch import fx
 from autopar.strategies.kernels.keyed_draws import DrawPlace
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result, tensors_of
+
+# Facts that are names or places, or that are compared by what they say of other nodes.
+_OF_A_PLACE = {"val", "module", "checkpoint", "count"}
 
 
 def number_calls(graph: fx.Graph) -> dict[str, int]:
@@ -56,3 +67,28 @@ class _Slot:
 
     def __repr__(self) -> str:
         return f"%{self.index}"
+
+
+def facts_of_call(node: fx.Node) -> Hashable:
+    """Return all that is known of a call, wherever it stands."""
+    draws = tuple(one._replace(number=0) for one in node.args if isinstance(one, DrawPlace))
+    is_inside = info(node).checkpoint is not None
+    return _described(node), draws, is_inside, _facts(node)
+
+
+def facts_of_input(node: fx.Node) -> Hashable:
+    """Return all that is known of a value that a program is given, but for its name."""
+    return _form(node), _facts(node)
+
+
+def _facts(node: fx.Node) -> Hashable:
+    known = ((name, fact) for name, fact in node.meta.items() if name not in _OF_A_PLACE)
+    return tuple(sorted((name, _hashable(fact)) for name, fact in known))
+
+
+def _hashable(fact: Any) -> Hashable:
+    try:
+        hash(fact)
+    except TypeError:
+        return repr(fact)
+    return fact

@@ -1,0 +1,84 @@
+"""Programs as segments: a segment is the graph of one block and how often it runs.
+
+    program = Program.of(graph, names)         # equal blocks are found (recognition.py)
+    first, rest = program.split(segment, [6, 90]).segments[1:3]
+    first.graph is rest.graph                  # equal means identical
+    unfold(program)                            # all blocks in one graph (unfolding.py)
+
+A value that a segment reads is named by the one who makes it: of an earlier segment the last block
+counts. What each block reads of the block before is `carried`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from autopar.program.names import Numbered
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Equal blocks in a row: `graph` is one of them, of the first with its names."""
+
+    graph: fx.Graph  # a placeholder stands for a value that is made elsewhere, by its name
+    count: int = 1
+    first: int = 0  # the number of its first block, among those of this graph
+    names: Mapping[str, Numbered] = field(default_factory=dict)  # of modules and parameters
+    own: tuple[str, ...] = ()  # the placeholders of which each block has one of its own
+    # By placeholder: what the first of all blocks reads, and what the others read of the last.
+    carried: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    draws: int = 0  # of random numbers, in each block
+    checkpoints: int = 0  # of the user, in each block
+
+    def name(self, path: str, block: int) -> str:
+        """Return the name in one block of what has a name in the first."""
+        numbered = self.names.get(path)
+        return path if numbered is None else numbered.of(block)
+
+    def __str__(self) -> str:
+        paths = [name for name in self.names.values() if not name.after]
+        where = paths[0].listed(self.first, self.count) if paths else "the program"
+        return f"{self.count} x {where}"
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Segments that run one after another; the last one has the outputs."""
+
+    segments: tuple[Segment, ...]
+    # In order: the placeholders that all read, or the segment with its own, block by block.
+    inputs: tuple[fx.Node | tuple[int, tuple[str, ...]], ...]
+
+    @property
+    def is_folded(self) -> bool:
+        """Return whether some block stands for several."""
+        return any(segment.count > 1 for segment in self.segments)
+
+    def split(self, segment: Segment, counts: Sequence[int]) -> Program:
+        """Return the program with several segments in the place of one, which share its graph.
+
+        Layouts, stages and what runs again may then differ from one to the next.
+
+        Args:
+            segment: One of `segments`.
+            counts: How many blocks each has, in order. Example: `[6, 90]`.
+        """
+        if sum(counts) != segment.count or min(counts) < 1:
+            raise ValueError(f"{[*counts]} blocks are not the {segment.count} of the segment")
+        at = self.segments.index(segment)
+        pieces, first = list[Segment](), segment.first
+        for count in counts:
+            pieces.append(replace(segment, count=count, first=first))
+            first += count
+        inputs = list[fx.Node | tuple[int, tuple[str, ...]]]()
+        for one in self.inputs:
+            if isinstance(one, fx.Node) or one[0] < at:
+                inputs.append(one)
+            elif one[0] > at:
+                inputs.append((one[0] + len(counts) - 1, one[1]))
+            else:
+                inputs += [(at + number, one[1]) for number in range(len(counts))]
+        return Program((*self.segments[:at], *pieces, *self.segments[at + 1 :]), tuple(inputs))
