@@ -71,7 +71,7 @@ class _Slot:
 
 def facts_of_call(node: fx.Node) -> Hashable:
     """Return all that is known of a call, wherever it stands."""
-    draws = tuple(one._replace(number=0) for one in node.args if isinstance(one, DrawPlace))
+    draws = tuple(place._replace(number=0) for place in node.args if isinstance(place, DrawPlace))
     is_inside = info(node).checkpoint is not None
     return _described(node), draws, is_inside, _facts(node)
 

@@ -46,7 +46,7 @@ def numbered(names: Sequence[str]) -> tuple[Numbered, list[int]] | None:
     numbers = [int(text) for text in texts]
     steps = [later - earlier for earlier, later in pairwise(numbers)]
     step = min(steps, key=abs)
-    is_regular = step and not any(one % step or one // step < 1 for one in steps)
+    is_regular = step and not any(other % step or other // step < 1 for other in steps)
     if not is_regular or any(str(number) != text for number, text in zip(numbers, texts)):
         return None
     name = Numbered("".join(rows[0][:at]), numbers[0], step, "".join(rows[0][at + 1 :]))

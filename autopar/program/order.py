@@ -10,7 +10,7 @@ from autopar.strategies.node_info import info
 
 def draw_number(node: fx.Node) -> int | None:
     """Return the number of a random call among those of a program."""
-    places = (one for one in node.args if isinstance(one, DrawPlace))
+    places = (argument for argument in node.args if isinstance(argument, DrawPlace))
     return next((place.number for place in places if isinstance(place.number, int)), None)
 
 
@@ -23,8 +23,8 @@ def move(node: fx.Node, draws: int, checkpoints: int) -> None:
     """Let a call come later by so many draws and checkpoints."""
     if draws:
         node.args = tuple(
-            one._replace(number=one.number + draws) if isinstance(one, DrawPlace) else one
-            for one in node.args
+            place._replace(number=place.number + draws) if isinstance(place, DrawPlace) else place
+            for place in node.args
         )
     if checkpoints and (number := info(node).checkpoint) is not None:
         info(node).checkpoint = number + checkpoints

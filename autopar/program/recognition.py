@@ -1,11 +1,11 @@
 """Recognition: the equal blocks of a graph, found once, as segments of a program.
 
-    program = recognised(graph, names)     # `names`: of parameters and buffers, by placeholder
+    program = recognised(graph, names, least=8)     # `names`: of parameters, by placeholder
 
 Blocks are equal when their calls are (equality.py), one by one, and stand to one another and to the
 blocks beside them in the same way (rows.py), and when the names of modules and parameters differ in
-one number alone. In doubt a block stands for itself. Where numbers leave some blocks out, these are
-counted: whoever made the graph has written only a few.
+one number alone. In doubt a block stands for itself. Where these numbers jump, blocks are missing
+that were never written; they are counted.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from autopar.program.equality import facts_of_call, facts_of_input
 from autopar.program.names import Numbered, numbered
 from autopar.program.order import checkpoint_number, draw_number, move
 from autopar.program.rows import Row, rows
-from autopar.program.segments import Program, Segment
+from autopar.program.segments import OwnInputs, Program, Segment
 from autopar.strategies.node_info import info
-
 
 _MOST_TOGETHER = 4  # equal blocks inside one block, whose numbers begin anew in the next
 
@@ -33,40 +32,47 @@ class Repetition:
 
     row: Row
     blocks: Sequence[int]  # the number of each that is written
-    names: Mapping[str, Numbered]  # of the first block
-    own: Mapping[fx.Node, Sequence[fx.Node]]  # of each parameter of the first: those of all
-    draws: int = 0
-    checkpoints: int = 0
+    names: Mapping[str, Numbered]  # by name in the first block
+    parameters: Mapping[fx.Node, Sequence[fx.Node]]  # by parameter of the first block: of all
+    carried: Mapping[fx.Node, fx.Node]  # by what the first block reads: what the second reads
+    draws: int  # in each block
+    checkpoints: int  # in each block
 
     @property
     def count(self) -> int:
+        """Return the number of blocks, those included that are not written."""
         return self.blocks[-1] + 1
 
     @property
-    def left_out(self) -> int:
+    def missing(self) -> int:
+        """Return the number of blocks that are not written."""
         return self.count - len(self.blocks)
 
 
 def recognised(graph: fx.Graph, names: Mapping[str, str], least: int) -> Program:
-    """Return the program of a graph, whose parameters and buffers have these names by placeholder.
+    """Return the program of a graph.
 
-    `least`: how many equal blocks are worth a segment.
+    `names`: of its parameters and buffers, by placeholder. `least`: how many equal blocks are worth
+    a segment.
     """
-    return _Builder(graph, repetitions(graph, names, least)).program()
+    return _ProgramBuilder(graph, repetitions(graph, names, least)).program()
 
 
 def repetitions(graph: fx.Graph, names: Mapping[str, str], least: int) -> list[Repetition]:
-    """Return all equal blocks of a graph, in order."""
+    """Return the equal blocks of a graph, in order, but for those that have results of it."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    named = (_named(row, names) for row in rows(calls, facts_of_call, facts_of_input))
-    found = [one for one in named if one is not None and one.count >= least]
     results = {*graph.output_node().all_input_nodes}
-    inside = [one for one in found if results.isdisjoint(one.row.inside)]
-    return sorted(inside, key=lambda one: one.row.start)
+    worthwhile: list[Repetition] = []
+    for row in rows(calls, facts_of_call, facts_of_input):
+        repetition = _with_names(row, names)
+        is_worthwhile = repetition is not None and repetition.count >= least
+        if repetition is not None and is_worthwhile and results.isdisjoint(repetition.row.inside):
+            worthwhile.append(repetition)
+    return sorted(worthwhile, key=lambda repetition: repetition.row.start)
 
 
-def _named(row: Row, names: Mapping[str, str]) -> Repetition | None:
-    """Return the row with its names, from where a module begins, of one or several equal blocks
+def _with_names(row: Row, names: Mapping[str, str]) -> Repetition | None:
+    """Return a row with its names, from where a module begins, of one or several equal blocks
     together. None: the names are not regular."""
     for together in range(1, _MOST_TOGETHER + 1):
         period = together * row.period
@@ -77,68 +83,71 @@ def _named(row: Row, names: Mapping[str, str]) -> Repetition | None:
             path, before = info(row.calls[start]).module, info(row.calls[start - 1]).module
             if path and path != before:
                 shifted = Row(row.calls, start, period, count)
-                if (repetition := _Names(shifted, names).repetition()) is not None:
+                if (repetition := _NameComparison(shifted, names).repetition()) is not None:
                     return repetition
     return None
 
 
 @dataclass
-class _Names:
+class _NameComparison:
     """Compares the names in the blocks of a row."""
 
     row: Row
-    held: Mapping[str, str]
+    parameter_names: Mapping[str, str]  # by placeholder
     names: dict[str, Numbered] = field(default_factory=dict)
     blocks: Sequence[int] = ()
 
     def repetition(self) -> Repetition | None:
-        row, own = self.row, dict[fx.Node, Sequence[fx.Node]]()
-        columns = [self._column(place) for place in range(row.period)]
+        """Return the blocks of the row with their names. None: these are not regular."""
+        parameters = dict[fx.Node, tuple[fx.Node, ...]]()
+        columns = [self._column(place) for place in range(self.row.period)]
         for column in columns:
             if not self._is_regular([info(node).module for node in column]):
                 return None
-            for inputs in zip(*(node.all_input_nodes for node in column)):
-                if inputs[0].op == "placeholder" and len({*inputs}) > 1:
-                    own[inputs[0]] = inputs
-        if any(len({*row}) < len(row) or not self._are_named(row) for row in own.values()):
+            for values in zip(*(node.all_input_nodes for node in column)):
+                if values[0].op == "placeholder" and len({*values}) > 1:
+                    parameters[values[0]] = values
+        for values in parameters.values():
+            if len({*values}) < len(values) or not self._are_named(values):
+                return None
+        draws = self._step(columns, draw_number)
+        checkpoints = self._step(columns, checkpoint_number)
+        if not self.blocks or draws is None or checkpoints is None:
             return None
-        if not self.blocks or not self._begins_with_a_module(columns):
+        carried = _carried(self.row)
+        if carried is None or not self._begins_with_a_module(columns):
             return None
-        draws, checkpoints = (
-            self._step(columns, draw_number),
-            self._step(columns, checkpoint_number),
+        return Repetition(
+            self.row, self.blocks, self.names, parameters, carried, draws, checkpoints
         )
-        if draws is None or checkpoints is None:
-            return None
-        return Repetition(row, self.blocks, self.names, own, draws, checkpoints)
 
     def _column(self, place: int) -> list[fx.Node]:
         """Return the calls at one place in all blocks."""
         row = self.row
         return [*row.calls[row.start + place : row.end : row.period]]
 
-    def _are_named(self, inputs: Sequence[fx.Node]) -> bool:
-        """Return whether parameters have regular names."""
-        if any(node.name not in self.held for node in inputs):
+    def _are_named(self, values: Sequence[fx.Node]) -> bool:
+        """Return whether values are parameters whose names differ in the number of the block."""
+        if any(node.name not in self.parameter_names for node in values):
             return False  # constants are made by forward, each for itself
-        about = [self.held[node.name] for node in inputs]
-        modules = [info(node).module for node in inputs]
-        return (
-            self._is_regular(about)
-            and self._is_regular(modules)
-            and self._is_regular([node.name for node in inputs])
-            and about[0] in self.names
-        )
+        names = [self.parameter_names[node.name] for node in values]
+        placeholders = [node.name for node in values]
+        modules = [info(node).module for node in values]
+        is_regular = all(map(self._is_regular, (names, placeholders, modules)))
+        return is_regular and names[0] in self.names
 
     def _is_regular(self, texts: Sequence[str]) -> bool:
-        """Return whether names are one, or differ in the number of the block."""
+        """Return whether names are equal, or differ in the number of the block."""
         if len({*texts}) == 1:
             return texts[0] not in self.names
-        found = numbered(texts)
-        if found is None or (self.blocks and [*self.blocks] != found[1]):
+        parsed = numbered(texts)
+        if parsed is None:
             return False
-        self.blocks = found[1]
-        return self.names.setdefault(texts[0], found[0]) == found[0]
+        name, blocks = parsed
+        if self.blocks and [*self.blocks] != blocks:
+            return False
+        self.blocks = blocks
+        return self.names.setdefault(texts[0], name) == name
 
     def _begins_with_a_module(self, columns: Sequence[Sequence[fx.Node]]) -> bool:
         """Return whether the modules of a block are those of one number, or of so many in turn."""
@@ -146,117 +155,132 @@ class _Names:
         for column in columns:
             if (name := self.names.get(info(column[0]).module)) is not None:
                 numbers.setdefault((name.before, abs(name.step)), set()).add(name.first)
-        return all(max(found) - min(found) < step for (_, step), found in numbers.items())
+        return all(max(firsts) - min(firsts) < step for (_, step), firsts in numbers.items())
 
     def _step(
         self, columns: Sequence[Sequence[fx.Node]], ask: Callable[[fx.Node], int | None]
     ) -> int | None:
-        """Return by how much numbers differ from block to block; None if that is not regular."""
-        asked = ([ask(node) for node in column] for column in columns)
-        found = ([number for number in row if number is not None] for row in asked)
-        steps = {later - earlier for row in found for earlier, later in pairwise(row)}
-        return 0 if not steps else steps.pop() if len(steps) == 1 else None
+        """Return by how much the numbers of calls differ from block to block, 0 if they have none.
+        None: that is not regular."""
+        is_counted = _stands_for_others(self.row)
+        blocks = self.blocks if is_counted else range(len(self.blocks))
+        steps = set[float]()
+        for column in columns:
+            numbers = [(ask(node), block) for node, block in zip(column, blocks)]
+            known = [(number, block) for number, block in numbers if number is not None]
+            steps |= {(later - n) / (after - at) for (n, at), (later, after) in pairwise(known)}
+        if len(steps) > 1 or not all(step.is_integer() for step in steps):
+            return None
+        return int(max(steps, default=0))
 
 
-class _Builder:
+def _stands_for_others(row: Row) -> bool:
+    """Return whether the missing blocks were counted by whoever left them out."""
+    return any(info(node).count > 1 for node in row.inside)
+
+
+def _carried(row: Row) -> dict[fx.Node, fx.Node] | None:
+    """Return what the second block reads of the first, by what the first reads in its place. None:
+    the first reads it in the place of something else, too."""
+    first, second = row.inside[: row.period], row.inside[row.period : 2 * row.period]
+    inside, carried, shared = {*first}, dict[fx.Node, fx.Node](), set[fx.Node]()
+    for node, twin in zip(first, second):
+        for value, later in zip(node.all_input_nodes, twin.all_input_nodes):
+            if value is later:
+                shared.add(value)
+            elif value not in inside and carried.setdefault(value, later) is not later:
+                return None
+    return (
+        None
+        if shared & carried.keys()
+        else {value: later for value, later in carried.items() if later in inside}
+    )
+
+
+class _ProgramBuilder:
     """Makes the segments of a graph."""
 
-    def __init__(self, graph: fx.Graph, found: Sequence[Repetition]) -> None:
-        self.graph, self.found = graph, found
-        self.twins: dict[fx.Node, fx.Node] = {}
-        for one in found:
-            row = one.row
+    def __init__(self, graph: fx.Graph, repetitions: Sequence[Repetition]) -> None:
+        self._graph, self._repetitions = graph, repetitions
+        self._twins: dict[fx.Node, fx.Node] = {}  # in the first block
+        for repetition in repetitions:
+            row = repetition.row
             for at in range(row.start + row.period, row.end):
-                self.twins[row.calls[at]] = row.calls[row.start + (at - row.start) % row.period]
-            for first, others in one.own.items():
-                self.twins |= dict.fromkeys(others[1:], first)
-        self.draws = self.checkpoints = 0  # that were left out until here
+                self._twins[row.calls[at]] = row.calls[row.start + (at - row.start) % row.period]
+            for first, values in repetition.parameters.items():
+                self._twins |= dict.fromkeys(values[1:], first)
+        self._draws = self._checkpoints = 0  # of the blocks before that are missing
 
     def program(self) -> Program:
-        calls = [node for node in self.graph.nodes if node.op != "placeholder"]
-        place = {node: at for at, node in enumerate(calls)}
-        segments, at = list[Segment](), 0
-        numbers = dict[fx.Node, int]()  # of the segments that have placeholders of their own
-        for one in self.found:
-            row = one.row
-            start, end = place[row.calls[row.start]], place[row.calls[row.end - 1]] + 1
-            if start > at:
-                segments.append(self._segment(calls[at:start]))
-            numbers |= {own: len(segments) for row in one.own.values() for own in row}
-            segments.append(self._repeated(one))
-            self.draws += one.left_out * one.draws
-            self.checkpoints += one.left_out * one.checkpoints
-            at = end
-        segments.append(self._segment(calls[at:]))
-        return Program(tuple(segments), self._inputs(numbers))
+        nodes = [node for node in self._graph.nodes if node.op != "placeholder"]
+        place = {node: at for at, node in enumerate(nodes)}
+        segments, end = list[Segment](), 0
+        graphs = dict[fx.Node, fx.Graph]()  # by parameter of repeated blocks
+        for repetition in self._repetitions:
+            start = place[repetition.row.inside[0]]
+            if start > end:
+                segments.append(Segment(self._copied(nodes[end:start], {})[0]))
+            segments.append(self._repeated(repetition))
+            for values in repetition.parameters.values():
+                graphs |= dict.fromkeys(values, segments[-1].graph)
+            if not _stands_for_others(repetition.row):
+                self._draws += repetition.missing * repetition.draws
+                self._checkpoints += repetition.missing * repetition.checkpoints
+            end = place[repetition.row.inside[-1]] + 1
+        segments.append(Segment(self._copied(nodes[end:], {})[0]))
+        return Program(tuple(segments), self._inputs(graphs))
 
-    def _inputs(
-        self, numbers: Mapping[fx.Node, int]
-    ) -> tuple[fx.Node | tuple[int, tuple[str, ...]], ...]:
+    def _inputs(self, graphs: Mapping[fx.Node, fx.Graph]) -> tuple[fx.Node | OwnInputs, ...]:
         """Return the placeholders in order; those of all blocks stand where the first ones do."""
-        inputs = list[fx.Node | tuple[int, tuple[str, ...]]]()
-        before: fx.Node | None = None
-        for node in self.graph.find_nodes(op="placeholder"):
-            if node not in numbers:
+        inputs = list[fx.Node | OwnInputs]()
+        before: fx.Graph | None = None  # that the last placeholder is of
+        for node in self._graph.find_nodes(op="placeholder"):
+            graph = graphs.get(node)
+            if graph is None:
                 inputs.append(node)
-            elif node not in self.twins:
-                number, last = numbers[node], inputs[-1] if inputs else None
-                if before in numbers and isinstance(last, tuple) and last[0] == number:
-                    inputs[-1] = number, (*last[1], node.name)
+            elif node not in self._twins:
+                last = inputs[-1] if inputs else None
+                if graph is before and isinstance(last, OwnInputs):
+                    inputs[-1] = OwnInputs(graph, (*last.names, node.name))
                 else:
-                    inputs.append((number, (node.name,)))
-            before = node
+                    inputs.append(OwnInputs(graph, (node.name,)))
+            before = graph
         return tuple(inputs)
 
-    def _segment(self, nodes: Sequence[fx.Node]) -> Segment:
-        graph, _ = self._copied(nodes, {})
-        return Segment(graph)
-
-    def _repeated(self, one: Repetition) -> Segment:
-        row = one.row
-        first = row.calls[row.start : row.start + row.period]
-        second = row.calls[row.start + row.period : row.start + 2 * row.period]
-        last: dict[fx.Node, fx.Node] = {}  # of what the first reads: what the second reads of it
-        inside = {*first}
-        for node, twin in zip(first, second):
-            for value, other in zip(node.all_input_nodes, twin.all_input_nodes):
-                if value not in inside and other in inside:
-                    last[value] = other
-        graph, carried = self._copied(first, last)
-        own = tuple(node.name for node in one.own)
+    def _repeated(self, repetition: Repetition) -> Segment:
+        first = repetition.row.inside[: repetition.row.period]
+        graph, names = self._copied(first, repetition.carried)
         return Segment(
             graph,
-            one.count,
-            0,
-            one.names,
-            own,
-            carried,
-            one.draws,
-            one.checkpoints,
+            repetition.count,
+            names=repetition.names,
+            own=tuple(node.name for node in repetition.parameters),
+            carried=names,
+            draws=repetition.draws,
+            checkpoints=repetition.checkpoints,
         )
 
     def _copied(
-        self, nodes: Sequence[fx.Node], last: Mapping[fx.Node, fx.Node]
+        self, nodes: Sequence[fx.Node], carried: Mapping[fx.Node, fx.Node]
     ) -> tuple[fx.Graph, dict[str, tuple[str, str]]]:
-        """Return a graph of some nodes, in which placeholders stand for what they read; with the
+        """Return a graph of some nodes, in which placeholders stand for what they read, with the
         names of what is carried from block to block."""
-        graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-        carried = dict[str, tuple[str, str]]()
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        placeholders, names = dict[str, fx.Node](), dict[str, tuple[str, str]]()
         inside = {*nodes}
-        reads = dict.fromkeys(v for node in nodes for v in node.all_input_nodes if v not in inside)
-        for value in reads:
-            source = self.twins.get(value, value)
-            name = f"carried_{last[value].name}" if value in last else source.name
-            known = next((one for one in new.values() if one.name == name), None)
-            if known is None:
-                known = graph.placeholder(name)
-                known.meta = dict(value.meta)
-            new[value] = known
-            if value in last:
-                carried[known.name] = source.name, last[value].name
+        reads = (value for node in nodes for value in node.all_input_nodes if value not in inside)
+        for value in dict.fromkeys(reads):
+            source = self._twins.get(value, value)
+            name = f"carried_{carried[value].name}" if value in carried else source.name
+            if name not in placeholders:
+                placeholders[name] = graph.placeholder(name)
+                placeholders[name].meta = dict(value.meta)
+            copies[value] = placeholders[name]
+            if value in carried:
+                names[copies[value].name] = source.name, carried[value].name
         for node in nodes:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), new.__getitem__)
-            made = new[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
-            made.meta = dict(node.meta)
-            move(made, self.draws, self.checkpoints)
-        return graph, carried
+            args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+            copies[node].meta = dict(node.meta)
+            move(copies[node], self._draws, self._checkpoints)
+        return graph, names

@@ -39,16 +39,16 @@ class Row:
         return self.calls[self.start : self.end]
 
     def twins(self, first: int, last: int) -> dict[fx.Node, fx.Node]:
-        """Of each call behind the block that begins at the place `first`, up to the place `last`,
-        and of each parameter that it reads, the one in that block that is equal."""
-        found = dict[fx.Node, fx.Node]()
+        """Return the twin in the block that begins at the place `first` of each call behind it, up
+        to the place `last`, and of each parameter that these calls read."""
+        twins = dict[fx.Node, fx.Node]()
         for at in range(first + self.period, last):
             node, twin = self.calls[at], self.calls[first + (at - first) % self.period]
-            found[node] = twin
-            for own, other in zip(node.all_input_nodes, twin.all_input_nodes):
-                if own.op == "placeholder" and own is not other:
-                    found[own] = other
-        return found
+            twins[node] = twin
+            for value, other in zip(node.all_input_nodes, twin.all_input_nodes):
+                if value.op == "placeholder" and value is not other:
+                    twins[value] = other
+        return twins
 
 
 def rows(calls: Sequence[fx.Node], facts: Describe, held: Describe) -> Iterator[Row]:
@@ -94,7 +94,7 @@ class _Comparison:
         return Row(calls, begin + start, period, count) if count >= LEAST_BLOCKS else None
 
     def are_alike(self, one: fx.Node, other: fx.Node) -> bool:
-        """Of two calls that are the same."""
+        """Return whether two calls of one kind read, and are read by, the same calls from there."""
         if self._readers(one, one) != self._readers(other, other):
             return False
         read, others = one.all_input_nodes, other.all_input_nodes
@@ -113,29 +113,28 @@ class _Comparison:
         return self._readers(value, one) == self._readers(another, other)
 
     def _readers(self, value: fx.Node, node: fx.Node) -> list[int]:
-        """How far after a call those stand that read a value; the end of a program is far."""
+        """Return how far after a call those stand that read a value; the end of all is far."""
         at = self._place[node]
         return [self._place.get(user, 2 * len(self._place)) - at for user in value.users]
 
 
 def _period(numbers: np.ndarray) -> int:
-    """After how many calls most of those come again that come at equal distances; 0: never."""
+    """Return after how many calls most kinds come again that keep one distance; 0: none does."""
     order = np.argsort(numbers, kind="stable")
     gaps, is_next = np.diff(order), np.diff(numbers[order]) == 0
     covered: dict[int, int] = {}
-    for _, row in groupby(
-        zip(numbers[order][1:].tolist(), gaps.tolist(), is_next.tolist()), key=lambda one: one[0]
-    ):
-        own = [gap for _, gap, is_same in row if is_same]
-        if len(own) >= LEAST_BLOCKS - 1:
-            middle = sorted(own)[len(own) // 2]
-            if own.count(middle) * 4 >= len(own) * 3:
-                covered[middle] = covered.get(middle, 0) + len(own)
+    kinds = zip(numbers[order][1:].tolist(), gaps.tolist(), is_next.tolist())
+    for _, calls in groupby(kinds, key=lambda call: call[0]):
+        distances = sorted(gap for _, gap, is_same in calls if is_same)
+        if len(distances) >= LEAST_BLOCKS - 1:
+            middle = distances[len(distances) // 2]
+            if distances.count(middle) * 4 >= len(distances) * 3:
+                covered[middle] = covered.get(middle, 0) + len(distances)
     return max(covered, key=lambda gap: covered[gap], default=0)
 
 
 def _longest(same: np.ndarray) -> tuple[int, int]:
-    """Where the longest row of true ones starts, and how long it is."""
+    """Return where the longest row of true ones starts, and how long it is."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], same.astype(np.int8), [0]])))
     starts, lengths = edges[::2], edges[1::2] - edges[::2]
     if not len(starts):

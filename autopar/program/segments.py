@@ -45,12 +45,19 @@ class Segment:
 
 
 @dataclass(frozen=True, eq=False)
+class OwnInputs:
+    """Placeholders of which each block of a graph has its own; they stand block by block."""
+
+    graph: fx.Graph
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Program:
     """Segments that run one after another; the last one has the outputs."""
 
     segments: tuple[Segment, ...]
-    # In order: the placeholders that all read, or the segment with its own, block by block.
-    inputs: tuple[fx.Node | tuple[int, tuple[str, ...]], ...]
+    inputs: tuple[fx.Node | OwnInputs, ...]  # in order
 
     @property
     def is_folded(self) -> bool:
@@ -73,12 +80,5 @@ class Program:
         for count in counts:
             pieces.append(replace(segment, count=count, first=first))
             first += count
-        inputs = list[fx.Node | tuple[int, tuple[str, ...]]]()
-        for one in self.inputs:
-            if isinstance(one, fx.Node) or one[0] < at:
-                inputs.append(one)
-            elif one[0] > at:
-                inputs.append((one[0] + len(counts) - 1, one[1]))
-            else:
-                inputs += [(at + number, one[1]) for number in range(len(counts))]
-        return Program((*self.segments[:at], *pieces, *self.segments[at + 1 :]), tuple(inputs))
+        segments = (*self.segments[:at], *pieces, *self.segments[at + 1 :])
+        return Program(segments, self.inputs)

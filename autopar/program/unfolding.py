@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopar.program.order import move
-from autopar.program.segments import Program, Segment
+from autopar.program.segments import OwnInputs, Program, Segment
 from autopar.strategies.node_info import info
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a node of an unfolded graph comes from."""
+    """The block that a node of an unfolded graph stands in, and the node of the segment."""
 
     segment: Segment
     name: str  # in the first block
@@ -67,31 +67,31 @@ class _Writer:
     # By the name in the first block: of the last block that was written.
     values: dict[str, fx.Node] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)  # the graphs of which some block was written
+    own_inputs: dict[tuple[int, str], fx.Node] = field(default_factory=dict)  # by block and name
     places: dict[str, Place] = field(default_factory=dict)
 
     def written(self) -> Unfolded:
-        own = dict[tuple[int, int, str], fx.Node]()
-        sources = [
-            {node.name: node for node in segment.graph.find_nodes(op="placeholder")}
-            for segment in self.program.segments
-        ]
-        for one in self.program.inputs:
-            if isinstance(one, fx.Node):
-                self.values[one.name] = self._input(one, one.name)
-                continue
-            number, names = one
-            segment = self.program.segments[number]
+        for value in self.program.inputs:
+            if isinstance(value, fx.Node):
+                self.values[value.name] = self._input(value, value.name)
+            else:
+                self._own_inputs(value)
+        for segment in self.program.segments:
             for block, count in self._blocks(segment):
-                for name in names:
-                    node = sources[number][name]
-                    made = self._input(node, segment.name(name, block))
-                    self._mark(made, node, segment, block, count)
-                    own[number, block, name] = made
-        for number, segment in enumerate(self.program.segments):
-            for block, count in self._blocks(segment):
-                mine = {name: own[number, block, name] for name in segment.own}
-                self._write(segment, block, count, mine)
+                self._write(segment, block, count)
         return Unfolded(self.graph, self.places)
+
+    def _own_inputs(self, inputs: OwnInputs) -> None:
+        sources = {node.name: node for node in inputs.graph.find_nodes(op="placeholder")}
+        for segment in self.program.segments:
+            if segment.graph is not inputs.graph:
+                continue
+            for block, count in self._blocks(segment):
+                for name in inputs.names:
+                    source = sources[name]
+                    placeholder = self._input(source, segment.name(name, block))
+                    self._mark(placeholder, source, segment, block, count)
+                    self.own_inputs[block, name] = placeholder
 
     def _blocks(self, segment: Segment) -> Iterator[tuple[int, int]]:
         """Yield the blocks of a segment that are written, and for how many each stands."""
@@ -106,35 +106,39 @@ class _Writer:
         yield first + before, middle
         yield from ((block, 1) for block in range(end - after, end))
 
-    def _input(self, node: fx.Node, name: str) -> fx.Node:
-        made = self.graph.placeholder(name)
-        made.meta = dict(node.meta)
-        return made
+    def _input(self, source: fx.Node, name: str) -> fx.Node:
+        placeholder = self.graph.placeholder(name)
+        placeholder.meta = dict(source.meta)
+        return placeholder
 
-    def _write(self, segment: Segment, block: int, count: int, own: Mapping[str, fx.Node]) -> None:
+    def _write(self, segment: Segment, block: int, count: int) -> None:
         here = dict[fx.Node, fx.Node]()
         is_first = id(segment.graph) not in self.begun
-        for node in segment.graph.nodes:
-            if node.op == "placeholder":
-                name = node.name
+        for source in segment.graph.nodes:
+            name = source.name
+            if source.op == "placeholder":
                 if name in segment.carried:
                     name = segment.carried[name][0 if is_first else 1]
-                here[node] = own[node.name] if node.name in own else self.values[name]
+                is_own = name in segment.own
+                here[source] = self.own_inputs[block, name] if is_own else self.values[name]
                 continue
-            args, kwargs = fx.map_arg((node.args, node.kwargs), here.__getitem__)
-            name = node.name if block == 0 else f"{node.name}__{block}"
-            made = here[node] = self.graph.create_node(node.op, node.target, args, kwargs, name)
-            made.meta = dict(node.meta)
-            self._mark(made, node, segment, block, count)
+            args, kwargs = fx.map_arg((source.args, source.kwargs), here.__getitem__)
+            name = name if block == 0 else f"{name}__{block}"
+            node = self.graph.create_node(source.op, source.target, args, kwargs, name)
+            node.meta = dict(source.meta)
+            self._mark(node, source, segment, block, count)
+            here[source] = node
         self.begun.add(id(segment.graph))
-        self.values |= {node.name: made for node, made in here.items() if node.op != "placeholder"}
+        self.values |= {s.name: node for s, node in here.items() if s.op != "placeholder"}
 
-    def _mark(self, made: fx.Node, node: fx.Node, segment: Segment, block: int, count: int) -> None:
-        if count > 1:
-            info(made).count = count
+    def _mark(
+        self, node: fx.Node, source: fx.Node, segment: Segment, block: int, count: int
+    ) -> None:
         if not segment.names:
             return
-        self.places[made.name] = Place(segment, node.name, block, count)
-        if path := info(node).module:
-            info(made).module = segment.name(path, block)
-        move(made, block * segment.draws, block * segment.checkpoints)
+        if count > 1:
+            info(node).count = count
+        self.places[node.name] = Place(segment, source.name, block, count)
+        if path := info(source).module:
+            info(node).module = segment.name(path, block)
+        move(node, block * segment.draws, block * segment.checkpoints)

@@ -1,0 +1,252 @@
+"""Folded equals unfolded: what capture writes of equal blocks is what it would follow of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from autopar.capture import capture, export
+from autopar.capture.captured import Captured
+from autopar.capture.folding import folded, in_segments, written
+from autopar.capture.left_out import LeftOut
+from autopar.program.names import Numbered, numbered
+from autopar.program.unfolding import unfold
+from autopar.strategies.node_info import info
+from tests import large_models, models
+from tests.models import Case
+
+LAYERS = 20
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8, dropout: float = 0.0, scale: float = 1.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout, self.scale = nn.Dropout(dropout), scale
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.dropout(self.down(F.gelu(self.up(self.norm(x))))) * self.scale
+        return x + (y if mask is None else y * mask)
+
+
+class Gated(Block):
+    """A block of another kind."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x * torch.sigmoid(super().forward(x, mask))
+
+
+class Net(nn.Module):
+    """Blocks in a row, between a layer before and a layer behind them."""
+
+    def __init__(self, *blocks: nn.Module, tied: bool = False, masked: bool = False) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(8, 8), nn.ModuleList(blocks)
+        self.last, self.masked = nn.Linear(8, 8), masked
+        if tied:
+            self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        mask = (x > 0).double() if self.masked else None
+        for layer in self.layers:
+            x = self.run(layer, x, mask)
+        return self.last(x).square().mean()
+
+    def run(self, layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+        return layer(x, mask)
+
+
+class Checkpointed(Net):
+    def run(self, layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+        return checkpoint(layer, x, mask, use_reentrant=False)
+
+
+class Skipping(Net):
+    """Each block reads what went into the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.first(x)
+        for layer in self.layers:
+            x = layer(x) + first
+        return self.last(x).square().mean()
+
+
+class Collecting(Net):
+    """What each block gives is read again at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = [self.first(x)]
+        for layer in self.layers:
+            values.append(layer(values[-1]))
+        return torch.stack(values).square().mean()
+
+
+class Unread(Block):
+    """A parameter that forward does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread = nn.Parameter(torch.zeros(8))
+
+
+class Steps(nn.Module):
+    """One cell, over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.shape[0], 8)
+        for _ in range(LAYERS):
+            state = self.cell(x, state)
+        return state.square().mean()
+
+
+def net(kind: type[Net], *blocks: Callable[[], nn.Module], count: int = LAYERS, **options) -> Case:
+    rows = (blocks[number % len(blocks)]() for number in range(count))
+    return Case("", kind(*rows, **options).double(), (torch.zeros(4, 8).double(),))
+
+
+def one_differs(attribute: float) -> Case:
+    blocks = [Block(scale=attribute if number == 9 else 1.0) for number in range(LAYERS)]
+    return Case("", Net(*blocks).double(), (torch.zeros(4, 8).double(),))
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "equal": lambda: net(Net, Block),
+    "in turn": lambda: net(Net, Block, Gated, count=2 * LAYERS),
+    "of three kinds, at the end two": lambda: net(
+        Net, Block, Gated, partial(Block, scale=2.0), count=3 * LAYERS + 2
+    ),
+    "one differs in an attribute": lambda: one_differs(2.0),
+    "tied, around": lambda: net(Net, Block, tied=True),
+    "a mask that all read": lambda: net(Net, Block, masked=True),
+    "dropout": lambda: net(Net, partial(Block, dropout=0.5)),
+    "checkpoints": lambda: net(Checkpointed, Block),
+    "dropout in checkpoints": lambda: net(Checkpointed, partial(Block, dropout=0.5)),
+    "the first value in each": lambda: net(Skipping, Block),
+    "all values at the end": lambda: net(Collecting, Block),
+    "parameters that nobody reads": lambda: net(Net, Unread),
+    "steps of a cell": lambda: Case("", Steps().double(), (torch.zeros(4, 8).double(),)),
+    "gpt": lambda: models.gpt(layers=LAYERS),
+    "gpt2": lambda: models.gpt2(layers=LAYERS),
+    "llama": lambda: models.llama(layers=LAYERS),
+    "t5": lambda: models.t5(layers=LAYERS),
+    "vit": lambda: models.vit(layers=LAYERS),
+    "mixtral": lambda: large_models.mixtral(batch=4, sequence=64, layers=LAYERS),
+}
+NOT_EQUAL = {"all values at the end", "steps of a cell"}
+
+
+def followed(case: Case) -> Captured:
+    """Return the program of a model, of which each block is written out as export gives it."""
+    with patch.object(export, "left_out", lambda graph: LeftOut()):
+        return capture(case.model, case.args, case.kwargs)
+
+
+def assert_equal(whole: Captured, other: Captured) -> None:
+    """Compare every fact of every node, whatever the nodes are called."""
+    nodes, others = [*whole.graph.nodes], [*other.graph.nodes]
+    assert len(nodes) == len(others)
+    twins = dict(zip(nodes, others))
+    for node, twin in twins.items():
+        assert node.op == twin.op
+        if node.op != "placeholder":
+            arguments = fx.map_arg((node.args, node.kwargs), twins.__getitem__)
+            assert (node.target, *arguments) == (twin.target, twin.args, twin.kwargs)
+        facts, twin_facts = dict(node.meta), dict(twin.meta)
+        assert str(facts.pop("val")) == str(twin_facts.pop("val"))
+        assert facts == twin_facts, node
+        assert whole.classes.get(node.name) == other.classes.get(twin.name)
+        for names, other_names in (
+            (whole.parameters, other.parameters),
+            (whole.buffers, other.buffers),
+        ):
+            assert names.get(node.name) == other_names.get(twin.name)
+    leaves = [twins[o] if isinstance(o, fx.Node) else o for o in whole.output_leaves]
+    assert leaves == [*other.output_leaves]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_few_blocks_are_written_for_all(name: str) -> None:
+    case = CASES[name]()
+    captured = capture(case.model, case.args, case.kwargs)
+    whole = followed(case)
+    assert_equal(whole, captured)
+    assert captured.program is not None
+    assert captured.program.is_folded == (name not in NOT_EQUAL)
+    assert_equal(whole, written(captured, captured.program))
+
+
+@pytest.mark.parametrize("name", ["equal", "in turn", "dropout", "a mask that all read"])
+def test_a_folded_program_is_recognised_again(name: str) -> None:
+    case = CASES[name]()
+    captured = capture(case.model, case.args, case.kwargs)
+    short = folded(captured)
+    assert short is not None
+    assert len(short.captured.graph.nodes) < len(captured.graph.nodes)
+    assert short.captured.length == captured.length
+    assert_equal(captured, written(short.captured, in_segments(short.captured, 8)))
+
+
+@pytest.mark.parametrize("counts", [[6, 12], [1, 16, 1], [18]])
+def test_a_split_gives_segments_of_one_graph(counts: list[int]) -> None:
+    case = CASES["dropout"]()
+    captured = capture(case.model, case.args, case.kwargs)
+    program = captured.program
+    assert program is not None
+    _, segment, _ = program.segments
+    pieces = program.split(segment, counts).segments[1:-1]
+    assert [piece.count for piece in pieces] == counts
+    assert {id(piece.graph) for piece in pieces} == {id(segment.graph)}
+    assert_equal(captured, written(captured, program.split(segment, counts)))
+    with pytest.raises(ValueError, match="blocks are not the 18 of the segment"):
+        program.split(segment, [1, 2])
+
+
+def test_each_run_of_a_split_has_a_block_that_stands_for_others() -> None:
+    case = CASES["equal"]()
+    captured = capture(case.model, case.args, case.kwargs)
+    program = captured.program
+    assert program is not None
+    _, segment, _ = program.segments
+    graph = unfold(program.split(segment, [8, 10]), (3, 3)).graph
+    calls = graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)
+    counts = [info(node).count for node in calls]
+    assert counts == [1, *(1, 1, 1, 2, 1, 1, 1), *(1, 1, 1, 4, 1, 1, 1), 1]
+
+
+def test_segments_are_listed_by_their_modules() -> None:
+    captured = capture(*(lambda case: (case.model, case.args))(CASES["equal"]()))
+    assert captured.program is not None
+    _, segment, _ = captured.program.segments
+    assert str(segment) == "18 x layers.{1..18}"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["a.0.b", "a.1.b", "a.2.b"], (Numbered("a.", 0, 1, ".b"), [0, 1, 2])),
+        (["a.0.b", "a.1.b", "a.7.b"], (Numbered("a.", 0, 1, ".b"), [0, 1, 7])),
+        (["a.5.b2", "a.7.b2", "a.9.b2"], (Numbered("a.", 5, 2, ".b2"), [0, 1, 2])),
+        (["a.3", "a.2", "a.1"], (Numbered("a.", 3, -1, ""), [0, 1, 2])),
+        (["a.0.b.0", "a.1.b.1"], None),  # two numbers
+        (["a.0", "a.2", "a.3"], (Numbered("a.", 0, 1, ""), [0, 2, 3])),
+        (["a.0", "a.2", "a.1"], None),  # not in order
+        (["a.00", "a.01"], None),  # not as numbers are written
+        (["a.0", "b.1"], None),
+        (["a", "a"], None),
+    ],
+)
+def test_names_differ_in_one_number(names, expected) -> None:
+    assert numbered(names) == expected
