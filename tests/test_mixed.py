@@ -175,9 +175,9 @@ def test_regions_that_repeat_are_looked_at_once(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_short_program_has_the_problem_of_the_long_one(name: str) -> None:
     short = folded(captured(name))
-    assert short is not None
-    assert short.count > 4
-    (found, own), (expected, whole) = problem_of(short.captured), whole_problem(name)
+    assert short.folding is not None
+    assert short.folding.count > 4
+    (found, own), (expected, whole) = problem_of(short), whole_problem(name)
     assert replace(found, members=()) == replace(expected, members=())
     assert len(own.free) < len(found.members) == len(whole.free) == len(expected.members)
     kept = sum(group.count * group.offers[PLAIN].kept for group in found.groups)
@@ -218,10 +218,11 @@ class Layers(nn.Module):
 
 def test_regions_of_several_blocks_do_not_stand_for_others() -> None:
     short = folded(capture(Layers(), (torch.zeros(2, 4),)))
-    assert short is not None
-    regions = Regions(short.captured, AskedRecomputation())
-    assert members_of(short.captured, regions.free) is None
-    assert members_of(short.whole, ("layers.0", "layers.1")) == ("layers.0", "layers.1")
+    assert short.folding is not None
+    regions = Regions(short, AskedRecomputation())
+    assert members_of(short, regions.free) is None
+    whole = short.folding.whole
+    assert members_of(whole, ("layers.0", "layers.1")) == ("layers.0", "layers.1")
 
 
 class Named(nn.Module):

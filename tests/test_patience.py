@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-import torch
 
 import autopar as ap
 from autopar.candidates.patience import Patience
@@ -17,7 +16,6 @@ from autopar.cluster import Device, Link, Node
 from autopar.errors import Interrupted, InvalidInput
 from autopar.options import PlanOptions
 from autopar.planning import make_plans
-from tests.large_models import gpt2_xl
 from tests.models import Case, gpt, mlp
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 
@@ -102,21 +100,6 @@ def test_enough_seconds_are_as_good_as_no_end() -> None:
     some, every = plan(case, seconds=600), plan(case, seconds=None)
     assert str(some.decisions) == str(every.decisions)
     assert not some.search.interrupted
-
-
-def test_what_cannot_be_lengthened_is_chosen_anew_though_the_time_is_over(monkeypatch) -> None:
-    """A short program that is not like the whole one is left; the whole one then has a plan."""
-    from autopar.candidates.whole import Whole
-    from autopar.pipeline.stages.stretch import NotAlike
-
-    def refuse(self: Whole, found: object, names: object) -> object:
-        raise NotAlike
-
-    monkeypatch.setattr(Whole, "confirmed", refuse)
-    with torch.device("meta"):
-        case = gpt2_xl(batch=4, sequence=16, layers=24)
-    made = plan(case, seconds=AT_ONCE, cluster=ap.Cluster.preset("dgx-h100"))
-    assert made.search.interrupted
 
 
 @pytest.mark.parametrize("given", [0, -1, "10", True, float("nan"), -(10**400)])

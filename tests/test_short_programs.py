@@ -17,10 +17,11 @@ from autopar.candidates.mixed_problem import Mix
 from autopar.candidates.recomputation import AskedRecomputation, Regions
 from autopar.candidates.request import Request
 from autopar.candidates.staged import KnownLines, StagedProgram
+from autopar.candidates.unfolded import unfolded
 from autopar.candidates.whole import Whole
 from autopar.capture import capture
 from autopar.capture.captured import Captured
-from autopar.capture.folding import LEAST_SHOWN, Folded, folded
+from autopar.capture.folding import LEAST_SHOWN, folded
 from autopar.capture.regions import blocks
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.cost.footprint import Memory
@@ -69,12 +70,11 @@ class Program(NamedTuple):
 
     case: Case
     captured: Captured
-    short: Folded
+    short: Captured
 
     @property
     def whole(self) -> Whole:
         brief = folded(self.captured, LEAST_SHOWN)
-        assert brief is not None
         return Whole(self.short, brief, read_request(PlanOptions(cluster=CLUSTER)))
 
 
@@ -83,14 +83,14 @@ def program(name: str, layers: int = LAYERS) -> Program:
     case = MAKERS[name](layers=layers)
     captured = capture(case.model, case.args, case.kwargs)
     short = folded(captured)
-    assert short is not None
+    assert short.is_folded
     return Program(case, captured, short)
 
 
 @cache
 def laid(name: str, layers: int = LAYERS) -> Candidate:
     """The short program with the layouts that are best for it."""
-    batches = cut_batch(program(name, layers).short.captured, PARTS)
+    batches = cut_batch(program(name, layers).short, PARTS)
     search = LayoutSearch(batches.captured, CLUSTER, lambda mesh: Constraints(), None, PARTS)
     decisions = search.run([MESH]).decisions
     return Candidate.laid_out(batches.captured, CLUSTER, decisions, batches, line=LINE)
@@ -140,11 +140,11 @@ def test_a_step_takes_what_it_takes_of_the_whole_program(
     way = plain
     if (how := KINDS[kind]) is not None:
         way = plain.recomputed(
-            {region: how for region in regions if region in own_regions(own.short.captured)}
+            {region: how for region in regions if region in own_regions(own.short)}
         )
     costs = way.stage_costs(beside=plain.stage_line)
     straight = way.with_program(line=None)
-    whole = own.whole.of(straight)
+    whole = unfolded(straight)
     assert_same(straight, whole)
     bare = replace(whole.decisions, apart={}, recompute={})
     placed = whole.with_program(decisions=bare, states=States()).placed(whole.states)
@@ -153,7 +153,7 @@ def test_a_step_takes_what_it_takes_of_the_whole_program(
     assert [node.name for node in whole.rewritten.nodes] == [node.name for node in again.nodes]
     for schedule in schedules:
         one = in_stages(way, schedule, costs)
-        assert_same(one, own.whole.of(one))
+        assert_same(one, unfolded(one))
 
 
 PIECES = Recompute("selective", "cut")
@@ -168,13 +168,13 @@ def test_in_stages_states_take_what_they_take_of_the_whole_program(
     """Whole states are looked at before others, as they are where plans are made."""
     own, whole, tried = program("gpt2"), laid("gpt2"), KnownLines()
     request = Request(CLUSTER, "auto", math.inf, False, "pp", stages=STAGES, microbatches=PARTS)
-    regions = Regions(own.short.captured, AskedRecomputation())
+    regions = Regions(own.short, AskedRecomputation())
     made, *_ = weighed_schedules(STAGES, PARTS)
     for name in ("whole", states):
         laid_out = whole.placed(NAMED[name])
         staged = StagedProgram(laid_out, STAGES, request, regions, (), tried)
         found = staged.fastest(made, kind).candidate
-        assert_same(found, own.whole.of(found))
+        assert_same(found, unfolded(found))
 
 
 HOSTED = Recompute("selective", "host")
@@ -201,11 +201,11 @@ def test_blocks_that_are_treated_alike_stand_for_each_other(
     kinds = [kind for count, kind in runs for _ in range(count)]
     short = own.mixed(way, Mix(own.regions.free, kinds, 0.0))
     decided = {region: kind for region, kind in zip(own.regions.free, kinds) if not kind.is_plain}
-    whole = own.of(way).recomputed(decided)
+    whole = unfolded(way).recomputed(decided)
     assert short.decisions.recompute == decided
     assert (short.captured.is_folded) == any(count > 9 for count, _ in runs)
     assert_same(short, whole)
-    assert_same(short, own.of(short))
+    assert_same(short, unfolded(short))
 
 
 def own_regions(captured: Captured) -> set[str]:
@@ -222,14 +222,14 @@ def test_the_choice_is_that_of_the_whole_program(part: float | None) -> None:
         free = of_whole(own, read_request(options))
     request = read_request(options)
     (best,) = Planner(own.case.model, own.captured, request, quiet).best()
-    assert not best.captured.is_folded
+    best = unfolded(best)
     assert best.fits(request.memory)
     assert best.seconds <= free.seconds * (1.01 + 1e-9)
 
 
 def of_whole(own: Program, request: Request) -> Candidate:
     """The choice without a short program."""
-    with patch.object(asker, "folded", lambda *_: None):
+    with patch.object(asker, "folded", lambda captured, *_: captured):
         return Planner(own.case.model, own.captured, request, quiet).best()[0]
 
 

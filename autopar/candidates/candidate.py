@@ -122,9 +122,16 @@ class Candidate:
 
     def with_program(self, **changes: Any) -> Self:
         """Return this candidate with other arguments of `LaidOutProgram.of`, all computed anew."""
-        names = "captured", "cluster", "decisions", "states", "line"
-        program = LaidOutProgram.of(**{name: getattr(self, name) for name in names} | changes)
-        return replace(self, step=TrainingStep(program, self.batches, self.pipelining))
+        step, program = self.step, self.step.program
+        arguments: dict[str, Any] = {
+            "captured": program.captured,
+            "cluster": program.machine_prices.cluster,
+            "decisions": program.decisions,
+            "states": program.states,
+            "line": program.machine_prices.line,
+        }
+        changed = LaidOutProgram.of(**arguments | changes)
+        return replace(self, step=TrainingStep(changed, step.batches, step.pipelining))
 
     def changed(
         self,
@@ -140,7 +147,8 @@ class Candidate:
         """
         if pipelining is None:
             return replace(self, search=search)
-        step = TrainingStep(self.step.program, self.batches, pipelining, timeline, stage_costs)
+        program, batches = self.step.program, self.step.batches
+        step = TrainingStep(program, batches, pipelining, timeline, stage_costs)
         return replace(self, step=step, search=search)
 
     def placed(self, states: States) -> Self:
@@ -154,7 +162,8 @@ class Candidate:
     def _of(self, program: LaidOutProgram) -> Self:
         if program is self.step.program:
             return self
-        return replace(self, step=TrainingStep(program, self.batches, self.pipelining))
+        step = TrainingStep(program, self.step.batches, self.step.pipelining)
+        return replace(self, step=step)
 
     def cut_as(self, like: Pipelining) -> Self:
         """Return this program in the stages of `like`, with what they take here."""

@@ -22,9 +22,9 @@ from functools import cache, cached_property, partial
 import numpy as np
 
 from autopar.candidates.candidate import Candidate
-from autopar.candidates.lengthened import lengthened
 from autopar.candidates.recomputation import KINDS
 from autopar.candidates.staged import StagedProgram, StagedWay
+from autopar.candidates.unfolded import with_program
 from autopar.candidates.whole import Whole
 from autopar.pipeline.memory.activation_counts import peak_counts
 from autopar.pipeline.pipelining import Pipelining
@@ -238,4 +238,4 @@ class StageMixes:
         leanest = laid.changed(search, pipelining, stage_costs=costs)
         long_program, batches = whole.program(program.laid.batches)
         recomputed = whole.regions.fixed | decided
-        return lengthened(leanest, whole.short, long_program, batches, recomputed)
+        return with_program(leanest, whole.folding, long_program, batches, recomputed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +22,7 @@ from autopar.capture.randomness import is_random
 from autopar.capture.writes import ValueRange, Write
 from autopar.errors import InvalidInput
 from autopar.precision import Precision
-from autopar.program.segments import Program
+from autopar.program.segments import Program, Segment
 from autopar.strategies import Rule, observed_rule, rule_of
 from autopar.strategies.node_info import info
 
@@ -81,7 +81,8 @@ class Captured:
     # Those of tensors that are computed for nothing, and the modules in which they stand.
     unread_annotations: Mapping[Annotation, str] = field(default_factory=dict)
     kept_bytes: int = 0  # of the tensors in these, on each rank and from step to step
-    program: Program | None = None  # its segments, if they are known
+    program: Program | None = None  # its segments, of the program of a whole batch
+    folding: Folding | None = None  # if one block stands for several: what it stands for
 
     def draw(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
         """The key of one step by placeholder, on the host if not told otherwise."""
@@ -124,10 +125,10 @@ class Captured:
         """The calls of operators, in order: what takes one of several results is none."""
         return tuple(node for node in self.graph.nodes if node.name in self.classes)
 
-    @cached_property
+    @property
     def is_folded(self) -> bool:
         """Whether some block of it stands for several."""
-        return any(info(node).count > 1 for node in self.graph.nodes)
+        return self.folding is not None
 
     @property
     def length(self) -> int:
@@ -161,6 +162,17 @@ class Captured:
     def random(self) -> tuple[fx.Node, ...]:
         """The calls that draw random numbers from torch's generator."""
         return tuple(filter(is_random, self.operators))
+
+
+@dataclass(frozen=True, eq=False)
+class Folding:
+    """The whole program that a folded one stands for."""
+
+    whole: Captured
+    segment: Segment  # of which a block stands for others
+    twins: Mapping[str, str]  # by name of each node of the whole program what stands for it
+    blocks: Sequence[Sequence[str]]  # the nodes of the whole program in each block
+    count: int  # of the blocks that one stands for, where it stands for most
 
 
 def new_key() -> torch.Tensor:

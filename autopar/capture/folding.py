@@ -1,9 +1,8 @@
 """Folding: a captured program of equal blocks as segments, and written out again.
 
     program = in_segments(captured)
-    short = folded(captured)        # None: it has too few equal blocks
-    short.captured                  # the same with a few blocks, one of which stands for many
-    short.in_runs([6, 90])          # with one for 6 blocks, that differ from the next 90
+    short = folded(captured)        # with a few blocks, one of which stands for many
+    in_runs(short.folding, [6, 90]) # with one for 6 blocks, that differ from the next 90
 
 What a step takes is a sum over blocks: many ways to run one are weighed on the short program, and
 the one that is taken is made of the whole one.
@@ -12,11 +11,11 @@ the one that is taken is made of the whole one.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import fx
 
-from autopar.capture.captured import Captured
+from autopar.capture.captured import Captured, Folding
 from autopar.capture.hidden import Needed
 from autopar.capture.marker import ANNOTATE
 from autopar.program.recognition import recognised
@@ -30,55 +29,40 @@ SHOWN = 3, 3  # before and after the block that stands for the others
 LEAST_SHOWN = 2, 1  # that a graph of costs needs, which follows no gathers
 
 
-@dataclass(frozen=True, eq=False)
-class Folded:
-    """A program in which one block stands for many."""
-
-    captured: Captured
-    whole: Captured
-    twins: Mapping[str, str]  # by name of each node of the whole program what stands for it
-    program: Program
-    segment: Segment  # of which a block stands for others
-    shown: tuple[int, int]  # blocks beside it
-    blocks: Sequence[Sequence[str]]  # of the whole program: the names of its nodes, by block
-
-    @property
-    def count(self) -> int:
-        """Return how many blocks one stands for."""
-        return self.segment.count - sum(self.shown)
-
-    def in_runs(self, counts: Sequence[int]) -> Folded:
-        """Return the same where so many blocks in a row are alike, and so many after them."""
-        return _folded(self.whole, self.program.split(self.segment, counts), self.segment, SHOWN)
-
-
-def folded(captured: Captured, shown: tuple[int, int] = SHOWN) -> Folded | None:
-    """Return the program with as few blocks as stand for all; None where it has few, or they differ
-    in what a plan may say of them. `shown`: how many stay as they are."""
-    about = [(node.target, info(node)) for node in captured.graph.nodes]
-    if any(a.checkpoint is not None or a.on_host or to is ANNOTATE for to, a in about):
-        return None
+def folded(captured: Captured, shown: tuple[int, int] = SHOWN) -> Captured:
+    """Return a program with as few blocks as stand for all; the program itself, where it has few,
+    or where they differ in what a plan may say of them. `shown`: how many stay as they are."""
+    facts = [(node.target, info(node)) for node in captured.graph.nodes]
+    if any(a.checkpoint is not None or a.on_host or to is ANNOTATE for to, a in facts):
+        return captured
     program = captured.program
-    if program is None:
-        return None
-    sizes = {
-        one: one.count * len(one.graph.nodes) for one in program.segments if one.count >= LEAST
-    }
-    if not sizes:
-        return None
-    return _folded(captured, program, max(sizes, key=lambda one: sizes[one]), shown)
+    segments = [] if program is None else [s for s in program.segments if s.count >= LEAST]
+    if program is None or not segments:
+        return captured
+    largest = max(segments, key=lambda segment: segment.count * len(segment.graph.nodes))
+    return _folded(captured, program, largest, shown)
+
+
+def in_runs(folding: Folding, counts: Sequence[int]) -> Captured:
+    """Return the program where so many blocks in a row are alike, and so many after them."""
+    whole, segment = folding.whole, folding.segment
+    assert whole.program is not None
+    return _folded(whole, whole.program.split(segment, counts), segment, SHOWN)
 
 
 def _folded(
-    captured: Captured, program: Program, segment: Segment, shown: tuple[int, int]
-) -> Folded:
-    whole, unfolded = unfold(program), unfold(program, shown, segment.graph)
+    whole: Captured, program: Program, segment: Segment, shown: tuple[int, int]
+) -> Captured:
+    long, short = unfold(program), unfold(program, shown, segment.graph)
+    counts = [place.count for place in short.places.values()]
+    if max(counts) == 1:
+        return whole
     blocks = [list[str]() for _ in range(segment.count)]
-    for name, place in whole.places.items():
+    for name, place in long.places.items():
         if place.segment.graph is segment.graph:
             blocks[place.block].append(name)
-    short = _written(captured, unfolded)
-    return Folded(short, captured, whole.twin_in(unfolded), program, segment, shown, blocks)
+    folding = Folding(whole, segment, long.twin_in(short), blocks, max(counts))
+    return replace(_written(whole, short), folding=folding)
 
 
 def in_segments(captured: Captured, least: int) -> Program:

@@ -27,7 +27,7 @@ from autopar.candidates.staged import KnownLines, StagedProgram, StagedWay
 from autopar.candidates.whole import Whole
 from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
-from autopar.capture.folding import LEAST_SHOWN, Folded, folded
+from autopar.capture.folding import LEAST_SHOWN, folded
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
@@ -79,10 +79,10 @@ class Asker:
         self._model, self._request, self._report = model, request, report
         self._annotations, self._pins = parameter_annotations(model), stage_pins(model)
         self.whole_program = captured
-        short = self._shortened(captured)
-        brief = short and folded(captured, LEAST_SHOWN)
-        self.whole = Whole(short, brief, request) if short and brief else None
-        self.program = captured if self.whole is None else self.whole.short.captured
+        self.program = self._short(captured)
+        self.whole: Whole | None = None
+        if self.program.is_folded:
+            self.whole = Whole(self.program, folded(captured, LEAST_SHOWN), request)
         self.is_huge = captured.length > HUGE
         self.was_interrupted = False  # some search for layouts ended with its best so far
         self._askers = cache(self._program_asker)
@@ -136,19 +136,17 @@ class Asker:
         return figures if self.whole is None else self.whole.with_all_regions(figures, candidate)
 
     def finished(self, candidate: Candidate) -> Candidate | None:
-        """Return a way to run the whole program, with axes that are named by what they do. None: it
-        does not take what the short program predicts."""
+        """Return a way with axes that are named by what they do, and the real program of a mix.
+        None: that does not take what is predicted."""
         names = {} if self._request.mesh is not None else axis_roles(candidate)
-        try:
-            if (outline := self._outlines.get(id(candidate))) is not None:
-                cutoff = candidate.seconds * (1 + _SLOWER)
-                whole = outline.mixes.real(outline.way, self._request.memory, cutoff)
-            else:
-                whole = candidate if self.whole is None else self.whole.confirmed(candidate, names)
-        except NotAlike:
-            return None
-        is_named = whole is None or whole.mesh.names != candidate.mesh.names
-        return whole if whole is None or is_named else with_names(whole, names)
+        if (outline := self._outlines.get(id(candidate))) is not None:
+            cutoff = candidate.seconds * (1 + _SLOWER)
+            try:
+                mixed = outline.mixes.real(outline.way, self._request.memory, cutoff)
+            except NotAlike:
+                return None
+            return mixed and with_names(mixed, names)
+        return with_names(candidate, names)
 
     def outline(self, mixes: StageMixes, way: MixedWay) -> Candidate:
         """Return a stand-in for the real program of a mix, which is made when it is finished."""
@@ -164,12 +162,12 @@ class Asker:
             return Constraints(recompute=decided)
         return replace(read_constraints(program, mesh, self._annotations), recompute=decided)
 
-    def _shortened(self, captured: Captured) -> Folded | None:
-        """Return the short program. None: single modules are annotated, or chosen by option."""
+    def _short(self, captured: Captured) -> Captured:
+        """Return the folded program, if no single modules are annotated, or chosen by option."""
         model, request = self._model, self._request
         is_annotated = any(self._annotations) or any(self._pins) or any(marked_regions(model))
         if request.mode != "auto" or is_annotated or request.recompute.modules:
-            return None
+            return captured
         return folded(captured)
 
     def _program_asker(self, program: Captured) -> _ProgramAsker:

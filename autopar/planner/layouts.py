@@ -14,7 +14,6 @@ from functools import partial
 from torch import fx
 
 from autopar.candidates.candidate import Candidate
-from autopar.candidates.lengthened import longer
 from autopar.candidates.request import Request
 from autopar.candidates.state_places import (
     has_something_to_cut,
@@ -22,6 +21,7 @@ from autopar.candidates.state_places import (
     require_agreement,
     require_something_to_cut,
 )
+from autopar.candidates.unfolded import longer
 from autopar.candidates.whole import Whole
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
@@ -222,8 +222,8 @@ class Layouts:
             request = replace(request, captured=self.whole.brief_program(request.batches))
 
         def candidate(decisions: Decisions) -> Candidate:
-            if brief:
-                decisions = longer(decisions, brief, program, request.recompute)
+            if brief and brief.folding:
+                decisions = longer(decisions, brief, brief.folding, program, request.recompute)
             return lay_out(decisions=decisions)
 
         last: list[tuple[Decisions, Candidate]] = []  # whose memory was needed

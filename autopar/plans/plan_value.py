@@ -11,11 +11,12 @@ from torch import fx
 
 from autopar.candidates.alternative import Alternative
 from autopar.candidates.beside import spread_beside
-from autopar.candidates.candidate import Candidate
+from autopar.candidates.candidate import Candidate, OfStep
 from autopar.candidates.laid_out_program import LaidOutProgram
 from autopar.candidates.search_step import SearchStep
 from autopar.candidates.training_step import TrainingStep
 from autopar.candidates.trial import Trial
+from autopar.candidates.unfolded import unfolded
 from autopar.capture.captured import Captured
 from autopar.capture.dynamic import DynamicShapes
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
@@ -37,6 +38,7 @@ from autopar.tensor_type import TensorType
 from autopar.text.progress import Report
 
 AnyPlan = TypeVar("AnyPlan", bound="PlanValue")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,32 @@ class MovementRecord:
     seconds: float  # predicted, forward and backward
 
 
+class OfWholeStep(OfStep[T]):
+    """Like `OfStep`, but of the step with all blocks of the program."""
+
+    def __get__(self, candidate: Any, owner: type) -> Any:
+        return self if candidate is None else self._read(candidate.whole_step)
+
+
 @dataclass(frozen=True)
 class PlanValue(Candidate):
-    """The candidate that was taken, and the options it was planned by. `program` is what runs."""
+    """The candidate that was taken, and the options it was planned by. `program` is what runs.
+
+    Its figures are those of the program that was searched, in which a block may stand for many. All
+    that has names is of the whole program, which is written out when it is asked for.
+    """
+
+    captured = OfWholeStep(lambda step: step.program.captured)
+    decisions = OfWholeStep(lambda step: step.program.decisions)
+    batches = OfWholeStep(lambda step: step.batches)
+    pipelining = OfWholeStep(lambda step: step.pipelining)
+    rewritten = OfWholeStep(lambda step: step.program.rewritten)
+    flow = OfWholeStep(lambda step: step.program.flow)
+    repeats = OfWholeStep(lambda step: step.program.repeats)
+    loss = OfWholeStep(lambda step: step.program.loss)
+    stage_costs = OfWholeStep(lambda step: step.program.stage_costs)
+    stage_line = OfWholeStep(lambda step: step.stage_line)
+    cut = OfWholeStep(lambda step: step.cut)
 
     mode: Mode = "propagate"  # how it was made
     limit: float | None = None  # bytes of each device that the search kept to
@@ -69,6 +94,11 @@ class PlanValue(Candidate):
     strict: bool = False  # whether operators without rules are refused, of later programs too
     # What is told of the searches of later programs.
     progress: Report | bool = field(default=False, compare=False, repr=False)
+
+    @cached_property
+    def whole_step(self) -> TrainingStep:
+        """The step with all blocks of the program."""
+        return unfolded(Candidate(self.step, self.search)).step
 
     @classmethod
     def of(cls: type[AnyPlan], candidate: Candidate, **options: Any) -> AnyPlan:
@@ -182,7 +212,7 @@ class PlanValue(Candidate):
             self.captured,
             self.mesh,
             self.cluster,
-            self.constraints or Constraints(),
+            replace(self.constraints or Constraints(), recompute=self.decisions.recompute),
             self.microbatches,
             self.states,
         ).run()

@@ -12,7 +12,7 @@ import pytest
 import autopar.cost.bucket_prices
 from autopar import Cluster, Mesh
 from autopar.candidates.candidate import Candidate
-from autopar.candidates.lengthened import longer
+from autopar.candidates.unfolded import longer
 from autopar.capture import capture
 from autopar.capture.folding import folded
 from autopar.capture.regions import blocks
@@ -66,17 +66,21 @@ def laid(model: str) -> Both:
     case = MAKERS[model](layers=LAYERS)
     captured = capture(case.model, case.args, case.kwargs)
     short = folded(captured)
-    assert short is not None
-    small, large = cut_batch(short.captured, 2), cut_batch(captured, 2)
+    assert short.folding is not None
+    small, large = cut_batch(short, 2), cut_batch(captured, 2)
     search = LayoutSearch(small.captured, CLUSTER, lambda mesh: Constraints(), microbatches=2)
     decided = search.run([MESH]).decisions
     about = {"line": LINE}
     return Both(
         Candidate.laid_out(small.captured, CLUSTER, decided, small, **about),
         Candidate.laid_out(
-            large.captured, CLUSTER, longer(decided, short, large.captured, {}), large, **about
+            large.captured,
+            CLUSTER,
+            longer(decided, short, short.folding, large.captured, {}),
+            large,
+            **about,
         ),
-        short.count,
+        short.folding.count,
     )
 
 

@@ -193,10 +193,10 @@ def test_a_folded_program_is_recognised_again(name: str) -> None:
     case = CASES[name]()
     captured = capture(case.model, case.args, case.kwargs)
     short = folded(captured)
-    assert short is not None
-    assert len(short.captured.graph.nodes) < len(captured.graph.nodes)
-    assert short.captured.length == captured.length
-    assert_equal(captured, written(short.captured, in_segments(short.captured, 8)))
+    assert short.is_folded
+    assert len(short.graph.nodes) < len(captured.graph.nodes)
+    assert short.length == captured.length
+    assert_equal(captured, written(short, in_segments(short, 8)))
 
 
 @pytest.mark.parametrize("counts", [[6, 12], [1, 16, 1], [18]])

@@ -1,4 +1,8 @@
-"""Lengthened: a way to run a short program, as one to run the program that it stands for."""
+"""Unfolded: a way to run a folded program, as one to run all of its blocks.
+
+unfolded(candidate)                                    # of the whole program
+with_program(candidate, folding, program, batches, regions)   # of one with more blocks
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,10 @@ from typing import TypeVar
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.laid_out_program import LaidOutProgram
 from autopar.candidates.training_step import TrainingStep
-from autopar.capture.captured import Captured
-from autopar.capture.folding import Folded
-from autopar.capture.regions import label_of
+from autopar.capture.captured import Captured, Folding
+from autopar.capture.regions import blocks, label_of
 from autopar.layout import Layout, ParameterPlacement, Placement
-from autopar.passes.microbatches import Microbatches
+from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.pipeline.stages.stage_tables import price_stages
 from autopar.recompute import Recompute
 from autopar.search.decisions import Decisions, Fallback
@@ -22,17 +25,28 @@ from autopar.strategies import Strategy, tensor_inputs
 T = TypeVar("T")
 
 
-def lengthened(
+def unfolded(candidate: Candidate) -> Candidate:
+    """Return the same way to run all blocks of the program."""
+    if (folding := candidate.captured.folding) is None:
+        return candidate
+    batches = candidate.batches and cut_batch(folding.whole, candidate.batches.count)
+    program = folding.whole if batches is None else batches.captured
+    regions = unfolded_regions(
+        candidate.decisions.recompute, candidate.captured, blocks(folding.whole)
+    )
+    return with_program(candidate, folding, program, batches, regions)
+
+
+def with_program(
     candidate: Candidate,
-    short: Folded,
+    folding: Folding,
     program: Captured,
     batches: Microbatches | None,
-    decided: Mapping[str, Recompute],
-    names: Mapping[str, str] | None = None,
+    regions: Mapping[str, Recompute],
 ) -> Candidate:
-    """Return a way to run the whole `program` with the same layouts, states and stages, in as many
-    micro-batches. `decided`: how its regions are recomputed; `names`: other names of axes."""
-    decisions = longer(candidate.decisions, short, program, decided).renamed(names or {})
+    """Return a way to run a `program` with more of the same blocks with the same layouts, states
+    and stages, in as many micro-batches. `regions`: how those of it are recomputed."""
+    decisions = longer(candidate.decisions, candidate.captured, folding, program, regions)
     laid_out = LaidOutProgram.of(
         program, candidate.cluster, decisions, states=candidate.states, line=candidate.line
     )
@@ -44,23 +58,27 @@ def lengthened(
     hardware = longer_candidate.stage_hardware(cut.schedule.placement, float("inf"))
     stages = tuple(price_stages(costs, starts, hardware))
     shared = costs.shared_sums(stages)
-    pipelining = replace(cut, mesh=cut.mesh.renamed(names or {}), stages=stages, shared=shared)
+    pipelining = replace(cut, stages=stages, shared=shared)
     return longer_candidate.changed(candidate.search, pipelining, stage_costs=costs)
 
 
 def longer(
-    known: Decisions, short: Folded, program: Captured, decided: Mapping[str, Recompute]
+    known: Decisions,
+    short: Captured,
+    folding: Folding,
+    program: Captured,
+    regions: Mapping[str, Recompute],
 ) -> Decisions:
     """Return the decisions about a `program` with more of the same blocks, from those `known` about
-    the short one. `decided`: how regions of `program` are recomputed."""
-    nodes = {node.name: node for node in short.captured.graph.nodes}
+    the short one. `regions`: how those of `program` are recomputed."""
+    nodes = {node.name: node for node in short.graph.nodes}
     readers = {reader for _, reader, _ in known.ways}
     replicated = {fallback.node for fallback in known.fallbacks}
     placeholders, strategies = dict[str, Layout](), dict[str, Strategy]()
     apart = dict[str, ParameterPlacement]()
     ways, fallbacks = dict[tuple[str, str, int], tuple[Placement, ...]](), list[Fallback]()
     for node in program.graph.nodes:
-        twin = short.twins.get(node.name, node.name)
+        twin = folding.twins.get(node.name, node.name)
         if twin in known.placeholders:
             placeholders[node.name] = known.placeholders[twin]
         if twin in known.apart:
@@ -81,18 +99,22 @@ def longer(
         fallbacks=tuple(fallbacks),
         ways=ways,
         apart=apart,
-        recompute=dict(decided),
+        recompute=dict(regions),
     )
 
 
-def recomputed(known: Mapping[str, T], short: Folded, regions: Collection[str]) -> dict[str, T]:
-    """Return the decisions about `regions` of the whole program, from those of the short one."""
-    if not known:
+def unfolded_regions(
+    known: Mapping[str, T], short: Captured, regions: Collection[str]
+) -> dict[str, T]:
+    """Return what is known of `regions` of the whole program, from what is `known` of those of the
+    short one."""
+    if not known or short.folding is None:
         return {}
-    nodes = {node.name: node for node in short.captured.operators}
+    nodes = {node.name: node for node in short.operators}
     twins: dict[str, str] = {}
-    for node in short.whole.operators:
-        twin = nodes[short.twins.get(node.name, node.name)]
-        if (region := label_of(node, regions)) and region not in twins:
+    for node in short.folding.whole.operators:
+        twin = nodes.get(short.folding.twins.get(node.name, node.name))
+        region = label_of(node, regions)
+        if region and twin is not None and region not in twins:
             twins[region] = label_of(twin, known) or ""
     return {name: known[twin] for name, twin in twins.items() if twin}
