@@ -30,7 +30,7 @@ from autopar.mesh import Mesh
 from autopar.passes import localize, rewrite
 from autopar.passes.localize import axes_used
 from autopar.placements import from_placements, to_placements
-from autopar.plans.runtime_program import Program
+from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.process_groups import Groups, equalize_group_counts
 from autopar.runtime.execution.eager_program import compile_graph
 from autopar.runtime.parameters.placing import dtensor_wrapper
@@ -62,7 +62,7 @@ def run_region(
 class _CompiledRegion:
     """A compiled region: local tensors in, DTensors out."""
 
-    program: Program
+    program: RuntimeProgram
     run: Callable[..., tuple[Tensor, ...]]
     constants: tuple[Tensor, ...]
     device_mesh: DeviceMesh
@@ -132,7 +132,7 @@ def _compile(
     groups = Groups(mesh, axes_used(graph), [ranks])
     device = next(leaf.to_local().device for leaf in leaves if isinstance(leaf, DTensor))
     local: fx.Graph = localize(graph, mesh, rank, device, groups.name)
-    program = Program(captured, decisions, graph)
+    program = RuntimeProgram(captured, decisions, graph)
     constants = tuple(value.to(device) for value in captured.constants.values())
     return _CompiledRegion(program, compile_graph(local), constants, device_mesh, module)
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.state_places import data_axes
+from autopar.candidates.training_step import TrainingStep
 from autopar.strategies.node_info import info
 
 EXPERT_DIMS = 3  # dims of a parameter that holds a matrix for each expert
@@ -59,6 +60,11 @@ def with_names(candidate: Candidate, names: Mapping[str, str]) -> Candidate:
     if decisions is candidate.decisions:
         return candidate
     named, cut = candidate.with_program(decisions=decisions), candidate.pipelining
-    if cut is not None:
-        named = named.changed(named.search, replace(cut, mesh=cut.mesh.renamed(names)))
-    return named
+    step = TrainingStep(
+        named.step.program,
+        candidate.step.batches,
+        cut and replace(cut, mesh=cut.mesh.renamed(names)),
+        candidate.timeline,
+        renamed=candidate.step,
+    )
+    return replace(candidate, step=step)

@@ -46,6 +46,8 @@ class TrainingStep:
     known_timeline: Timeline | None = field(default=None, compare=False, repr=False)
     known_stage_costs: StageCosts | None = field(default=None, compare=False, repr=False)
     known_cut: StageCut | None = field(default=None, compare=False, repr=False)
+    # A step with other names of axes alone, whose figures are those of this one.
+    renamed: TrainingStep | None = field(default=None, compare=False, repr=False)
 
     @property
     def whole_mesh(self) -> Mesh:
@@ -77,6 +79,8 @@ class TrainingStep:
     @cached_property
     def cost(self) -> Cost:
         """Return the predicted seconds of one step, and their parts."""
+        if self.renamed is not None:
+            return self.renamed.cost
         if self.pipelining is not None and self.timeline is not None:
             return pipeline_cost(self.pipelining, self.program.run, self.timeline)
         return Cost.of(self.program.run, self.microbatches)
@@ -94,6 +98,8 @@ class TrainingStep:
     @cached_property
     def memories(self) -> list[Memory]:
         """Return the predicted bytes of a rank at each place of the pipeline, or of all ranks."""
+        if self.renamed is not None:
+            return self.renamed.memories
         program, size = self.program, self.program.states.buffer_bytes
         if (pipelining := self.pipelining) is None:
             if (memory := program.program_memory) is None:

@@ -99,3 +99,8 @@ def marked_regions(model: nn.Module) -> list[MarkedRegion]:
         for path, module in model.named_modules(remove_duplicate=False)
         if RECOMPUTE in module.__dict__
     ]
+
+
+def is_annotated(model: nn.Module) -> bool:
+    """Whether shard() said something of single modules."""
+    return bool(wishes_of(model) or marked_modules(model) or devices_of(model))

@@ -170,9 +170,32 @@ class Folding:
 
     whole: Captured
     segment: Segment  # of which a block stands for others
-    twins: Mapping[str, str]  # by name of each node of the whole program what stands for it
-    blocks: Sequence[Sequence[str]]  # the nodes of the whole program in each block
-    count: int  # of the blocks that one stands for, where it stands for most
+    shown: Mapping[int, int]  # by block that is shown: for how many it stands
+
+    @property
+    def count(self) -> int:
+        """The blocks that one stands for, where it stands for most."""
+        return max(self.shown.values())
+
+    @cached_property
+    def twins(self) -> Mapping[str, str]:
+        """By name of each node of the whole program what stands for it; others have one name."""
+        segment = self.segment
+        return {
+            segment.node_name(name, block + later): segment.node_name(name, block)
+            for block, count in self.shown.items()
+            for later in range(count)
+            for name in segment.node_names
+        }
+
+    @cached_property
+    def blocks(self) -> Sequence[Sequence[str]]:
+        """The nodes of the whole program in each block."""
+        segment = self.segment
+        return [
+            [segment.node_name(name, block) for name in segment.node_names]
+            for block in range(segment.first, segment.first + segment.count)
+        ]
 
 
 def new_key() -> torch.Tensor:

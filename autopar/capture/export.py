@@ -23,7 +23,6 @@ from torch.utils import _pytree as pytree
 
 from autopar._torch.fake_shapes import grouped_products_of_floats
 from autopar.base.garbage_collection import deferred_collection
-from autopar.capture.annotations import devices_of, marked_modules, wishes_of
 from autopar.capture.assigned import buffers_written
 from autopar.capture.autocasts import (
     active,
@@ -74,7 +73,7 @@ from autopar.capture.hidden import Hiding, Needed
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
 from autopar.capture.joined import mark_joined
-from autopar.capture.left_out import LeftOut, left_out
+from autopar.capture.left_out import is_left_out
 from autopar.capture.listing import operator_name
 from autopar.capture.lookups import require_rows
 from autopar.capture.mapped import trained_anywhere
@@ -175,17 +174,18 @@ def _captured(
                 buffers_written(run, is_kept, noted.lines),
                 changes_noted(run, noted, is_kept),
             ):
-                program, contents = _export(run, mode, own_args, own_kwargs, given, spaces, shown)
+                program, contents, left_out = _export(
+                    run, mode, own_args, own_kwargs, given, spaces, shown
+                )
         with tensors_put_back(run), emptied_afterwards(run, spaces, own):
             effects = settled(noted, run, mode, pytree.tree_unflatten(inputs, input_spec))
         require_casting(program)
         aliases_of(run).require_none(program, run)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
-        read = dict(by_every_name(run))
-        few = LeftOut()
-        if shown is not None and not _is_annotated(model):
-            few = left_out(program.graph)
-        builder = flatten(program, mode, _canonical(copy), held, read, input_spec, fakes, few)
+        fake = {name: one for name, one in held.items() if not is_left_out(name, left_out)}
+        names = _canonical(copy)
+        read = {name: one for name, one in by_every_name(run) if names[name] in fake}
+        builder = flatten(program, mode, names, fake, read, input_spec, fakes)
         keep(builder, effects)
         require_products_of_one_dtype(builder, precision)
         normalise(builder)
@@ -216,7 +216,7 @@ def _export(
     given: str,
     spaces: dict[int, dict[str, Any]],
     shown: int | None,
-) -> tuple[ExportedProgram, list[Content]]:
+) -> tuple[ExportedProgram, list[Content], set[str]]:
     contents, hiding = list[Content](), Hiding()
     try:
         with ExitStack() as stack:
@@ -228,7 +228,7 @@ def _export(
             stack.enter_context(contents_seen(model, contents))
             program = torch.export.export(model, args, kwargs, strict=False)
             hiding.require_unread(program)
-            return program, contents
+            return program, contents, hiding.left_out
     except Exception as error:
         if hiding.is_any:
             raise Needed(None) from error
@@ -243,11 +243,6 @@ def _canonical(model: nn.Module) -> dict[str, str]:
     for name, tensor in by_every_name(model):
         names[name] = first.setdefault(id(tensor), name)
     return names
-
-
-def _is_annotated(model: nn.Module) -> bool:
-    """Whether shard() said something of single modules, which may be of one block alone."""
-    return bool(wishes_of(model) or marked_modules(model) or devices_of(model))
 
 
 def _in_several_dtypes(parameter: fx.Node, precision: Precision) -> StateBytes:

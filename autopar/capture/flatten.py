@@ -33,7 +33,6 @@ from autopar.capture.effects import KEPT
 from autopar.capture.failure import VALUES_REMEDY
 from autopar.capture.graph_builder import GraphBuilder, fake_like, is_mutable
 from autopar.capture.guards import VALUES
-from autopar.capture.left_out import LeftOut
 from autopar.capture.listing import operator_name
 from autopar.capture.mapped import (
     FLAT_APPLY,
@@ -76,21 +75,18 @@ def flatten(
     read: dict[str, torch.Tensor],
     input_spec: pytree.TreeSpec,
     flat_inputs: list[Any],
-    few: LeftOut,
 ) -> GraphBuilder:
-    """The flat graph of `program`, without the blocks that `few` leaves out.
+    """The flat graph of `program`.
 
     `fakes` holds a fake tensor for every parameter and buffer by its name, in the order wanted;
     `names` leads from every name, alias or not, to the name in `fakes`. `read`: as the program
-    reads them, by every name, in the order of an export; it may have left out some (hidden.py).
+    reads them, by every name, in the order of an export. Blocks that are left out have none.
     """
     tied = {alias: name for alias, name in names.items() if alias != name}
     builder = GraphBuilder(mode, tied, input_spec, program.call_spec.out_spec)
     builder.shares_values = not _changes_values(program.graph_module)
-    fakes = {name: fake for name, fake in fakes.items() if not few.has(name)}
-    read = {name: like for name, like in read.items() if not few.has(name)}
     values, held = _placeholders(builder, program, names, fakes, read, flat_inputs)
-    inliner = _Inliner(builder, held, few)
+    inliner = _Inliner(builder, held)
     results = inliner.inline(program.graph_module, values, Region())
     constants = {at: one for at, one in enumerate(results) if not isinstance(one, fx.Node)}
     builder.output_constants.update(constants)
@@ -181,7 +177,6 @@ class _Inliner:
 
     builder: GraphBuilder
     held: dict[str, Any]  # parameters and buffers by name
-    few: LeftOut
     checkpoint: int | None = None  # that what follows stands in
     checkpoints: int = 0  # until here
     kept: Sequence[fx.Node] = ()  # what forward leaves behind in Python
@@ -212,9 +207,6 @@ class _Inliner:
         self.blocks.update(templates_of(nodes, module, values))
         for at, node in enumerate(nodes):
             if node.op == "placeholder" or node in skipped or node.target in (BEGINS, ENDS):
-                continue
-            if node in self.few.twins:
-                values[node] = values[self.few.twins[node]]
                 continue
             if node.target is aten.nonzero.default and (counts := _only_counted(node)) is not None:
                 skipped |= counts  # a loop over it has been followed (each.py)
@@ -431,8 +423,7 @@ class _Inliner:
 def _only_counted(node: fx.Node) -> set[fx.Node] | None:
     """Numbers and checks alone that are made of a value, which nothing else reads."""
     found, waiting = set[fx.Node](), list(node.users)
-    while waiting:
-        user = waiting.pop()
+    for user in waiting:  # which grows meanwhile
         if user.op == "output" or isinstance(user.meta.get("val"), torch.Tensor):
             return None
         found.add(user)
@@ -453,7 +444,7 @@ def _itself(result: Any, detached: dict[fx.Node, fx.Node]) -> Any:
 
 def _gives_first(call: fx.Node) -> bool:
     """Whether a call changes its first argument in place, and gives that."""
-    target: Any = call.target
-    given = [one.alias_info for one in target._schema.returns] if is_mutable(target) else []
-    writes = len(given) == 1 and given[0] is not None and given[0].is_write
-    return writes and "out" not in call.kwargs
+    if not is_mutable(target := call.target) or "out" in call.kwargs:
+        return False
+    returns = target._schema.returns  # type: ignore[union-attr]
+    return len(returns) == 1 and bool(returns[0].alias_info) and returns[0].alias_info.is_write

@@ -53,16 +53,12 @@ def in_runs(folding: Folding, counts: Sequence[int]) -> Captured:
 def _folded(
     whole: Captured, program: Program, segment: Segment, shown: tuple[int, int]
 ) -> Captured:
-    long, short = unfold(program), unfold(program, shown, segment.graph)
-    counts = [place.count for place in short.places.values()]
-    if max(counts) == 1:
+    short = unfold(program, shown, segment.graph)
+    places = (place for place in short.places.values() if place.segment.graph is segment.graph)
+    blocks = {place.block: place.count for place in places}
+    if max(blocks.values()) == 1:
         return whole
-    blocks = [list[str]() for _ in range(segment.count)]
-    for name, place in long.places.items():
-        if place.segment.graph is segment.graph:
-            blocks[place.block].append(name)
-    folding = Folding(whole, segment, long.twin_in(short), blocks, max(counts))
-    return replace(_written(whole, short), folding=folding)
+    return replace(_written(whole, short), folding=Folding(whole, segment, blocks))
 
 
 def in_segments(captured: Captured, least: int) -> Program:
@@ -78,7 +74,7 @@ def whole_of(captured: Captured, names: Collection[str]) -> Captured:
     """
     program = in_segments(captured, FEWEST)
     whole = written(captured, program) if program.is_folded else captured
-    if {*whole.parameters.values(), *whole.buffers.values()} != {*names}:
+    if sorted([*whole.parameters.values(), *whole.buffers.values()]) != sorted(names):
         raise Needed(None)
     return replace(whole, program=program)
 

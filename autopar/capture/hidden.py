@@ -33,7 +33,8 @@ class Hiding:
     """The blocks of a model whose tensors are hidden, and whether forward asks for them."""
 
     def __init__(self) -> None:
-        self.is_any = False
+        self.is_any = False  # nor blocks that export is not shown
+        self.left_out = set[str]()  # the paths of these
         self._is_running = False
         self._needed: Needed | None = None
         self._hidden: dict[int, list[Any]] = {}  # of each block, by identity
@@ -43,7 +44,7 @@ class Hiding:
         """Within, the modules of these blocks are without their tensors."""
         spaces = [vars(module) for block in blocks for module in block.modules()]
         before = [{kind: space[kind] for kind in _KINDS} for space in spaces]
-        self.is_any = bool(spaces)
+        self.is_any |= bool(spaces)
         try:
             for space, held in zip(spaces, before):
                 space.update({kind: _Hidden(one, self) for kind, one in held.items()})

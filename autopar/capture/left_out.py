@@ -1,62 +1,75 @@
-"""Left out: of many calls of equal blocks in a row a few are written out, and the others counted.
+"""Left out: of equal blocks in a row, export is shown the first and the last few.
 
-    again 0, again 1, again 2, again 3, ..., again 95      in what export gives
-    again 0, again 1, again 2, again 93, again 94, again 95
+    called     0, 1, 2, 3, 4, 5, 6, ..., 91, 92, 93, 94, 95
+    exported   0, 1, 2, 3, 4, 5,             92, 93, 94, 95
 
-That the blocks are equal is proved (repeated.py). The number in the names of modules tells how many
-are missing between two that are written; whoever reads the last of the missing ones reads the last
-one before them.
+A block in the middle is called, and what it reads of its modules is compared. If this is as in the
+block before, and what it is given comes from where that one's came from, it returns stand-ins:
+tensors that export does not know. The first block behind the middle reads the last real ones.
+Whoever else looks into a stand-in makes capture begin again, with all blocks.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any
 
-from torch import fx
+from torch import Tensor
 
-from autopar.capture.source import of_stack
-from autopar.capture.templates import AGAIN
-from autopar.program.rows import rows
+from autopar.capture.graph_builder import fake_like
 
-_BEFORE, _AFTER = 4, 4  # that are written: some of these may read or be read otherwise
-_FEWEST = 4  # that are worth leaving out
+BEFORE, AFTER = 5, 4  # blocks that are shown; the outermost are often read otherwise
 
 
-@dataclass(frozen=True)
 class LeftOut:
-    """The calls of an exported graph that are not written out."""
+    """The blocks that are left out, and the tensors that stand for what they make."""
 
-    # With the ones that stand for them.
-    twins: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
-    paths: Collection[str] = ()  # of their modules
+    def __init__(self) -> None:
+        self._calls = 0
+        # By identity of what a block made: the number of its call, and which of its results it is.
+        self._sources: dict[int, tuple[int, int]] = {}
+        self._real: dict[int, Tensor] = {}  # by identity of a stand-in: what it stands for
+        self._turns: dict[tuple[int, ...], list[list[Tensor]]] = {}  # by identity of results
+        self._alive: list[Tensor] = []  # identities are not used twice
 
-    def has(self, name: str) -> bool:
-        """Return whether a parameter or buffer is of a block that is left out."""
-        parts = name.split(".")
-        return any(".".join(parts[:count]) in self.paths for count in range(1, len(parts)))
+    def without_stand_ins(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return the flat arguments of a call with real tensors in the place of stand-ins."""
+        return [self._real.get(id(leaf), leaf) for leaf in leaves]
+
+    def has_stand_ins(self, leaves: Sequence[Any]) -> bool:
+        """Return whether some of the arguments are stand-ins."""
+        return any(id(leaf) in self._real for leaf in leaves)
+
+    def sources(self, leaves: Sequence[Any]) -> Hashable:
+        """Return where tensors come from: of which call before, or from anywhere else."""
+        sources = list[Hashable]()
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                call, position = self._sources.get(id(leaf), (None, id(leaf)))
+                sources.append((None if call is None else self._calls - call, position))
+        return tuple(sources)
+
+    def note(self, results: Sequence[Tensor]) -> None:
+        """Remember what a block has made."""
+        for position, tensor in enumerate(results):
+            self._sources[id(tensor)] = self._calls, position
+            self._alive.append(tensor)
+        self._calls += 1
+
+    def stand_ins(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors that stand for these, of the last block that is shown. Blocks take two
+        turns: where something is read later than by the next but one, sources tell."""
+        turns = self._turns.setdefault(tuple(map(id, results)), [])
+        if len(turns) < 2:
+            stand_ins = [fake_like(tensor.fake_mode, tensor) for tensor in results]  # type: ignore
+            self._real |= {id(x): tensor for x, tensor in zip(stand_ins, results)}
+            turns.append(stand_ins)
+        else:
+            turns.reverse()
+        return turns[-1]
 
 
-def left_out(graph: fx.Graph) -> LeftOut:
-    """Return what need not be written out of an exported graph."""
-    twins = dict[fx.Node, fx.Node]()
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-    for row in rows(calls, _facts, lambda given: given):
-        targets = {node.target for node in row.inside}
-        is_of_blocks = AGAIN in targets and targets <= {AGAIN, operator.getitem}
-        if is_of_blocks and row.count >= _BEFORE + _AFTER + _FEWEST:
-            first = row.start + _BEFORE * row.period
-            for at in range(first, row.end - _AFTER * row.period):
-                twins[calls[at]] = calls[first - row.period + (at - first) % row.period]
-    return LeftOut(twins, {str(node.args[1]) for node in twins if node.target is AGAIN})
-
-
-def _facts(node: fx.Node) -> Hashable:
-    """Return what a call of an exported graph is, wherever it stands."""
-    if node.target is AGAIN:
-        number, _, forms, _ = node.args
-        return AGAIN, number, forms, of_stack(node.meta.get("stack_trace"))
-    if node.target is operator.getitem:
-        return node.target, node.args[1]
-    return node
+def is_left_out(name: str, paths: Collection[str]) -> bool:
+    """Return whether a parameter or buffer is of a block at one of these paths."""
+    parts = name.split(".") if paths else []
+    return any(".".join(parts[:count]) in paths for count in range(1, len(parts)))

@@ -8,6 +8,7 @@ which code `ran`, functions that did not run lead nowhere.
 from __future__ import annotations
 
 import dis
+import operator
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
@@ -84,7 +85,13 @@ class Named:
         return found
 
     def is_as_before(self) -> bool:
-        return all(is_equal(before, read()[1]) for _, read, before in self._held)
+        for _, read, before in self._held:
+            now = read()[1]
+            # Identities are compared first, which is quick; what is not the same one by one.
+            is_same = len(now) == len(before) and all(map(operator.is_, now, before))
+            if not is_same and not is_equal(before, now):
+                return False
+        return True
 
     def _reader(self, value: Any, asked: _Names) -> tuple[Callable[[], _Found], _Names] | None:
         """What gives what a value leads to, now; and what is asked of that."""

@@ -11,90 +11,41 @@ ran, or an object is held, of which it cannot be told what that reads (`named.py
 from __future__ import annotations
 
 import functools
-import operator
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar._torch.export_graph import traced_node
 from autopar._torch.modules import has_code_around_forward
-from autopar._torch.tensors import memory_of
-from autopar.capture.attributes import Reads, has_same, is_equal, noted
+from autopar.capture.annotations import is_annotated
+from autopar.capture.attributes import has_same, is_equal, noted
 from autopar.capture.autocasts import active
 from autopar.capture.decisions import ValueQueries
-from autopar.capture.fake import FakeTensor
+from autopar.capture.followed_blocks import (
+    FollowedBlock,
+    call_form,
+    form_of,
+    is_alone,
+    is_made,
+    is_same_program,
+    node_of,
+    note_results,
+    tensors_in,
+)
 from autopar.capture.hidden import Hiding
 from autopar.capture.hooks import replaced, while_it_runs
+from autopar.capture.left_out import AFTER, BEFORE, LeftOut
 from autopar.capture.model_tensors import by_every_name
-from autopar.capture.named import Named
-from autopar.capture.object_contents import PLAIN
-from autopar.capture.ran import Ran
-from autopar.capture.source import of_stack
-from autopar.capture.templates import AGAIN, BEGINS, ENDS
+from autopar.capture.templates import BEGINS, ENDS
 
 FEWEST = 3  # of a kind: two are followed anyway
 _KINDS = 8  # at most, of those that differ in what forward reads
 WORTH_HIDING = 200  # tensors: to begin again, where it goes wrong, takes export as long as these
-
-
-_SWITCHES = (
-    operator.getitem,
-    torch._C._set_grad_enabled,
-    torch.amp.autocast_mode._enter_autocast,
-    torch.amp.autocast_mode._exit_autocast,
-)
-_ROOT = "_export_root."  # what export wraps a model in while it is followed
-
-
-@dataclass(eq=False)
-class _Followed:
-    """A block that was followed in full."""
-
-    number: int
-    block: nn.Module
-    path: str
-    call: Hashable  # how it was called
-    nodes: list[fx.Node] = field(default_factory=list)
-    given: list[fx.Node] = field(default_factory=list)
-    results: list[fx.Node] = field(default_factory=list)
-    tensors: dict[str, fx.Node] = field(default_factory=dict)  # its own, by name
-    forms: str = ""  # of what it makes
-    spec: pytree.TreeSpec | None = None
-    # Of each leaf of its output: which of the given, or made, tensors it is; or what else.
-    leaves: list[tuple[str, Any]] = field(default_factory=list)
-    is_apart: bool = True  # it reads and makes nothing that others see
-    is_proved: bool = False  # another one was the same
-
-    def __post_init__(self) -> None:
-        self.reads = Reads(self.block)
-        self.ran = Ran()
-        self.named = self.leads_to(self.ran)
-
-    def leads_to(self, ran: Ran) -> Named:
-        """What its modules keep, and what that and functions that `ran` lead to."""
-        return Named(*self.block.modules(), *ran.functions(), ran=ran.found)
-
-    def has_known_code(self, like: _Followed) -> bool:
-        """Whether its code ran for a block like it, and is of functions that something leads to."""
-        own = self.ran.own
-        is_known = self.ran.is_known and self.named.is_whole
-        return is_known and own <= self.named.codes and own <= like.ran.found.keys()
-
-    def again(self, path: str, leaves: Sequence[Any]) -> Any:
-        """What an equal block makes of such a call."""
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        made = AGAIN(self.number, path, self.forms, given)
-        found = {"given": given, "made": made}
-        results = [found[kind][of] if kind in found else of for kind, of in self.leaves]
-        assert self.spec is not None
-        return pytree.tree_unflatten(results, self.spec)
 
 
 @contextmanager
@@ -107,9 +58,13 @@ def blocks_followed_once(model: nn.Module, shown: int | None) -> Iterator[Hiding
     hidden = dict[nn.Module, int]()
     if shown is not None and not has_code_around_forward(model):  # else somebody may look unseen
         hidden = _worth_hiding(model, blocks, shown)
+        follower.leaves_out = not is_annotated(model)
+    follower.sizes.update(kind for _, _, kind in blocks)
+    places = Counter[Hashable]()
     with ExitStack() as stack:
         for path, block, kind in blocks:
-            around = follower.around(path, block, kind, hidden.get(block))
+            around = follower.around(path, block, kind, hidden.get(block), places[kind])
+            places[kind] += 1
             block.__dict__["forward"] = around
             stack.callback(block.__dict__.pop, "forward")
         stack.enter_context(follower.hiding.of(model, hidden))
@@ -133,9 +88,9 @@ def _worth_hiding(
     found: dict[nn.Module, int] = {}
     for _, block, kind in blocks:
         count[kind] += 1
-        if count[kind] > shown and all(len(names[id(one)]) == 1 for _, one in _tensors(block)):
+        if count[kind] > shown and all(len(names[id(one)]) == 1 for _, one in tensors_in(block)):
             found[block] = 2 * count[kind]
-    many = sum(len([*_tensors(block)]) for block in found)
+    many = sum(len([*tensors_in(block)]) for block in found)
     return found if many >= WORTH_HIDING else {}
 
 
@@ -143,13 +98,14 @@ class _Follower:
     """Follows each kind of block."""
 
     def __init__(self) -> None:
-        self.kinds: dict[Hashable, list[_Followed]] = {}
+        self.kinds: dict[Hashable, list[FollowedBlock]] = {}
         self.count = 0
-        self.now: _Followed | None = None  # the one that is being followed
-        self.hiding = Hiding()
-        self.placeholders: dict[
-            str, fx.Node | None
-        ] = {}  # of parameters and buffers that are shown
+        self.now: FollowedBlock | None = None  # the one that is being followed
+        self.hiding, self.left_out, self.leaves_out = Hiding(), LeftOut(), False
+        self.sizes = Counter[Hashable]()  # blocks of each kind
+        self.last_form: tuple[Sequence[Any], Hashable | None] | None = None
+        # Of parameters and buffers that are shown.
+        self.placeholders: dict[str, fx.Node | None] = {}
 
     @contextmanager
     def knows(self, model: nn.Module) -> Iterator[None]:
@@ -161,7 +117,7 @@ class _Follower:
         """Whether the tensors of a block are those that are given to the program by its name."""
         return all(
             self.placeholders.get(f"{path}.{name}") is traced_node(tensor)[0] is not None
-            for name, tensor in _tensors(block)
+            for name, tensor in tensors_in(block)
         )
 
     def leaves_doubt(self) -> None:
@@ -170,18 +126,20 @@ class _Follower:
             self.now.is_apart = False
 
     def around(
-        self, path: str, block: nn.Module, kind: Hashable, needed: int | None
+        self, path: str, block: nn.Module, kind: Hashable, needed: int | None, place: int
     ) -> Callable[..., Any]:
-        """Its forward; of one whose tensors are hidden, how many are `needed` to follow it."""
+        """Its forward; of one whose tensors are hidden, how many are `needed` to follow it.
+        `place`: among the blocks of its kind."""
         forward = block.forward
         known = self.kinds.setdefault(kind, [])
 
         @functools.wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            said = _said(leaves) if self.now is None and _is_plain(spec) else None
+            given, spec = pytree.tree_flatten((args, kwargs))
+            leaves = self.left_out.without_stand_ins(given)
+            said = self._form(leaves) if self.now is None and _is_plain(spec) else None
             if said is None:
-                if needed is not None:
+                if needed is not None or self.left_out.has_stand_ins(given):
                     self.hiding.need()
                 return forward(*args, **kwargs)
             how = said, spec, active()
@@ -197,28 +155,55 @@ class _Follower:
                 has_its_own = self.has_its_own(path, block)
             elif not (has_its_own := self.hiding.is_untouched(block)):
                 self.hiding.need()
+            sources = self.left_out.sources(given)
             if like is not None and like.is_apart and like.is_proved and has_its_own:
-                return like.again(path, leaves)
-            if needed is not None:
+                is_next = like.is_next(place, sources)
+                is_inside = like.row >= BEFORE < place < self.sizes[kind] - AFTER
+                if is_next and is_inside and self.leaves_out:
+                    made = self._stand_ins(path, like)
+                    return like.output(given, made)
+                if not is_next and self.left_out.has_stand_ins(given):
+                    self.hiding.need()
+                made = like.again(path, leaves)
+                self.left_out.note(made)
+                like.shown = made
+                return like.output(given, made)
+            if needed is not None or self.left_out.has_stand_ins(given):
                 self.hiding.need(needed)
             if len(known) >= _KINDS or (like is not None and not like.is_apart):
                 return forward(*args, **kwargs)
             self.count += 1
-            now = _Followed(self.count, block, path, how, is_apart=has_its_own)
+            now = FollowedBlock(self.count, block, path, how, is_apart=has_its_own)
+            (like or now).is_next(place, sources)
             made = self._follow(now, like or now, forward, args, kwargs, leaves)
+            self.left_out.note(now.shown)
             if like is None:
                 known.append(now)
             else:
-                like.is_apart = now.is_apart and _is_same_program(like, now)
+                like.is_apart = now.is_apart and is_same_program(like, now)
                 like.is_proved = True
             return made
 
         return call
 
+    def _form(self, leaves: Sequence[Any]) -> Hashable | None:
+        """How a block is called. Among blocks that are left out, each is called as the last."""
+        if self.last_form is None or not is_equal(leaves, self.last_form[0]):
+            self.last_form = leaves, call_form(leaves)
+        return self.last_form[1]
+
+    def _stand_ins(self, path: str, like: FollowedBlock) -> list[Tensor]:
+        """What a block makes that export is not shown."""
+        self.hiding.is_any = True
+        self.hiding.left_out.add(path)
+        made = self.left_out.stand_ins(like.shown)
+        self.left_out.note(made)
+        return made
+
     def _follow(
         self,
-        now: _Followed,
-        like: _Followed,
+        now: FollowedBlock,
+        like: FollowedBlock,
         forward: Callable[..., Any],
         args: Any,
         kwargs: Any,
@@ -226,10 +211,10 @@ class _Follower:
     ) -> Any:
         """Run `forward`, and note what it reads, keeps and makes."""
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        now.given = [_node(leaf) for leaf in given]
-        own = dict(_tensors(now.block))
-        now.tensors = {name: _node(tensor) for name, tensor in own.items()}
-        forms = [*map(_form, own.values())]
+        now.given = [node_of(leaf) for leaf in given]
+        own = dict(tensors_in(now.block))
+        now.tensors = {name: node_of(tensor) for name, tensor in own.items()}
+        forms = [*map(form_of, own.values())]
         BEGINS(now.number, now.path, given)
         last = next(reversed(now.given[0].graph.nodes))
         before = now.leads_to(like.ran), [leaf._version for leaf in given]
@@ -246,121 +231,15 @@ class _Follower:
         is_same &= is_equal(leaves, after[0]) and spec == after[1]
         now.named = now.leads_to(now.ran)
         is_same &= now.reads.is_whole and now.has_known_code(like)
-        now.is_apart &= is_same and _note_results(now, made, given)
+        now.is_apart &= is_same and note_results(now, made, given)
         node = last.next
         while node.op != "root":
             now.nodes.append(node)
             node = node.next
-        now.is_apart &= _is_alone(now) and forms == [*map(_form, own.values())]
+        now.is_apart &= is_alone(now) and forms == [*map(form_of, own.values())]
         if now.is_apart:
-            ENDS(now.number, [x for x in pytree.tree_leaves(made) if _is_made(x, given)])
+            ENDS(now.number, [x for x in pytree.tree_leaves(made) if is_made(x, given)])
         return made
-
-
-def _tensors(block: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from block.named_parameters()
-    yield from block.named_buffers()
-
-
-def _note_results(now: _Followed, made: Any, given: Sequence[Tensor]) -> bool:
-    """Note what a block gives; whether a call can stand for it."""
-    leaves, now.spec = pytree.tree_flatten(made)
-    learns = any(x.requires_grad for x in given)
-    seen, memories = list[Tensor](), {memory_of(x) for x in given}
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            now.leaves.append(("plain", leaf))
-            if type(leaf) not in PLAIN:
-                return False
-            continue
-        place = next((i for i, x in enumerate(given) if x is leaf), None)
-        if place is not None:
-            now.leaves.append(("given", place))
-            continue
-        said = _said([leaf])
-        is_floating = leaf.is_floating_point() or leaf.is_complex()
-        is_plain = said is not None and leaf.device == given[0].device and is_floating
-        if not is_plain or leaf.requires_grad != learns or memory_of(leaf) in memories:
-            return False
-        if leaf.storage_offset() or leaf.is_leaf:
-            return False
-        memories.add(memory_of(leaf))
-        now.leaves.append(("made", len(seen)))
-        seen.append(leaf)
-    now.results = [_node(leaf) for leaf in seen]
-    now.forms = "|".join(map(_written, seen))
-    return bool(seen)
-
-
-def _written(made: Tensor) -> str:
-    shape, stride = (",".join(map(str, numbers)) for numbers in (made.shape, made.stride()))
-    return ";".join((shape, stride, str(made.dtype).removeprefix("torch.")))
-
-
-def _is_made(leaf: Any, given: Sequence[Tensor]) -> bool:
-    return isinstance(leaf, Tensor) and all(leaf is not x for x in given)
-
-
-def _is_alone(now: _Followed) -> bool:
-    """Whether the operators of a block read what it is given, placeholders, and each other."""
-    known = {*now.nodes, *now.given}
-    return all(
-        node.op == "call_function"
-        and _is_plain_call(node.target)
-        and all(one in known or one.op == "placeholder" for one in node.all_input_nodes)
-        for node in now.nodes
-    )
-
-
-def _is_plain_call(target: Any) -> bool:
-    if isinstance(target, torch._ops.OpOverload):
-        return target.namespace != "autopar" or target.name() == "autopar::border"
-    return target in _SWITCHES
-
-
-def _is_same_program(one: _Followed, other: _Followed) -> bool:
-    """Whether two blocks are the same, node for node."""
-    if len(one.nodes) != len(other.nodes) or one.tensors.keys() != other.tensors.keys():
-        return False
-    same = {node: other.tensors[name] for name, node in one.tensors.items()}
-    same |= dict(zip(one.given, other.given, strict=True))
-    same |= dict(zip(one.nodes, other.nodes))
-    for node, twin in zip(one.nodes, other.nodes):
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: same.get(x, x))
-        border = getattr(node.target, "_schema", None)
-        if border is not None and border.name == "autopar::border":
-            args = twin.args  # they are numbered in turn
-        if (node.op, node.target, args, kwargs) != (twin.op, twin.target, twin.args, twin.kwargs):
-            return False
-        if _values(node) != _values(twin) or _origin(node, one) != _origin(twin, other):
-            return False
-    results = [same.get(node) for node in one.results]
-    return (results, one.leaves, one.spec) == (other.results, other.leaves, other.spec)
-
-
-def _values(node: fx.Node) -> Hashable:
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    return tuple(_form(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-
-
-def _origin(node: fx.Node, of: _Followed) -> Hashable:
-    """Which module and line a node of a block is of."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next(reversed(stack.values()), ("",))[0] if stack else ""
-    path = path.removeprefix(_ROOT)
-    inside = path == of.path or path.removeprefix(of.path + ".")
-    return inside, of_stack(node.meta.get("stack_trace"))
-
-
-def _node(tensor: Tensor) -> fx.Node:
-    node = traced_node(tensor)[0]
-    assert node is not None
-    return node
-
-
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    place = tensor.stride(), tensor.storage_offset(), tensor.device
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, *place
 
 
 def _is_plain(spec: pytree.TreeSpec) -> bool:
@@ -368,28 +247,6 @@ def _is_plain(spec: pytree.TreeSpec) -> bool:
     if spec.is_leaf():
         return True
     return spec.type in (tuple, list, dict, OrderedDict) and all(map(_is_plain, spec.children()))
-
-
-def _said(leaves: Sequence[Any]) -> Hashable | None:
-    """How something is called: equal for calls that are alike; None where that cannot be said."""
-    if not torch.is_grad_enabled():  # its weights are detached where the region begins
-        return None
-    said, tensors, memories = list[Any](), list[int](), list[int]()
-    for leaf in leaves:
-        if type(leaf) in PLAIN:
-            said.append((type(leaf), leaf))
-            continue
-        if not isinstance(leaf, FakeTensor) or leaf.constant is not None:
-            return None
-        if isinstance(leaf, nn.Parameter) or traced_node(leaf)[0] is None:
-            return None
-        if any(type(number) is not int for number in (*leaf.shape, *leaf.stride())):
-            return None
-        tensors.append(id(leaf))
-        memories.append(memory_of(leaf))
-        first = tensors.index(id(leaf)), memories.index(memory_of(leaf))
-        said.append((*_form(leaf), leaf.is_leaf, first))
-    return tuple(said) if tensors else None
 
 
 def _names(model: nn.Module) -> dict[int, list[str]]:
@@ -440,6 +297,6 @@ def _kind_of(block: nn.Module, start: str, names: Mapping[int, list[str]]) -> Ha
                 every = names[id(tensor)] if tensor is not None else []
                 is_own = all(one.startswith(start) for one in every)
                 whose = [one.removeprefix(start) for one in every] if is_own else every[:1]
-                form = None if tensor is None else (type(tensor), *_form(tensor))
+                form = None if tensor is None else (type(tensor), *form_of(tensor))
                 kind.append((name, form, is_own, *whose))
     return tuple(kind)

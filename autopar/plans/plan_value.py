@@ -29,7 +29,7 @@ from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.passes.stages import split_stages
 from autopar.plans.fallbacks import FallbackCost, fallback_costs
 from autopar.plans.restaged import forward_batches, restage, without_gradients
-from autopar.plans.runtime_program import Program
+from autopar.plans.runtime_program import RuntimeProgram
 from autopar.search.constraints import Constraints
 from autopar.search.cost_graph_builder import CostGraphBuilder, MeshCostGraph
 from autopar.strategies.node_info import info
@@ -110,9 +110,9 @@ class PlanValue(Candidate):
         return replace(self, trials=trials)
 
     @cached_property
-    def program(self) -> Program:
+    def program(self) -> RuntimeProgram:
         """The rewritten program of all ranks."""
-        program = Program(
+        program = RuntimeProgram(
             self.captured,
             self.decisions,
             self.rewritten,
@@ -125,7 +125,7 @@ class PlanValue(Candidate):
         return replace(program, pipelining=self.pipelining, stages=stages)
 
     @cached_property
-    def whole_program(self) -> Program:
+    def whole_program(self) -> RuntimeProgram:
         """The program of a whole batch, for calls that are no steps.
 
         It runs in one go, or forward through the stages of a pipeline.
@@ -135,7 +135,7 @@ class PlanValue(Candidate):
         return self.program if self.batches is None else self._companion(self.batches.whole)
 
     @cached_property
-    def program_with_outputs(self) -> Program:
+    def program_with_outputs(self) -> RuntimeProgram:
         """The program of a step that gives outputs beside the loss."""
         if self.batches is None:
             return self.program
@@ -151,7 +151,7 @@ class PlanValue(Candidate):
         program = self._with_outputs(batches.captured, batches)
         return program if self.pipelining is None else restage(self, program)
 
-    def _with_outputs(self, captured: Captured, batches: Microbatches) -> Program:
+    def _with_outputs(self, captured: Captured, batches: Microbatches) -> RuntimeProgram:
         """Return the program of a step with more outputs, by the decisions of the step."""
         decisions = self.decisions
         if {node.name for node in captured.operators} != {n.name for n in self.captured.operators}:
@@ -164,12 +164,12 @@ class PlanValue(Candidate):
         )
         return self._program_of(Candidate(TrainingStep(program, batches)))
 
-    def _companion(self, captured: Captured, batches: Microbatches | None = None) -> Program:
+    def _companion(self, captured: Captured, batches: Microbatches | None = None) -> RuntimeProgram:
         """Return another program on the parameters of this one; layouts spread from theirs."""
         return self._program_of(spread_beside(self, self.mode, captured, batches))
 
-    def _program_of(self, candidate: Candidate) -> Program:
-        return Program(
+    def _program_of(self, candidate: Candidate) -> RuntimeProgram:
+        return RuntimeProgram(
             candidate.captured,
             candidate.decisions,
             candidate.rewritten,
@@ -177,7 +177,7 @@ class PlanValue(Candidate):
             buffer_bytes=self.states.buffer_bytes,
         )
 
-    def forward_program(self, captured: Captured, count: int) -> Program:
+    def forward_program(self, captured: Captured, count: int) -> RuntimeProgram:
         """Return the program of a call in a pipeline, of this batch and mode or of others.
 
         It runs in `count` micro-batches where their outputs make those of the batch, else in one

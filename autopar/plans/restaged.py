@@ -22,11 +22,11 @@ from autopar.passes.stages import split_stages
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule, forward_only, forward_then_backward
 from autopar.pipeline.schedules import schedule as make_schedule
-from autopar.plans.runtime_program import Program
+from autopar.plans.runtime_program import RuntimeProgram
 from autopar.strategies.node_info import info
 
 
-def restage(plan: Candidate, program: Program, *, forward: bool = False) -> Program:
+def restage(plan: Candidate, program: RuntimeProgram, *, forward: bool = False) -> RuntimeProgram:
     """Return `program` in the stages of the pipeline of `plan`, whose parameters it reads.
 
     As many micro-batches go through the stages as `program` has.

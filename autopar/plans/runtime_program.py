@@ -1,4 +1,4 @@
-"""Program: the planned program that the runtime carries out, and the check of its inputs."""
+"""RuntimeProgram: the planned program that the runtime carries out, and the check of its inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopar.tensor_type import TensorType
 
 
 @dataclass(frozen=True)
-class Program:
+class RuntimeProgram:
     """One program for all ranks of a mesh, with the names of everything that goes in and out."""
 
     captured: Captured

@@ -24,7 +24,7 @@ _OF_A_PLACE = {"val", "module", "checkpoint", "count"}
 
 
 def number_calls(graph: fx.Graph) -> dict[str, int]:
-    """A number for each call of an operator by its name; calls with the same number are alike.
+    """Return a number for each call of an operator by its name; calls with one number are alike.
 
     They have the same operator and constants, the same shapes and dtypes of tensors, and the
     same of their inputs are one tensor."""
@@ -45,8 +45,8 @@ def _described(node: fx.Node) -> tuple[Any, ...]:
 
 
 def constants_of(node: fx.Node, names: Mapping[fx.Node, object]) -> str:
-    """What a call is given, with names for the tensors. Which of a program's draws it makes, and
-    where a piece of it starts, is nothing by which calls differ: the shape of all of it is."""
+    """Return what a call is given, with names for the tensors. Which of a program's draws it makes,
+    and where a piece of it starts, is nothing by which calls differ: the shape of all of it is."""
     args = [f"draw of {a.shape}" if isinstance(a, DrawPlace) else a for a in node.args]
     return repr(fx.map_arg((args, node.kwargs), names.__getitem__))  # type: ignore[arg-type]
 
@@ -60,7 +60,7 @@ def _form(value: fx.Node) -> tuple[Any, ...]:
 
 
 class _Slot:
-    """Stands for a tensor argument in the description of a call."""
+    """A tensor argument in the description of a call."""
 
     def __init__(self, index: int) -> None:
         self.index = index

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch import fx
 
@@ -37,6 +38,18 @@ class Segment:
         """Return the name in one block of what has a name in the first."""
         numbered = self.names.get(path)
         return path if numbered is None else numbered.of(block)
+
+    def node_name(self, name: str, block: int) -> str:
+        """Return the name of a node in one block; `name`: in the graph."""
+        if name in self.own:
+            return self.name(name, block)
+        return name if block == 0 else f"{name}__{block}"
+
+    @cached_property
+    def node_names(self) -> tuple[str, ...]:
+        """Return the names in the graph of what each block has of its own."""
+        calls = (node.name for node in self.graph.nodes if node.op != "placeholder")
+        return (*self.own, *calls)
 
     def __str__(self) -> str:
         paths = [name for name in self.names.values() if not name.after]

@@ -37,15 +37,6 @@ class Unfolded:
     graph: fx.Graph
     places: Mapping[str, Place]
 
-    def twin_in(self, other: Unfolded) -> dict[str, str]:
-        """Return by name the node of another graph of the same program that stands for each."""
-        names = {
-            (place.name, place.block + later): name
-            for name, place in other.places.items()
-            for later in range(place.count)
-        }
-        return {name: names[place.name, place.block] for name, place in self.places.items()}
-
 
 def unfold(
     program: Program, shown: tuple[int, int] | None = None, folded: fx.Graph | None = None
@@ -89,7 +80,7 @@ class _Writer:
             for block, count in self._blocks(segment):
                 for name in inputs.names:
                     source = sources[name]
-                    placeholder = self._input(source, segment.name(name, block))
+                    placeholder = self._input(source, segment.node_name(name, block))
                     self._mark(placeholder, source, segment, block, count)
                     self.own_inputs[block, name] = placeholder
 
@@ -123,7 +114,7 @@ class _Writer:
                 here[source] = self.own_inputs[block, name] if is_own else self.values[name]
                 continue
             args, kwargs = fx.map_arg((source.args, source.kwargs), here.__getitem__)
-            name = name if block == 0 else f"{name}__{block}"
+            name = segment.node_name(name, block)
             node = self.graph.create_node(source.op, source.target, args, kwargs, name)
             node.meta = dict(source.meta)
             self._mark(node, source, segment, block, count)

@@ -22,7 +22,7 @@ from autopar._torch.tensors import local_of, memory_of
 from autopar.cost.gather_groups import LIVE_GROUPS
 from autopar.cost.state_price import GATHERS, SUMS
 from autopar.pipeline.memory.copy_lifetimes import CopyLifetimes
-from autopar.plans.runtime_program import Program
+from autopar.plans.runtime_program import RuntimeProgram
 from autopar.report.traffic import link_traffic
 from autopar.runtime.parameters.gathered_copies import GatherWindow
 from autopar.runtime.parameters.piece_exchange import PieceExchange
@@ -440,7 +440,7 @@ def asked_in_backward(module: ap.ParallelModule, case: Case) -> Asked:
     return seen
 
 
-def assert_counted(asked: Asked, program: Program) -> None:
+def assert_counted(asked: Asked, program: RuntimeProgram) -> None:
     """They are those that a plan counts, beside what forward has left until others come."""
     passing = CopyLifetimes(program.graph, program.mesh, program.buffer_bytes)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar.cost.bucket_prices import BucketConfig, program_buckets
 from autopar.cost.copy_groups import copied_parameters, copy_groups
-from autopar.plans.runtime_program import Program
+from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.stage_ranks import StageRanks, TensorReaders
 from autopar.runtime.parameters.gradient_buckets import BucketEntry, make_buckets
 from autopar.runtime.parameters.local_parameters import LocalParameters
@@ -43,7 +43,7 @@ def mirrored() -> Case:
 CASES = {"gpt": partial(models.shared, "gpt", layers=4), "mirrored": mirrored}
 
 
-def planned(case: Case, mesh: ap.Mesh, states: str, schedule: str) -> Program:
+def planned(case: Case, mesh: ap.Mesh, states: str, schedule: str) -> RuntimeProgram:
     return ap.plan(
         case.model,
         case.args,
@@ -56,7 +56,7 @@ def planned(case: Case, mesh: ap.Mesh, states: str, schedule: str) -> Program:
     ).program
 
 
-def buckets_of(program: Program) -> list[tuple[tuple[int, ...], list[str]]]:
+def buckets_of(program: RuntimeProgram) -> list[tuple[tuple[int, ...], list[str]]]:
     """As the runtime fills them: the stages that read their parameters, and the names of these."""
     mesh, routes, readers = program.mesh, parameter_movements(program), TensorReaders(program)
     ranks, slots = StageRanks(program, 0), []

@@ -12,10 +12,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autopar.capture import capture, export
+from autopar.capture import capture, repeated
 from autopar.capture.captured import Captured
 from autopar.capture.folding import folded, in_segments, written
-from autopar.capture.left_out import LeftOut
 from autopar.program.names import Numbered, numbered
 from autopar.program.unfolding import unfold
 from autopar.strategies.node_info import info
@@ -150,7 +149,7 @@ NOT_EQUAL = {"all values at the end", "steps of a cell"}
 
 def followed(case: Case) -> Captured:
     """Return the program of a model, of which each block is written out as export gives it."""
-    with patch.object(export, "left_out", lambda graph: LeftOut()):
+    with patch.object(repeated, "BEFORE", 10**9):
         return capture(case.model, case.args, case.kwargs)
 
 

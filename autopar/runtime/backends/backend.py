@@ -25,7 +25,7 @@ from autopar.passes.stages import Stage
 from autopar.pipeline.running.executor import RankRecord, RankRunner, Transport
 from autopar.pipeline.running.weight_halves import WeightHalf, WeightHalves
 from autopar.pipeline.running.worker import Value, Worker
-from autopar.plans.runtime_program import Program
+from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.execution.compiled_regions import RegionCompiler
 from autopar.runtime.parameters.placing import ReadPart
 from autopar.strategies.node_info import info
@@ -43,7 +43,7 @@ class Backend(ABC):
 
     def __init__(
         self,
-        program: Program,
+        program: RuntimeProgram,
         device: torch.device,
         places: Sequence[int],
         compiler: RegionCompiler | None = None,
@@ -150,11 +150,11 @@ class Backend(ABC):
         self.runners.clear()
 
     @abstractmethod
-    def with_same_copies(self, program: Program) -> Backend:
+    def with_same_copies(self, program: RuntimeProgram) -> Backend:
         """Return a backend of another program with the same parameters and gathered copies."""
 
     @abstractmethod
-    def with_new_copies(self, program: Program, *, is_plain: bool = False) -> Backend:
+    def with_new_copies(self, program: RuntimeProgram, *, is_plain: bool = False) -> Backend:
         """Return a backend of another program with the same parameters and new gathered copies;
         `is_plain`: it does not compile, and returns full outputs."""
 
@@ -186,7 +186,7 @@ class Backend(ABC):
         """Return a stage's statistics of all micro-batches, given those of this process."""
         return local
 
-    def draw(self, program: Program) -> dict[str, Tensor]:
+    def draw(self, program: RuntimeProgram) -> dict[str, Tensor]:
         """Return the random seeds of a step or call of a program, by placeholder."""
         return program.captured.draw()
 

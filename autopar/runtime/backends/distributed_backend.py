@@ -26,7 +26,7 @@ from autopar.passes.stages import Stage
 from autopar.pipeline.running.executor import MessageKey
 from autopar.pipeline.running.weight_halves import WeightHalves
 from autopar.pipeline.running.worker import Value, sum_in_order
-from autopar.plans.runtime_program import Program
+from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.backend import Backend, Batch
 from autopar.runtime.backends.piece_collection import collect
 from autopar.runtime.backends.process_groups import Groups
@@ -62,7 +62,7 @@ class TorchBackend(Backend):
 
     def __init__(
         self,
-        program: Program,
+        program: RuntimeProgram,
         device: torch.device,
         *,
         local_inputs: bool = False,
@@ -194,7 +194,7 @@ class TorchBackend(Backend):
     def guard(self, *, agreed: bool = False) -> AbstractContextManager[None]:
         return stop_all_on_failure(self.world, agreed=agreed)
 
-    def draw(self, program: Program) -> dict[str, Tensor]:
+    def draw(self, program: RuntimeProgram) -> dict[str, Tensor]:
         return self.world.broadcast(super().draw(program))
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -212,11 +212,11 @@ class TorchBackend(Backend):
         self._syncs.clear()
         self._sync = None
 
-    def with_same_copies(self, program: Program) -> TorchBackend:
+    def with_same_copies(self, program: RuntimeProgram) -> TorchBackend:
         options = self._options(is_plain=False)
         return TorchBackend(program, self.device, leaves=self.leaves, **options)
 
-    def with_new_copies(self, program: Program, *, is_plain: bool = False) -> TorchBackend:
+    def with_new_copies(self, program: RuntimeProgram, *, is_plain: bool = False) -> TorchBackend:
         backend = TorchBackend(program, self.device, **self._options(is_plain=is_plain))
         backend.bind(self.leaves.parameters)
         return backend

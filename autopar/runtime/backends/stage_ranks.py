@@ -13,7 +13,7 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.localize import Axes
 from autopar.pipeline.schedule import Schedule
-from autopar.plans.runtime_program import Program
+from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.host_copies import HostLink
 from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.backends.world import world
@@ -42,7 +42,7 @@ class StageRanks:
     Without a pipeline there is one place, 0.
     """
 
-    def __init__(self, program: Program, rank: int) -> None:
+    def __init__(self, program: RuntimeProgram, rank: int) -> None:
         pipelining, self.mesh = program.pipelining, program.whole_mesh
         self.schedule = program.schedule
         self.axes: Axes = () if pipelining is None else (pipelining.axis,)
@@ -76,7 +76,7 @@ class StageRanks:
 class TensorReaders:
     """The stages that read each parameter and buffer."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: RuntimeProgram) -> None:
         self._program = program
         self._stages: dict[str, list[int]] = {}
         for stage in program.stages:
@@ -124,7 +124,7 @@ def bucket_entry(
 
 
 def gradient_sums(
-    program: Program,
+    program: RuntimeProgram,
     readers: TensorReaders,
     ranks: StageRanks,
     *,

@@ -25,7 +25,7 @@ from autopar.passes.kernels import arguments_of, local_call
 from autopar.pipeline.running.executor import InProcessTransport, run_together
 from autopar.pipeline.running.weight_halves import WeightHalves
 from autopar.pipeline.running.worker import Value, sum_in_order
-from autopar.plans.runtime_program import Program
+from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.backend import Backend, Batch, GraphRun
 from autopar.runtime.backends.host_copies import HOST
 from autopar.runtime.backends.replica_checks import ReplicaCheck
@@ -251,7 +251,7 @@ class VirtualBackend(Backend):
 
     def __init__(
         self,
-        program: Program,
+        program: RuntimeProgram,
         device: torch.device,
         *,
         check: bool = False,
@@ -307,10 +307,10 @@ class VirtualBackend(Backend):
     def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor:
         return nn.utils.get_total_norm(gradients.values(), norm_type)
 
-    def with_same_copies(self, program: Program) -> VirtualBackend:
+    def with_same_copies(self, program: RuntimeProgram) -> VirtualBackend:
         return self.with_new_copies(program)
 
-    def with_new_copies(self, program: Program, *, is_plain: bool = False) -> VirtualBackend:
+    def with_new_copies(self, program: RuntimeProgram, *, is_plain: bool = False) -> VirtualBackend:
         compiler = None if is_plain else self.compiler
         return VirtualBackend(program, self.device, check=self.check, compiler=compiler)
 

@@ -23,14 +23,14 @@ from torch import Tensor, fx
 
 from autopar.errors import InvalidInput
 from autopar.passes.localize import Axes
-from autopar.plans.runtime_program import Program
+from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.module.call_outputs import join_pieces
 from autopar.strategies.kernels.keyed_draws import DrawPlace
 from autopar.text.units import counted
 
 
-def batch_axes(program: Program) -> Axes:
+def batch_axes(program: RuntimeProgram) -> Axes:
     """Return the axes that cut the batch. Refuse inputs that are cut over different axes."""
     first_inputs: dict[Axes, str] = {}
     for name in _batched_inputs(program):
@@ -46,7 +46,7 @@ def batch_axes(program: Program) -> Axes:
     return next(iter(first_inputs), ())
 
 
-def require_even_slices(program: Program) -> None:
+def require_even_slices(program: RuntimeProgram) -> None:
     """Refuse micro-batches that would take larger parts of some slices than of others."""
     parts, batches = math.prod(program.mesh[axis] for axis in batch_axes(program)), program.batches
     count = 1 if batches is None else batches.count
@@ -62,7 +62,7 @@ def require_even_slices(program: Program) -> None:
             )
 
 
-def _batched_inputs(program: Program) -> list[str]:
+def _batched_inputs(program: RuntimeProgram) -> list[str]:
     """Return the inputs whose first dim is the batch."""
     if program.batches is not None:
         return sorted(program.batches.cut)
@@ -74,7 +74,7 @@ def _batched_inputs(program: Program) -> list[str]:
 class BatchSlices:
     """Cuts the slices of one rank into the micro-batches of a program."""
 
-    def __init__(self, program: Program, groups: Groups, rank: int) -> None:
+    def __init__(self, program: RuntimeProgram, groups: Groups, rank: int) -> None:
         """Take this rank's position on the mesh of the program, and the groups over single axes."""
         self._program, self._groups, self._rank = program, groups, rank
         self.parts = math.prod(program.mesh[axis] for axis in batch_axes(program))

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from autopar._torch.autograd import backward_pass_number, call_after_backward, will_receive_gradient
 from autopar.collectives import require_single_gradient
 from autopar.errors import InvalidInput
-from autopar.plans.runtime_program import Program
+from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.world import World, require_living
 from autopar.runtime.launching.failures import stop_all_on_failure
 from autopar.runtime.module.gradient_accumulation import GradientAccumulation
@@ -33,7 +33,7 @@ class DirectCalls:
 
     def __init__(
         self,
-        program: Program,
+        program: RuntimeProgram,
         leaves: LocalParameters,
         world: World,
         accumulation: GradientAccumulation,

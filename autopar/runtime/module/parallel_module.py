@@ -22,7 +22,7 @@ from autopar.capture.listing import Listing
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.plans.plan import Plan
-from autopar.plans.runtime_program import Program
+from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.backends.program_checks import ProgramChecks
@@ -78,7 +78,7 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
     all ranks alike: `check=True` compares frozen ones. Set DTensors by `copy_()`, not by `.data`.
     """
 
-    program: Program
+    program: RuntimeProgram
     plan: Plan
     backend: Backend
     loss_scale: LossScale | None  # scales the loss of a step; None: no scaling
@@ -96,7 +96,7 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
     def __init__(
         self,
         model: nn.Module,
-        program: Program,
+        program: RuntimeProgram,
         plan: Plan,
         backend: Backend,
         *,

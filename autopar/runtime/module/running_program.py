@@ -15,7 +15,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.containers import fill, filled
 from autopar.capture.writes import carry_out, put_between
 from autopar.plans.plan import Plan
-from autopar.plans.runtime_program import Program
+from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.module.call_signature import CallSignature
 from autopar.strategies.node_info import info
@@ -45,21 +45,21 @@ class RunningProgram:
         return self.signature.mode
 
     @cached_property
-    def call_form(self) -> tuple[Program, Backend]:
+    def call_form(self) -> tuple[RuntimeProgram, Backend]:
         """Return the program and backend of a call, which takes the whole batch at once."""
         if not self.for_steps or (self.plan.batches is None and self.plan.pipelining is None):
             return self.plan.program, self.backend
         return self.plan.whole_program, self.backend.with_same_copies(self.plan.whole_program)
 
     @cached_property
-    def outputs_form(self) -> tuple[Program, Backend]:
+    def outputs_form(self) -> tuple[RuntimeProgram, Backend]:
         """Return the program and backend of a step that returns outputs too."""
         if self.plan.batches is None and self.plan.pipelining is None:
             return self.plan.program, self.backend
         program = self.plan.program_with_outputs
         return program, self.backend.with_same_copies(program)
 
-    def step_form(self, *, with_outputs: bool) -> tuple[Program, Backend]:
+    def step_form(self, *, with_outputs: bool) -> tuple[RuntimeProgram, Backend]:
         """Return the program and backend of a step."""
         return self.outputs_form if with_outputs else (self.plan.program, self.backend)
 

@@ -29,7 +29,7 @@ from autopar._torch.tensors import local_of, memory_of
 from autopar.cost.footprint import HOST_PREFIX, Memory
 from autopar.errors import InvalidInput, require_one_of
 from autopar.plans.plan import Plan
-from autopar.plans.runtime_program import Program
+from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.backends.stage_ranks import StageRanks, TensorReaders
@@ -183,7 +183,7 @@ def local_bytes(tensors: TensorsByKind, device: torch.device) -> HeldBytes:
 
 
 def virtual_bytes(
-    program: Program, rank: int, named: Mapping[str, Mapping[str, list[Tensor]]]
+    program: RuntimeProgram, rank: int, named: Mapping[str, Mapping[str, list[Tensor]]]
 ) -> HeldBytes:
     """Return the bytes that one rank of the virtual mesh would hold, by the layouts.
 

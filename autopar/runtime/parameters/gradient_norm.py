@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.plans.runtime_program import Program
+from autopar.plans.runtime_program import RuntimeProgram
 
 
 def norm_over_world(
-    program: Program,
+    program: RuntimeProgram,
     tensors: Mapping[str, Tensor],
     norm_type: float,
     coordinate: Mapping[str, int],

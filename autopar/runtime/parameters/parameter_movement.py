@@ -16,7 +16,7 @@ import torch
 
 from autopar.cost.copy_groups import CopiedParameter, copied_parameters
 from autopar.errors import InvalidInput
-from autopar.plans.runtime_program import Program
+from autopar.plans.runtime_program import RuntimeProgram
 from autopar.strategies.node_info import info
 
 
@@ -28,7 +28,7 @@ class ParameterMovement(CopiedParameter):
     reduce: torch.dtype  # in which gradients add up
 
 
-def parameter_movements(program: Program) -> dict[str, ParameterMovement]:
+def parameter_movements(program: RuntimeProgram) -> dict[str, ParameterMovement]:
     """Return the movements of all parameters of a program by name."""
     learned = frozenset().union(*program.parameters_by_output)
     precision = program.captured.example.precision

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._torch.tensors import local_of
-from autopar.plans.runtime_program import Program
+from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.host_copies import HOST
 from autopar.runtime.backends.process_groups import require_host_moves
 from autopar.runtime.backends.world import world
@@ -17,7 +17,7 @@ from autopar.runtime.backends.world import world
 class ParameterStorage:
     """Moves the parameters that a program keeps on the host from the device to there."""
 
-    def __init__(self, program: Program, device: torch.device) -> None:
+    def __init__(self, program: RuntimeProgram, device: torch.device) -> None:
         """Make the host's mesh where it is needed; all ranks do so together."""
         self._names, self._device, self._mesh = program.on_host, device, None
         if self._names and device.type != HOST.type:
