@@ -73,7 +73,6 @@ from autopar.capture.hidden import Hiding, Needed
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
 from autopar.capture.joined import mark_joined
-from autopar.capture.left_out import is_left_out
 from autopar.capture.listing import operator_name
 from autopar.capture.lookups import require_rows
 from autopar.capture.mapped import trained_anywhere
@@ -101,6 +100,7 @@ from autopar.capture.writes import by_placeholder as writes_to
 from autopar.capture.writes import require_apart
 from autopar.precision import Precision
 from autopar.program.equality import number_calls
+from autopar.program.names import path_above
 from autopar.states import StateBytes
 from autopar.strategies.node_info import info
 
@@ -182,7 +182,7 @@ def _captured(
         require_casting(program)
         aliases_of(run).require_none(program, run)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
-        fake = {name: one for name, one in held.items() if not is_left_out(name, left_out)}
+        fake = {name: one for name, one in held.items() if not path_above(name, left_out)}
         names = _canonical(copy)
         read = {name: one for name, one in by_every_name(run) if names[name] in fake}
         builder = flatten(program, mode, names, fake, read, input_spec, fakes)
@@ -191,7 +191,7 @@ def _captured(
         normalise(builder)
         require_rows(builder)
         example = Example(copy, call[0], call[1], device, precision, autocasts)
-        captured = whole_of(_freeze(builder, example), held)
+        captured = whole_of(_freeze(builder, example), held, left_out)
         require_no_overlaps(model, captured)
         decisions = by_placeholder(decided, captured.inputs)
         writes = writes_to(builder.writes, captured.inputs)

@@ -18,6 +18,7 @@ from torch import fx
 from autopar.capture.captured import Captured, Folding
 from autopar.capture.hidden import Needed
 from autopar.capture.marker import ANNOTATE
+from autopar.program.names import path_above
 from autopar.program.recognition import recognised
 from autopar.program.segments import Program, Segment
 from autopar.program.unfolding import Unfolded, unfold
@@ -61,20 +62,26 @@ def _folded(
     return replace(_written(whole, short), folding=Folding(whole, segment, blocks))
 
 
-def in_segments(captured: Captured, least: int) -> Program:
-    """Return the segments of a captured program; `least`: the fewest equal blocks of one."""
-    return recognised(captured.graph, captured.parameters | captured.buffers, least)
+def in_segments(captured: Captured, least: int, missing: Collection[str] = ()) -> Program:
+    """Return the segments of a captured program.
 
-
-def whole_of(captured: Captured, names: Collection[str]) -> Captured:
-    """Return a program with all its blocks, of which capture may have written a few, and segments.
-
-    `names`: of all parameters and buffers. Where blocks that were left out turn out to differ from
-    those that were written, capture begins again, and writes all.
+    `least`: the fewest equal blocks of one. `missing`: the modules of blocks that are not written.
     """
-    program = in_segments(captured, FEWEST)
+    return recognised(captured.graph, captured.parameters | captured.buffers, least, missing)
+
+
+def whole_of(captured: Captured, names: Collection[str], missing: Collection[str]) -> Captured:
+    """Return a program with all its blocks, and its segments; modules may be `missing`.
+
+    `names`: of all parameters and buffers. Where the blocks that are missing are not found between
+    equal ones, capture begins again, and writes all.
+    """
+    program = in_segments(captured, FEWEST, missing)
     whole = written(captured, program) if program.is_folded else captured
-    if sorted([*whole.parameters.values(), *whole.buffers.values()]) != sorted(names):
+    written_names = sorted([*whole.parameters.values(), *whole.buffers.values()])
+    paths = {info(node).module for node in whole.operators} if missing else set()
+    is_whole = {path_above(path, missing) for path in paths}.issuperset(missing)
+    if written_names != sorted(names) or not is_whole:
         raise Needed(None)
     return replace(whole, program=program)
 

@@ -11,7 +11,7 @@ Whoever else looks into a stand-in makes capture begin again, with all blocks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -67,9 +67,3 @@ class LeftOut:
         else:
             turns.reverse()
         return turns[-1]
-
-
-def is_left_out(name: str, paths: Collection[str]) -> bool:
-    """Return whether a parameter or buffer is of a block at one of these paths."""
-    parts = name.split(".") if paths else []
-    return any(".".join(parts[:count]) in paths for count in range(1, len(parts)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -51,3 +51,10 @@ def numbered(names: Sequence[str]) -> tuple[Numbered, list[int]] | None:
         return None
     name = Numbered("".join(rows[0][:at]), numbers[0], step, "".join(rows[0][at + 1 :]))
     return name, [(number - numbers[0]) // step for number in numbers]
+
+
+def path_above(path: str, paths: Collection[str]) -> str | None:
+    """Return which of some modules a module or parameter is in, or is. None: in none of them."""
+    parts = path.split(".")
+    above = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+    return next((prefix for prefix in above if prefix in paths), None)

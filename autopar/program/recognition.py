@@ -4,20 +4,20 @@
 
 Blocks are equal when their calls are (equality.py), one by one, and stand to one another and to the
 blocks beside them in the same way (rows.py), and when the names of modules and parameters differ in
-one number alone. In doubt a block stands for itself. Where these numbers jump, blocks are missing
-that were never written; they are counted.
+one number alone. In doubt a block stands for itself. Blocks that were never written are counted by
+the numbers that are missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from torch import fx
 
 from autopar.program.equality import facts_of_call, facts_of_input
-from autopar.program.names import Numbered, numbered
+from autopar.program.names import Numbered, numbered, path_above
 from autopar.program.order import checkpoint_number, draw_number, move
 from autopar.program.rows import Row, rows
 from autopar.program.segments import OwnInputs, Program, Segment
@@ -49,29 +49,33 @@ class Repetition:
         return self.count - len(self.blocks)
 
 
-def recognised(graph: fx.Graph, names: Mapping[str, str], least: int) -> Program:
+def recognised(
+    graph: fx.Graph, names: Mapping[str, str], least: int, missing: Collection[str] = ()
+) -> Program:
     """Return the program of a graph.
 
     `names`: of its parameters and buffers, by placeholder. `least`: how many equal blocks are worth
-    a segment.
+    a segment. `missing`: the modules of blocks that were proved to be equal and never written.
     """
-    return _ProgramBuilder(graph, repetitions(graph, names, least)).program()
+    return _ProgramBuilder(graph, repetitions(graph, names, least, missing)).program()
 
 
-def repetitions(graph: fx.Graph, names: Mapping[str, str], least: int) -> list[Repetition]:
+def repetitions(
+    graph: fx.Graph, names: Mapping[str, str], least: int, missing: Collection[str]
+) -> list[Repetition]:
     """Return the equal blocks of a graph, in order, but for those that have results of it."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     results = {*graph.output_node().all_input_nodes}
     worthwhile: list[Repetition] = []
     for row in rows(calls, facts_of_call, facts_of_input):
-        repetition = _with_names(row, names)
+        repetition = _with_names(row, names, missing)
         is_worthwhile = repetition is not None and repetition.count >= least
         if repetition is not None and is_worthwhile and results.isdisjoint(repetition.row.inside):
             worthwhile.append(repetition)
     return sorted(worthwhile, key=lambda repetition: repetition.row.start)
 
 
-def _with_names(row: Row, names: Mapping[str, str]) -> Repetition | None:
+def _with_names(row: Row, names: Mapping[str, str], missing: Collection[str]) -> Repetition | None:
     """Return a row with its names, from where a module begins, of one or several equal blocks
     together. None: the names are not regular."""
     for together in range(1, _MOST_TOGETHER + 1):
@@ -82,10 +86,38 @@ def _with_names(row: Row, names: Mapping[str, str]) -> Repetition | None:
                 break
             path, before = info(row.calls[start]).module, info(row.calls[start - 1]).module
             if path and path != before:
-                shifted = Row(row.calls, start, period, count)
-                if (repetition := _NameComparison(shifted, names).repetition()) is not None:
-                    return repetition
+                repetition = _NameComparison(Row(row.calls, start, period, count), names)()
+                if repetition is not None:
+                    return _complete(repetition, names, missing)
     return None
+
+
+def _complete(
+    repetition: Repetition, names: Mapping[str, str], missing: Collection[str]
+) -> Repetition | None:
+    """Return the longest part of a repetition in which no block is missing but those that are known
+    to be equal."""
+    row, blocks = repetition.row, repetition.blocks
+    pieces, start = list[tuple[int, int]](), 0
+    for at, (block, following) in enumerate(pairwise(blocks), 1):
+        stands_for = info(row.inside[(at - 1) * row.period]).count
+        is_counted = following - block == stands_for > 1
+        between = range(block + 1, following)
+        if not is_counted and not all(_is_one_of(repetition, b, missing) for b in between):
+            pieces.append((start, at))
+            start = at
+    pieces.append((start, len(blocks)))
+    start, end = max(pieces, key=lambda piece: piece[1] - piece[0])
+    if end - start == len(blocks):
+        return repetition
+    first = row.start + start * row.period
+    return _NameComparison(Row(row.calls, first, row.period, end - start), names)()
+
+
+def _is_one_of(repetition: Repetition, block: int, modules: Collection[str]) -> bool:
+    """Return whether a block is in one of some modules."""
+    paths = (name.of(block) for name in repetition.names.values())
+    return any(path_above(path, modules) for path in paths)
 
 
 @dataclass
@@ -97,8 +129,10 @@ class _NameComparison:
     names: dict[str, Numbered] = field(default_factory=dict)
     blocks: Sequence[int] = ()
 
-    def repetition(self) -> Repetition | None:
+    def __call__(self) -> Repetition | None:
         """Return the blocks of the row with their names. None: these are not regular."""
+        if self.row.count < 2:
+            return None
         parameters = dict[fx.Node, tuple[fx.Node, ...]]()
         columns = [self._column(place) for place in range(self.row.period)]
         for column in columns:

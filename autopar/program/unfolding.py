@@ -99,6 +99,7 @@ class _Writer:
 
     def _input(self, source: fx.Node, name: str) -> fx.Node:
         placeholder = self.graph.placeholder(name)
+        _require_name(placeholder, name)
         placeholder.meta = dict(source.meta)
         return placeholder
 
@@ -116,6 +117,7 @@ class _Writer:
             args, kwargs = fx.map_arg((source.args, source.kwargs), here.__getitem__)
             name = segment.node_name(name, block)
             node = self.graph.create_node(source.op, source.target, args, kwargs, name)
+            _require_name(node, name)
             node.meta = dict(source.meta)
             self._mark(node, source, segment, block, count)
             here[source] = node
@@ -133,3 +135,9 @@ class _Writer:
         if path := info(source).module:
             info(node).module = segment.name(path, block)
         move(node, block * segment.draws, block * segment.checkpoints)
+
+
+def _require_name(node: fx.Node, name: str) -> None:
+    """Refuse a name that another node has: a block would be written twice."""
+    if node.name != name:
+        raise ValueError(f"{name} is in the program already")

@@ -21,8 +21,8 @@ import autopar as ap
 from autopar import Precision
 from autopar.capture import capture, export, repeated
 from autopar.capture.captured import Captured
+from autopar.capture.followed_blocks import FollowedBlock
 from autopar.capture.hidden import Hiding
-from autopar.capture.repeated import _Followed
 from autopar.strategies.node_info import info
 from tests import mixtures, models
 from tests.models import Case
@@ -35,7 +35,7 @@ def worth_hiding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 FACTS = ("module", "source", "differentiable", "learns", "checkpoint", "parts", "on_host")
-Again = Callable[[_Followed, str, Any], Any]
+Again = Callable[[FollowedBlock, str, Any], Any]
 
 
 def rows(captured: Captured) -> list[tuple[Any, ...]]:
@@ -61,14 +61,14 @@ def both(
     """Require that a model has one graph, whether blocks are followed once or in full. Gives the
     blocks that stood for others' calls."""
     copied: list[str] = []
-    again: Again = _Followed.again
+    again: Again = FollowedBlock.again
 
-    def noted(self: _Followed, path: str, leaves: Any) -> Any:
+    def noted(self: FollowedBlock, path: str, leaves: Any) -> Any:
         copied.append(path)
         return again(self, path, leaves)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Followed, "again", noted)
+        patch.setattr(FollowedBlock, "again", noted)
         once = capture(model, args, kwargs, precision)
     with monkeypatch.context() as patch:
         patch.setattr(export, "blocks_followed_once", lambda model, shown: nullcontext(Hiding()))
@@ -361,7 +361,7 @@ def test_blocks_that_are_followed_in_full(
 
 
 def test_blocks_that_count_around_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Followed, "again", lambda *_: pytest.fail("followed once"))
+    monkeypatch.setattr(FollowedBlock, "again", lambda *_: pytest.fail("followed once"))
     monkeypatch.setattr(Counting, "shared", [])
     divisions = [n for n in capture(Counted(Counting), (X,)).graph.nodes if "div" in n.name]
     by = [node.args[1] for node in divisions[:-1]]  # the last is of the mean

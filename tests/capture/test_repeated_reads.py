@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar.capture import capture
-from autopar.capture.repeated import _Followed
+from autopar.capture.followed_blocks import FollowedBlock
 from tests.capture.test_repeated import Block, both
 from tests.capture.test_repeated import Net as Plain
 
@@ -223,7 +223,7 @@ def test_what_is_read_by_a_road(road: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("road", CONSUMED)
 def test_what_each_block_takes_is_no_copy(road: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Followed, "again", lambda *_: pytest.fail("followed once"))
+    monkeypatch.setattr(FollowedBlock, "again", lambda *_: pytest.fail("followed once"))
     capture(Net(road), (X,))
 
 

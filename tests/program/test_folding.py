@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -12,9 +14,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autopar.capture import capture, repeated
+from autopar.capture import capture, export
 from autopar.capture.captured import Captured
 from autopar.capture.folding import folded, in_segments, written
+from autopar.capture.hidden import Hiding
 from autopar.program.names import Numbered, numbered
 from autopar.program.unfolding import unfold
 from autopar.strategies.node_info import info
@@ -89,6 +92,62 @@ class Collecting(Net):
         return torch.stack(values).square().mean()
 
 
+class Otherwise(Net):
+    """Blocks run in another order than they stand in."""
+
+    def __init__(self, *blocks: nn.Module, order: Callable[[int], Sequence[int]]) -> None:
+        super().__init__(*blocks)
+        self.order = order(len(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number in self.order:
+            x = self.layers[number](x)
+        return self.last(x).square().mean()
+
+
+class Returning(Net):
+    """All values are outputs."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        values = [self.first(x)]
+        for layer in self.layers:
+            values.append(layer(values[-1]))
+        return [self.last(values[-1]).square().mean(), *values]
+
+
+class TwoBack(Net):
+    """Each block reads what the last but one gave."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x = self.first(x)
+        for layer in self.layers:
+            before, x = x, layer(x, before)
+        return self.last(x).square().mean()
+
+
+class Flagged(Net):
+    """What all blocks read is set between them."""
+
+    def __init__(self, *blocks: nn.Module, period: int) -> None:
+        super().__init__(*blocks)
+        self.period, self.flag = period, SimpleNamespace(scale=1.0)
+        for block in blocks:
+            block.flag = self.flag
+
+    def run(self, layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+        number = [*self.layers].index(layer)
+        self.flag.scale = 2.0 if number % self.period == 0 else 1.0
+        return layer(x)
+
+
+class Reading(Block):
+    flag: SimpleNamespace
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask) * self.flag.scale
+
+
 class Unread(Block):
     """A parameter that forward does not read."""
 
@@ -137,6 +196,16 @@ CASES: dict[str, Callable[[], Case]] = {
     "all values at the end": lambda: net(Collecting, Block),
     "parameters that nobody reads": lambda: net(Net, Unread),
     "steps of a cell": lambda: Case("", Steps().double(), (torch.zeros(4, 8).double(),)),
+    "one is left out": lambda: net(Otherwise, Block, order=lambda n: [*range(9), *range(10, n)]),
+    "one runs twice": lambda: net(Otherwise, Block, order=lambda n: [*range(9), *range(8, n)]),
+    "two change places": lambda: net(
+        Otherwise, Block, order=lambda n: [*range(8), 9, 8, *range(10, n)]
+    ),
+    "in reverse": lambda: net(Otherwise, Block, order=lambda n: range(n)[::-1]),
+    "all values are outputs": lambda: net(Returning, Block),
+    "the last value but one": lambda: net(TwoBack, Block),
+    "a flag that all read": lambda: net(Flagged, Reading, period=7),
+    "a flag of two blocks in turn": lambda: net(Flagged, Reading, period=2),
     "gpt": lambda: models.gpt(layers=LAYERS),
     "gpt2": lambda: models.gpt2(layers=LAYERS),
     "llama": lambda: models.llama(layers=LAYERS),
@@ -144,12 +213,27 @@ CASES: dict[str, Callable[[], Case]] = {
     "vit": lambda: models.vit(layers=LAYERS),
     "mixtral": lambda: large_models.mixtral(batch=4, sequence=64, layers=LAYERS),
 }
-NOT_EQUAL = {"all values at the end", "steps of a cell"}
+# Of equal blocks, where these are not all but the first and the last.
+COUNTS = {
+    "of three kinds, at the end two": [19],
+    "one differs in an attribute": [8],
+    "a mask that all read": [17],
+    "all values at the end": [],
+    "steps of a cell": [],
+    "one is left out": [9],
+    "one runs twice": [10],
+    "two change places": [],
+    "all values are outputs": [],
+    "the last value but one": [17],
+    "a flag that all read": [],
+    "a flag of two blocks in turn": [8],
+    "t5": [18, 18],
+}
 
 
 def followed(case: Case) -> Captured:
     """Return the program of a model, of which each block is written out as export gives it."""
-    with patch.object(repeated, "BEFORE", 10**9):
+    with patch.object(export, "blocks_followed_once", lambda *_: nullcontext(Hiding())):
         return capture(case.model, case.args, case.kwargs)
 
 
@@ -183,7 +267,8 @@ def test_few_blocks_are_written_for_all(name: str) -> None:
     whole = followed(case)
     assert_equal(whole, captured)
     assert captured.program is not None
-    assert captured.program.is_folded == (name not in NOT_EQUAL)
+    counts = [segment.count for segment in captured.program.segments if segment.count > 1]
+    assert counts == COUNTS.get(name, [18])
     assert_equal(whole, written(captured, captured.program))
 
 
