@@ -211,8 +211,14 @@ class Bounds:
         """Return the seconds of what runs again of a micro-batch if all regions are treated so."""
         if kind.kind is None or not self._is_free:
             return 0.0
-        works = (r.work if kind.kind == "full" else r.cheap_work for r in self._region_works)
-        return sum(self.seconds_of(work, pieces) for work in works)
+        return self.seconds_of(self._rerun_works[kind.kind == "full"], pieces)
+
+    @cached_property
+    def _rerun_works(self) -> tuple[UnshardedWork, UnshardedWork]:
+        """Return the work of all regions that is cheap to run again, and all of it."""
+        regions, program = self._region_works, self._captured
+        calls = [[n for r in regions for n in r.cheap_calls], [n for r in regions for n in r.calls]]
+        return unsharded_work(program, calls[0]), unsharded_work(program, calls[1])
 
     def seconds_of(self, work: UnshardedWork, pieces: int) -> float:
         """Return the seconds of a forward of some work, cut into `pieces`, on the best device."""
@@ -275,9 +281,8 @@ class Bounds:
             cheap_again = [n for n in again if n in self._cheap and kept_bytes[n]]
             dear = float(sum(kept_bytes[n] for n in nodes if n not in self._cheap))
             cheap = float(sum(kept_bytes[n] for n in nodes if n in self._cheap))
-            work = unsharded_work(self._captured, again)
-            cheap_work = unsharded_work(self._captured, cheap_again)
-            regions.append(_Region(dear, cheap, work, cheap_work))
+            work, cheap_work = (unsharded_work(self._captured, n) for n in (again, cheap_again))
+            regions.append(_Region(dear, cheap, work, cheap_work, again, cheap_again))
         return regions
 
 
@@ -288,6 +293,8 @@ class _Region(NamedTuple):
     cheap: float  # of what is cheap
     work: UnshardedWork  # of all that then runs again
     cheap_work: UnshardedWork  # of what is cheap alone
+    calls: Sequence[fx.Node]  # that run again
+    cheap_calls: Sequence[fx.Node]
 
 
 def most_saved(captured: Captured, cluster: Cluster, meshes: Sequence[Mesh]) -> float:
