@@ -165,7 +165,7 @@ def _captured(
             (copy, fakes) if precision is None else computing(copy, fakes, mode, precision)
         )
         is_kept, values = varies(len(leaves)), leaves if values is None else values
-        noted, asked = Noted(), decisions_made(run, values)
+        noted, asked, contents = Noted(), decisions_made(run, values), list[Content]()
         with hooks_refused() as lines, inside(run, autocasts), asked as decided:
             own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
             with (
@@ -174,8 +174,8 @@ def _captured(
                 buffers_written(run, is_kept, noted.lines),
                 changes_noted(run, noted, is_kept),
             ):
-                program, contents, left_out = _export(
-                    run, mode, own_args, own_kwargs, given, spaces, shown
+                program, left_out = _export(
+                    run, mode, own_args, own_kwargs, given, spaces, shown, contents
                 )
         with tensors_put_back(run), emptied_afterwards(run, spaces, own):
             effects = settled(noted, run, mode, pytree.tree_unflatten(inputs, input_spec))
@@ -216,8 +216,10 @@ def _export(
     given: str,
     spaces: dict[int, dict[str, Any]],
     shown: int | None,
-) -> tuple[ExportedProgram, list[Content], set[str]]:
-    contents, hiding = list[Content](), Hiding()
+    contents: list[Content],
+) -> tuple[ExportedProgram, set[str]]:
+    """The exported program and the paths of blocks that it has not; note `contents`."""
+    hiding = Hiding()
     try:
         with ExitStack() as stack:
             stack.enter_context(generators_kept(model))
@@ -228,7 +230,7 @@ def _export(
             stack.enter_context(contents_seen(model, contents))
             program = torch.export.export(model, args, kwargs, strict=False)
             hiding.require_unread(program)
-            return program, contents, hiding.left_out
+            return program, hiding.left_out
     except Exception as error:
         if hiding.is_any:
             raise Needed(None) from error

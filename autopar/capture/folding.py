@@ -96,13 +96,12 @@ def _written(captured: Captured, unfolded: Unfolded) -> Captured:
     places = unfolded.places
     twins = {name: places[name].name if name in places else name for name in nodes}
 
+    def name_of(name: str, known: str) -> str:
+        place = places.get(name)
+        return known if place is None else place.segment.name(known, place.block)
+
     def names(known: Mapping[str, str]) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for name, twin in twins.items():
-            if twin in known:
-                place = places.get(name)
-                found[name] = place.segment.name(known[twin], place.block) if place else known[twin]
-        return found
+        return {name: name_of(name, known[twin]) for name, twin in twins.items() if twin in known}
 
     classes, leaves = captured.classes, captured.output_leaves
     return replace(

@@ -92,6 +92,7 @@ class FollowedBlock:
 
 
 def tensors_in(block: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a block by name."""
     yield from block.named_parameters()
     yield from block.named_buffers()
 
@@ -187,12 +188,14 @@ def _origin(node: fx.Node, of: FollowedBlock) -> Hashable:
 
 
 def node_of(tensor: Tensor) -> fx.Node:
+    """Return the node of a tensor in the graph that export is making."""
     node = traced_node(tensor)[0]
     assert node is not None
     return node
 
 
 def form_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return all that a program follows from of a tensor, but for its values."""
     place = tensor.stride(), tensor.storage_offset(), tensor.device
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, *place
 

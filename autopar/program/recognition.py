@@ -246,6 +246,7 @@ class _ProgramBuilder:
         self._draws = self._checkpoints = 0  # of the blocks before that are missing
 
     def program(self) -> Program:
+        """Return the segments, one after another."""
         nodes = [node for node in self._graph.nodes if node.op != "placeholder"]
         place = {node: at for at, node in enumerate(nodes)}
         segments, end = list[Segment](), 0

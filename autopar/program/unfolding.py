@@ -62,6 +62,7 @@ class _Writer:
     places: dict[str, Place] = field(default_factory=dict)
 
     def written(self) -> Unfolded:
+        """Return the graph of all segments, placeholders first."""
         for value in self.program.inputs:
             if isinstance(value, fx.Node):
                 self.values[value.name] = self._input(value, value.name)
