@@ -103,7 +103,6 @@ class _Follower:
         self.now: FollowedBlock | None = None  # the one that is being followed
         self.hiding, self.left_out, self.leaves_out = Hiding(), LeftOut(), False
         self.sizes = Counter[Hashable]()  # blocks of each kind
-        self.last_form: tuple[Sequence[Any], Hashable | None] | None = None
         # Of parameters and buffers that are shown.
         self.placeholders: dict[str, fx.Node | None] = {}
 
@@ -137,7 +136,7 @@ class _Follower:
         def call(*args: Any, **kwargs: Any) -> Any:
             given, spec = pytree.tree_flatten((args, kwargs))
             leaves = self.left_out.without_stand_ins(given)
-            said = self._form(leaves) if self.now is None and _is_plain(spec) else None
+            said = call_form(leaves) if self.now is None and _is_plain(spec) else None
             if said is None:
                 if needed is not None or self.left_out.has_stand_ins(given):
                     self.hiding.need()
@@ -185,12 +184,6 @@ class _Follower:
             return made
 
         return call
-
-    def _form(self, leaves: Sequence[Any]) -> Hashable | None:
-        """How a block is called. Among blocks that are left out, each is called as the last."""
-        if self.last_form is None or not is_equal(leaves, self.last_form[0]):
-            self.last_form = leaves, call_form(leaves)
-        return self.last_form[1]
 
     def _stand_ins(self, path: str, like: FollowedBlock) -> list[Tensor]:
         """What a block makes that export is not shown."""

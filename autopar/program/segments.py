@@ -1,6 +1,6 @@
 """Programs as segments: a segment is the graph of one block and how often it runs.
 
-    program = Program.of(graph, names)         # equal blocks are found (recognition.py)
+    program = recognised(graph, names, 8)      # equal blocks are found (recognition.py)
     first, rest = program.split(segment, [6, 90]).segments[1:3]
     first.graph is rest.graph                  # equal means identical
     unfold(program)                            # all blocks in one graph (unfolding.py)

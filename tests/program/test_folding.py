@@ -148,6 +148,25 @@ class Reading(Block):
         return super().forward(x, mask) * self.flag.scale
 
 
+class Between(Net):
+    """Something is done between two blocks in the middle."""
+
+    def __init__(self, *blocks: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(*blocks)
+        self.change = change
+
+    def run(self, layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+        return layer(self.change(x) if layer is self.layers[11] else x)
+
+
+class Frozen(Net):
+    """Some blocks in the middle run without gradients."""
+
+    def run(self, layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+        with torch.set_grad_enabled(layer not in [*self.layers[9:12]]):
+            return layer(x)
+
+
 class Unread(Block):
     """A parameter that forward does not read."""
 
@@ -206,6 +225,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "the last value but one": lambda: net(TwoBack, Block),
     "a flag that all read": lambda: net(Flagged, Reading, period=7),
     "a flag of two blocks in turn": lambda: net(Flagged, Reading, period=2),
+    "doubled in between": lambda: net(Between, Block, change=lambda x: x * 2),
+    "doubled in place": lambda: net(Between, Block, change=lambda x: x.mul_(2)),
+    "detached in between": lambda: net(Between, Block, change=lambda x: x.detach()),
+    "without gradients in the middle": lambda: net(Frozen, Block),
     "gpt": lambda: models.gpt(layers=LAYERS),
     "gpt2": lambda: models.gpt2(layers=LAYERS),
     "llama": lambda: models.llama(layers=LAYERS),
@@ -226,6 +249,10 @@ COUNTS = {
     "all values are outputs": [],
     "the last value but one": [17],
     "a flag that all read": [],
+    "doubled in between": [9],
+    "doubled in place": [9],
+    "detached in between": [9],
+    "without gradients in the middle": [],
     "a flag of two blocks in turn": [8],
     "t5": [18, 18],
 }
