@@ -29,7 +29,7 @@ from autopar.capture import capture
 from autopar.capture.captured import Captured
 from autopar.capture.folding import folded
 from autopar.capture.regions import blocks
-from autopar.cost.repeats import NO_EQUAL_BLOCKS
+from autopar.program.equal_blocks import NO_EQUAL_BLOCKS
 from autopar.recompute import Recompute
 from autopar.search.propagation import propagate
 from tests import models
@@ -159,7 +159,7 @@ def problem_of(program: Captured, is_alone: bool = False) -> tuple[MixedProblem,
     members = members_of(program, regions.free)
     assert members is not None
     graphs = {kind: way.rewritten for kind, way in ways.items()}
-    repeats = NO_EQUAL_BLOCKS if is_alone else ways[PLAIN].repeats
+    repeats = NO_EQUAL_BLOCKS if is_alone else ways[PLAIN].equal_blocks
     return mixed_problem(graphs, members, laid.prices, repeats), regions
 
 

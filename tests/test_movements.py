@@ -124,13 +124,14 @@ target = placeholder : f64[6@dp, 2]
 add = linear(x, p_layers_0_weight, p_layers_0_bias) : f64[6@dp, 8@tp] # layers.0
 relu = relu(add) : f64[6@dp, 8@tp]
 linear_1 = linear(relu, p_head_weight) : f64[6@dp, 2]{+tp} # head
-all_reduce = autopar.all_reduce(linear_1) : f64[6@dp, 2] # 48 bytes over tp, back: identity head
-add_1 = add(all_reduce, p_head_bias) : f64[6@dp, 2] # head
+all_reduce_for_add_1 = autopar.all_reduce(linear_1) : f64[6@dp, 2] \
+# 48 bytes over tp, back: identity head
+add_1 = add(all_reduce_for_add_1, p_head_bias) : f64[6@dp, 2] # head
 mse_loss = mse_loss(add_1, target, 0) : f64[6@dp, 2]
 sum_1 = sum(mse_loss) : f64[]{+dp}
 div = div(sum_1, 12) : f64[]{+dp}
-all_reduce_1 = autopar.all_reduce(div) : f64[] # 8 bytes over dp, back: identity
-return (all_reduce_1)"""
+all_reduce_for_output = autopar.all_reduce(div) : f64[] # 8 bytes over dp, back: identity
+return (all_reduce_for_output)"""
 
 
 def test_the_listing_of_a_small_program() -> None:

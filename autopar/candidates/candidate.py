@@ -79,7 +79,7 @@ class Candidate:
 
     rewritten = OfStep(lambda step: step.program.rewritten)
     flow = OfStep(lambda step: step.program.flow)
-    repeats = OfStep(lambda step: step.program.repeats)
+    equal_blocks = OfStep(lambda step: step.program.equal_blocks)
     loss = OfStep(lambda step: step.program.loss)
     travel = OfStep(lambda step: step.program.travel)
     stage_costs = OfStep(lambda step: step.program.stage_costs)

@@ -26,7 +26,6 @@ from autopar.cluster.cluster_part import PipelineLine
 from autopar.cost.bucket_prices import BucketConfig
 from autopar.cost.footprint import Memory, program_memory
 from autopar.cost.host_kernels import HostKernels
-from autopar.cost.repeats import NO_EQUAL_BLOCKS, EqualBlocks
 from autopar.cost.saved_tensors import SavedBytesCache
 from autopar.cost.time_report import RunCost, program_run_cost
 from autopar.errors import InvalidInput
@@ -34,9 +33,13 @@ from autopar.layout import ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.passes import change_recomputation, change_state_places, rewrite
 from autopar.passes.flow import Flow, flow_of
+from autopar.passes.pass_context import RewriteContext
+from autopar.passes.recompute_marks import mark_recomputed
 from autopar.pipeline.memory.alike_stages import StageMemories
 from autopar.pipeline.memory.step_memory import StageMemory
 from autopar.pipeline.stages.stage_tables import StageCosts
+from autopar.program.equal_blocks import EqualBlocks
+from autopar.program.written_out import write_out
 from autopar.recompute import Recompute
 from autopar.search.decisions import Decisions
 from autopar.states import WHOLE, States, split_mesh
@@ -53,6 +56,8 @@ class LaidOutProgram:
     learns: bool = True  # whether it is differentiated, where it is cut into stages
     # The program of the same layouts that this one is made from.
     source: LaidOutProgram | None = field(default=None, compare=False, repr=False)
+    # The program in which a block stands for several, of which this one has all.
+    folded: LaidOutProgram | None = field(default=None, compare=False, repr=False)
     # The forms of its calls by name, as they become known; shared by programs of the same calls.
     forms: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
@@ -84,11 +89,15 @@ class LaidOutProgram:
         """Return the program of all ranks."""
         captured, decisions = self.captured, self.decisions
         price = self.machine_prices.slowest.price
+        if (folded := self.folded) is not None:
+            plain = folded.with_recomputation({})
+            if plain.equal_blocks.row.is_regular:
+                context = RewriteContext(captured, decisions, price)
+                return mark_recomputed(write_out(plain.rewritten), context)
         if (source := self.source) is None:
             return rewrite(captured, decisions, price, verify_each=False)
         if decisions.recompute != source.decisions.recompute:
-            repeats = NO_EQUAL_BLOCKS if source.decisions.recompute else source.repeats
-            return change_recomputation(source.rewritten, captured, decisions, price, repeats)
+            return change_recomputation(source.rewritten, captured, decisions, price)
         if decisions.apart != source.decisions.apart:
             return change_state_places(source.rewritten, captured, decisions, price)
         return source.rewritten
@@ -103,10 +112,10 @@ class LaidOutProgram:
             return source.flow
         else:
             flow = source.flow.moved_to(self.rewritten)
-        return replace(flow, known={**flow.known, "repeats": self.repeats})
+        return replace(flow, known={**flow.known, "equal_blocks": self.equal_blocks})
 
     @cached_property
-    def repeats(self) -> EqualBlocks:
+    def equal_blocks(self) -> EqualBlocks:
         """Return the equal blocks of the program."""
         return EqualBlocks.of(self.rewritten)
 
@@ -159,7 +168,7 @@ class LaidOutProgram:
         `like`: costs of equal layouts with other states; `beside`: with other regions recomputed.
         """
         kinds = self.machine_prices.all_kinds
-        costs = [prices.along(self.flow.repeats) for prices in kinds]
+        costs = [prices.along(self.flow.equal_blocks) for prices in kinds]
         return StageCosts(self.flow, self.mesh, costs, same_program=like, same_layouts=beside)
 
     @cached_property
@@ -170,7 +179,7 @@ class LaidOutProgram:
     @cached_property
     def run(self) -> RunCost:
         """Return the cost of one micro-batch, through all stages."""
-        return program_run_cost(self.rewritten, self.machine_prices.slowest, self.repeats)
+        return program_run_cost(self.rewritten, self.machine_prices.slowest, self.equal_blocks)
 
     @cached_property
     def held(self) -> Memory:
@@ -190,7 +199,7 @@ class LaidOutProgram:
     @cached_property
     def _saved_bytes(self) -> SavedBytesCache:
         """Return a cache of what calls save for backward; equal blocks are looked at once."""
-        return SavedBytesCache(self.mesh, self.repeats)
+        return SavedBytesCache(self.mesh, self.equal_blocks)
 
     @cached_property
     def stage_memories(self) -> StageMemories:

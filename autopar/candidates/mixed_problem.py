@@ -28,7 +28,6 @@ from torch import fx
 from autopar.candidates.recomputation import FULL, PLAIN
 from autopar.capture.captured import Captured
 from autopar.capture.regions import runs
-from autopar.cost.repeats import NO_EQUAL_BLOCKS, EqualBlocks
 from autopar.cost.saved_tensors import (
     Storage,
     offload_axes,
@@ -38,6 +37,7 @@ from autopar.cost.saved_tensors import (
 )
 from autopar.cost.time_report import NodePrices
 from autopar.mesh import Mesh
+from autopar.program.equal_blocks import NO_EQUAL_BLOCKS, EqualBlocks
 from autopar.recompute import Keep, Recompute
 from autopar.solver.cp_sat import new_model, new_solver, outcome, weighted_sum
 from autopar.strategies.node_info import info
@@ -216,11 +216,11 @@ def mixed_problem(
     graphs: Mapping[Recompute, fx.Graph],
     members: Sequence[str],
     prices: NodePrices,
-    repeats: EqualBlocks = NO_EQUAL_BLOCKS,
+    blocks: EqualBlocks = NO_EQUAL_BLOCKS,
 ) -> MixedProblem:
     """Return the problem of a program, given with all regions treated in each way. Its bytes are
     those of what is kept alone: states come on top. What each region keeps may be cut, or on the
-    host if that has other memory. `members`: from `members_of`; `repeats`: of the plain graph."""
+    host if that has other memory. `members`: from `members_of`; `blocks`: of the plain graph."""
     mesh, host, names = prices.mesh, prices.device.host, list(dict.fromkeys(members))
     inside: dict[str, list[fx.Node]] = {name: [] for name in names}
     plain = {node.name: node for node in graphs[PLAIN].nodes if node.op == "call_function"}
@@ -236,7 +236,7 @@ def mixed_problem(
     known: dict[tuple[tuple[fx.Node, int], ...], dict[Recompute, Offer]] = {}
     offers: dict[str, dict[Recompute, Offer]] = {}
     for name, row in inside.items():
-        alike = tuple((repeats.twin(node), order.place[node] - order.place[row[0]]) for node in row)
+        alike = tuple((blocks.twin(node), order.place[node] - order.place[row[0]]) for node in row)
         if alike not in known:
             known[alike] = {}
             for kind, by_name in nodes.items():

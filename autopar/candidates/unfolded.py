@@ -34,7 +34,21 @@ def unfolded(candidate: Candidate) -> Candidate:
     regions = unfolded_regions(
         candidate.decisions.recompute, candidate.captured, blocks(folding.whole)
     )
-    return with_program(candidate, folding, program, batches, regions)
+    laid_out = replace(
+        _laid_out(candidate, folding, program, regions), folded=candidate.step.program
+    )
+    whole = Candidate(TrainingStep(laid_out, batches), candidate.search)
+    return whole.changed(candidate.search, candidate.pipelining)
+
+
+def _laid_out(
+    candidate: Candidate, folding: Folding, program: Captured, regions: Mapping[str, Recompute]
+) -> LaidOutProgram:
+    """Return a program with more of the same blocks, as they are laid out."""
+    decisions = longer(candidate.decisions, candidate.captured, folding, program, regions)
+    return LaidOutProgram.of(
+        program, candidate.cluster, decisions, states=candidate.states, line=candidate.line
+    )
 
 
 def with_program(
@@ -46,10 +60,7 @@ def with_program(
 ) -> Candidate:
     """Return a way to run a `program` with more of the same blocks with the same layouts, states
     and stages, in as many micro-batches. `regions`: how those of it are recomputed."""
-    decisions = longer(candidate.decisions, candidate.captured, folding, program, regions)
-    laid_out = LaidOutProgram.of(
-        program, candidate.cluster, decisions, states=candidate.states, line=candidate.line
-    )
+    laid_out = _laid_out(candidate, folding, program, regions)
     longer_candidate = Candidate(TrainingStep(laid_out, batches), candidate.search)
     if (cut := candidate.pipelining) is None:
         return longer_candidate

@@ -21,7 +21,7 @@ from autopar.capture.marker import ANNOTATE
 from autopar.program.names import path_above
 from autopar.program.recognition import recognised
 from autopar.program.segments import Program, Segment
-from autopar.program.unfolding import Unfolded, unfold
+from autopar.program.unfolding import unfold
 from autopar.strategies.node_info import info
 
 FEWEST = 8  # equal blocks that a capture may have written a few of
@@ -54,12 +54,12 @@ def in_runs(folding: Folding, counts: Sequence[int]) -> Captured:
 def _folded(
     whole: Captured, program: Program, segment: Segment, shown: tuple[int, int]
 ) -> Captured:
-    short = unfold(program, shown, segment.graph)
-    places = (place for place in short.places.values() if place.segment.graph is segment.graph)
-    blocks = {place.block: place.count for place in places}
+    graph = unfold(program, shown, segment.graph)
+    places = [info(node).block for node in graph.nodes]
+    blocks = {p.number: p.count for p in places if p and p.blocks.graph is segment.graph}
     if max(blocks.values()) == 1:
         return whole
-    return replace(_written(whole, short), folding=Folding(whole, segment, blocks))
+    return replace(_written(whole, graph), folding=Folding(whole, segment, blocks))
 
 
 def in_segments(captured: Captured, least: int, missing: Collection[str] = ()) -> Program:
@@ -91,25 +91,26 @@ def written(captured: Captured, program: Program) -> Captured:
     return _written(captured, unfold(program))
 
 
-def _written(captured: Captured, unfolded: Unfolded) -> Captured:
-    nodes = {node.name: node for node in unfolded.graph.nodes}
-    places = unfolded.places
-    twins = {name: places[name].name if name in places else name for name in nodes}
-
-    def name_of(name: str, known: str) -> str:
-        place = places.get(name)
-        return known if place is None else place.segment.name(known, place.block)
+def _written(captured: Captured, graph: fx.Graph) -> Captured:
+    nodes = {node.name: node for node in graph.nodes}
+    twins = {name: place.name for name, n in nodes.items() if (place := info(n).block)}
 
     def names(known: Mapping[str, str]) -> dict[str, str]:
-        return {name: name_of(name, known[twin]) for name, twin in twins.items() if twin in known}
+        named = dict[str, str]()
+        for name, node in nodes.items():
+            if (path := known.get(twins.get(name, name))) is not None:
+                place = info(node).block
+                named[name] = path if place is None else place.blocks.name(path, place.number)
+        return named
 
     classes, leaves = captured.classes, captured.output_leaves
+    of_nodes = ((name, twins.get(name, name)) for name in nodes)
     return replace(
         captured,
-        graph=unfolded.graph,
+        graph=graph,
         parameters=names(captured.parameters),
         buffers=names(captured.buffers),
         constants={name: value for name, value in captured.constants.items() if name in nodes},
-        classes={name: classes[twin] for name, twin in twins.items() if twin in classes},
+        classes={name: classes[twin] for name, twin in of_nodes if twin in classes},
         output_leaves=tuple(nodes[o.name] if isinstance(o, fx.Node) else o for o in leaves),
     )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.cost.gather_groups import numbered_modules
 from autopar.strategies.node_info import info
 from autopar.strategies.rule import Facts
 
@@ -37,8 +38,8 @@ def linears_after(movement: fx.Node) -> list[fx.Node]:
 
 def mergeable_linears(calls: Iterable[fx.Node]) -> list[list[fx.Node]]:
     """Return groups of linears, in order, that each become one call with the movement before them
-    in an eager program. All their inputs exist before any output is read, and no rank exchanges
-    messages in them."""
+    in an eager program. They are of one block, all their inputs exist before any output is read,
+    and no rank exchanges messages in them."""
     groups = []
     for node in calls:
         movement = info(node).movement
@@ -50,10 +51,18 @@ def mergeable_linears(calls: Iterable[fx.Node]) -> list[list[fx.Node]]:
             continue
         if any(info(linear).joint is not None for linear in linears):
             continue
+        # Linears of all blocks would hold their gradients until backward reaches the first.
+        if len({_block_of(linear) for linear in linears}) > 1:
+            continue
         read = [value for linear in linears for value in linear.all_input_nodes]
         if max(read) < min(user for linear in linears for user in linear.users):
             groups.append(sorted(linears))
     return groups
+
+
+def _block_of(node: fx.Node) -> str:
+    """Return the outermost numbered module that a call is made in."""
+    return next(iter(numbered_modules(f"{info(node).module}.")), "")
 
 
 def weight_gradient_seconds(facts: Facts, backward: Any) -> Any:

@@ -20,8 +20,8 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.origins import copied_parameter
 from autopar.cost.operator_costs import ShardSizes
-from autopar.cost.repeats import NO_EQUAL_BLOCKS, EqualBlocks
 from autopar.mesh import Mesh
+from autopar.program.equal_blocks import NO_EQUAL_BLOCKS, EqualBlocks
 from autopar.recompute import Keep
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import RecomputeRegion, flat_values, info
@@ -290,8 +290,8 @@ def saved_throughout(
 class SavedBytesCache:
     """The saved storages of the nodes of one program, each computed once."""
 
-    def __init__(self, mesh: Mesh, repeats: EqualBlocks = NO_EQUAL_BLOCKS) -> None:
-        self.mesh, self._repeats = mesh, repeats
+    def __init__(self, mesh: Mesh, blocks: EqualBlocks = NO_EQUAL_BLOCKS) -> None:
+        self.mesh, self._blocks = mesh, blocks
         self._own: dict[fx.Node, SavedBytes] = {}
         self._through: dict[fx.Node, SavedBytes] = {}
         self._remade: dict[fx.Node, SavedBytes] = {}
@@ -329,11 +329,11 @@ class SavedBytesCache:
 
     def _of_twin(self, node: fx.Node, ask: Callable[[fx.Node], SavedBytes]) -> SavedBytes | None:
         """Return the storages of a node's twin, moved to the node's block; None without a twin."""
-        twin = self._repeats.twin(node)
+        twin = self._blocks.twin(node)
         if twin is node:
             return None
         storages = ask(twin).items()
-        return {(self._repeats.beside(at, node), place): size for (at, place), size in storages}
+        return {(self._blocks.beside(at, node), place): size for (at, place), size in storages}
 
 
 def peak_recomputed_bytes(

@@ -27,11 +27,11 @@ from autopar.cost.copy_groups import late_sum_axes
 from autopar.cost.deferred_reductions import linears_after, weight_gradient_seconds
 from autopar.cost.joint_kernels import ComputeSeconds, joint_collectives, joint_message_cost
 from autopar.cost.operator_costs import ShardSizes, operator_seconds, operator_work
-from autopar.cost.repeats import NO_EQUAL_BLOCKS, EqualBlocks
 from autopar.cost.saved_tensors import piece_bytes, storage
 from autopar.cost.state_price import SUMS, NodeCost, OverlappedWork, ParameterFacts, StatePrice
 from autopar.layout import ParameterPlacement
 from autopar.mesh import Mesh
+from autopar.program.equal_blocks import NO_EQUAL_BLOCKS, EqualBlocks
 from autopar.recompute import Keep
 from autopar.strategies import Strategy, tensor_inputs
 from autopar.strategies.node_info import RecomputeRegion, info
@@ -147,9 +147,9 @@ class NodePrices:
     def __call__(self, node: fx.Node) -> NodeCost:
         return sum(self.elsewhere(node).values(), self.own(node))
 
-    def along(self, repeats: EqualBlocks) -> Callable[[fx.Node], NodeCost]:
+    def along(self, blocks: EqualBlocks) -> Callable[[fx.Node], NodeCost]:
         """Return the price function of a program, evaluated once for equal blocks."""
-        return repeats.along(self)
+        return blocks.along(self)
 
     def own(self, node: fx.Node) -> NodeCost:
         """Return the cost of the node itself, twice if it runs again."""
@@ -175,7 +175,7 @@ class NodePrices:
         costs = {r: self.away(r.how.keep, axes, size) for r, axes in away.items()}
         if not _is_read_by_all(node):
             return costs
-        return {region: cost.repeated(region.times) for region, cost in costs.items()}
+        return {region: cost.repeated(region.count) for region, cost in costs.items()}
 
     def away(self, keep: Keep, axes: tuple[str, ...], size: float) -> NodeCost:
         """Return the cost of keeping `size` bytes sharded over `axes`, or on the host."""
@@ -383,12 +383,12 @@ def _parameter_facts(parameter: fx.Node) -> ParameterFacts:
 
 
 def program_run_cost(
-    graph: fx.Graph, prices: NodePrices, repeats: EqualBlocks = NO_EQUAL_BLOCKS
+    graph: fx.Graph, prices: NodePrices, blocks: EqualBlocks = NO_EQUAL_BLOCKS
 ) -> RunCost:
     """Return the cost of one run of the rewritten `graph`: the sums of its nodes' prices."""
     worked, moved = NodeCost(), NodeCost()
     shown, reduced = (dict.fromkeys(("inside", "between", "host"), 0.0) for _ in range(2))
-    take = repeats.along(lambda node: _node_shares(node, prices))
+    take = blocks.along(lambda node: _node_shares(node, prices))
     for node in graph.nodes:
         (work, moves, levels), times = take(node), info(node).count
         worked = worked if work is None else worked + work.repeated(times)

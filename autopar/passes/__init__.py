@@ -15,7 +15,6 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.verifier import verify
 from autopar.collectives import Price
-from autopar.cost.repeats import NO_EQUAL_BLOCKS, EqualBlocks
 from autopar.passes.eager_sums import choose_sums
 from autopar.passes.early_sums import settle_small_sums
 from autopar.passes.flow import copy_subgraph
@@ -31,7 +30,6 @@ from autopar.passes.parameter_gathers import gather_parameters
 from autopar.passes.pass_context import LocalContext, ParameterCopies, RewriteContext
 from autopar.passes.recombine import recombine
 from autopar.passes.recompute_marks import mark_recomputed
-from autopar.passes.times import mark_times
 from autopar.search.decisions import Decisions
 from autopar.strategies.node_info import info
 
@@ -67,7 +65,6 @@ PASSES = (
     Pass(fuse_biases, (insert_movements,), "moved"),
     Pass(gather_parameters, (hoist_gradient_sync, fuse_biases), "moved"),
     Pass(measure_movements, (insert_movements, gather_parameters), "moved"),
-    Pass(mark_times, (fuse_biases, gather_parameters), "moved"),
     Pass(mark_recomputed, (measure_movements,), "moved"),
 )
 LOCAL_PASSES = (
@@ -90,16 +87,11 @@ def rewrite(
 
 
 def change_recomputation(
-    graph: fx.Graph,
-    captured: Captured,
-    decisions: Decisions,
-    price: Price,
-    repeats: EqualBlocks = NO_EQUAL_BLOCKS,
+    graph: fx.Graph, captured: Captured, decisions: Decisions, price: Price
 ) -> fx.Graph:
-    """Return a rewritten program of the same layouts with other regions recomputed.
-    `repeats`: its equal blocks, if none is recomputed yet."""
+    """Return a rewritten program of the same layouts with other regions recomputed."""
     copy = copy_subgraph(graph, graph.nodes)
-    return mark_recomputed(copy, RewriteContext(captured, decisions, price), repeats.moved_to(copy))
+    return mark_recomputed(copy, RewriteContext(captured, decisions, price))
 
 
 def change_state_places(
@@ -113,7 +105,7 @@ def change_state_places(
             info(node).places = decisions.apart[node.name]
     if not any(places.storage != places.working for places in decisions.apart.values()):
         return copy
-    copy = mark_times(measure_movements(gather_parameters(copy, context), context), context)
+    copy = measure_movements(gather_parameters(copy, context), context)
     copy = mark_recomputed(copy, context)
     verify(copy, "moved", context.mesh)
     return copy

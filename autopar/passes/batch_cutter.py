@@ -26,7 +26,7 @@ from autopar.program.equality import number_calls
 from autopar.search.propagation import propagate
 from autopar.strategies import OperatorCall, localize_arguments, tensor_inputs, traits_of
 from autopar.strategies.kernels.keyed_draws import DrawPlace
-from autopar.strategies.node_info import info
+from autopar.strategies.node_info import info, name_beside
 from autopar.strategies.results import has_results, is_result, maker, result_index
 from autopar.strategies.rules.indexing import is_part
 from autopar.tensor_type import TensorType
@@ -338,15 +338,19 @@ class BatchCutter:
         dtype = torch.promote_types(original.dtype, info(node).val.dtype)
         if (value, dtype) not in self.parts:
             if original.dtype != dtype:
-                term = self._call(value, original.to(dtype), aten.to.dtype, term, dtype)
+                term = self._call(node, value, original.to(dtype), aten.to.dtype, term, dtype)
             self.parts[value, dtype] = self._call(
-                value, info(term).val, aten.div.Tensor, term, self.count
+                node, value, info(term).val, aten.div.Tensor, term, self.count
             )
         self.read[value] = self.parts[value, dtype]
 
-    def _call(self, like: fx.Node, value: Tensor, target: Any, *args: Any) -> fx.Node:
-        call = self.graph.call_function(target, args)
-        call.meta = {**like.meta, "val": value}
+    def _call(
+        self, reader: fx.Node, like: fx.Node, value: Tensor, target: Any, *args: Any
+    ) -> fx.Node:
+        taken = {node.name for node in self.parts.values()}
+        name, place = name_beside(reader, target.overloadpacket.__name__, taken)
+        call = self.graph.create_node("call_function", target, args, name=name)
+        call.meta = {**like.meta, "val": value, "block": place}
         return call
 
     def _copy(

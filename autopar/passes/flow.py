@@ -23,8 +23,8 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.capture.origins import taken_copies
-from autopar.cost.repeats import EqualBlocks
 from autopar.errors import InvalidInput
+from autopar.program.equal_blocks import EqualBlocks
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import WeightInputs, info
 from autopar.strategies.results import is_result, tensor_arguments, values_of
@@ -195,7 +195,7 @@ class Flow:
         return spans
 
     @_fact
-    def repeats(self) -> EqualBlocks:
+    def equal_blocks(self) -> EqualBlocks:
         """Return the equal blocks of the program."""
         return EqualBlocks.of(self.graph)
 

@@ -63,7 +63,7 @@ def _leave_pending(graph: fx.Graph, value: fx.Node, axes: Axes) -> None:
         read, known = value, info(reader)
         if unsummed := tuple(axis for axis in axes if axis not in _summed_axes(reader)):
             with graph.inserting_before(reader):
-                read = insert_movement(graph, value, Movement("identity", unsummed))
+                read = insert_movement(graph, value, Movement("identity", unsummed), reader)
             info(read).update(module=known.module, source=known.source, checkpoint=known.checkpoint)
         if _summed_axes(reader):
             reader.replace_all_uses_with(read)
@@ -98,9 +98,10 @@ def _lift(graph: fx.Graph, value: fx.Node, axes: Axes) -> None:
     """Sum the gradients of what an operator reads; its output's stays a partial sum."""
     inputs = tensor_inputs(value)
     learned = {node for node in inputs if info(node).differentiable}
-    for node in learned:
+    movement = Movement("identity", axes, pending=True)
+    for node in [node for node in dict.fromkeys(inputs) if node in learned]:
         with graph.inserting_before(value):
-            moved = insert_movement(graph, node, Movement("identity", axes, pending=True))
+            moved = insert_movement(graph, node, movement, value)
         value.replace_input_with(node, moved)
     info(value).wants = tuple(
         Placement(want.layout, {*want.pending, *axes}) if node in learned else want

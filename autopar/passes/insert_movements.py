@@ -6,7 +6,7 @@ from any layout in which the value already exists. Afterwards every input has th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ from autopar.cost.joint_kernels import price_joint_call
 from autopar.layout import Layout, Placement
 from autopar.passes.pass_context import RewriteContext
 from autopar.strategies import tensor_inputs
-from autopar.strategies.node_info import info
+from autopar.strategies.node_info import info, name_beside
 from autopar.strategies.results import is_result
 from autopar.tensor_type import TensorType
 
@@ -42,6 +42,7 @@ def insert_movements(graph: fx.Graph, context: RewriteContext) -> fx.Graph:
             for at in (*info(node).ways.get((value.name, want), ()), want):
                 moved[value, want] = insertion.bring(node, value, at, before)
                 before = at
+        node.meta.pop("ways", None)  # which names values
         _rewire(node, inputs, [moved[value, want] for value, want in zip(inputs, info(node).wants)])
     for node in reversed(graph.nodes):
         if node.target is ANNOTATE:
@@ -91,7 +92,7 @@ class _Insertion:
             at = movement.place(at)
             if at not in versions:
                 with self.graph.inserting_before(reader):
-                    versions[at] = insert_movement(self.graph, node, movement)
+                    versions[at] = insert_movement(self.graph, node, movement, reader)
                     info(versions[at]).alone = len(path) == 1
             node = versions[at]
             known = info(reader)
@@ -134,10 +135,15 @@ class _Insertion:
         return find(start, end, type_.shape, size, self.mesh, self.price, back, learns)
 
 
-def insert_movement(graph: fx.Graph, value: fx.Node, movement: Movement) -> fx.Node:
-    """Insert one movement of `value` at the graph's insertion point."""
+def insert_movement(
+    graph: fx.Graph, value: fx.Node, movement: Movement, reader: fx.Node
+) -> fx.Node:
+    """Insert one movement of `value` before the first of its readers, which it is named after."""
     operator = getattr(torch.ops.autopar, movement.kind).default
-    node = graph.create_node("call_function", operator, (value,), name=movement.kind)
+    taken = {node.name for node in _movements_before(reader)}
+    name, place = name_beside(reader, movement.kind, taken)
+    node = graph.create_node("call_function", operator, (value,), name=name)
+    node.name = name  # also where an earlier node was called so
     previous = info(value).type
     info(node).update(
         val=info(value).val,
@@ -149,8 +155,16 @@ def insert_movement(graph: fx.Graph, value: fx.Node, movement: Movement) -> fx.N
         differentiable=info(value).differentiable,
         learns=info(value).learns,
         on_host=info(value).on_host,
+        block=place,
     )
     return node
+
+
+def _movements_before(reader: fx.Node) -> Iterator[fx.Node]:
+    node = reader.prev
+    while info(node).movement is not None:
+        yield node
+        node = node.prev
 
 
 def measure_movements(graph: fx.Graph, context: RewriteContext) -> fx.Graph:

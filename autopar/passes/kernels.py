@@ -32,7 +32,7 @@ from autopar.strategies import (
     placed_arguments,
     tensor_inputs,
 )
-from autopar.strategies.node_info import info
+from autopar.strategies.node_info import info, name_beside
 from autopar.tensor_type import TensorType
 
 
@@ -128,7 +128,8 @@ def _expand(
         tuple(node.args), dict(node.kwargs), START, call.rule.sizes[call.name]
     )
     with graph.inserting_before(node):
-        part = graph.call_function(expansion.part, args, kwargs)
+        name, place = name_beside(node, "part")
+        part = graph.create_node("call_function", expansion.part, args, kwargs, name)
         shape = (*previous.shape, expansion.columns * parts)
         cut = Layout(*previous.layout.dims, axes)
         part.meta = dict(node.meta)
@@ -137,11 +138,12 @@ def _expand(
             val=info(node).val.new_empty(shape, dtype=dtype),
             saved=(0, 1),
             saves_output=True,
+            block=place,
         )
         gathered = part
         for axis in reversed(axes):
             movement = Movement("all_gather", (axis,), dim=len(previous.shape))
-            gathered = insert_movement(graph, gathered, movement)
+            gathered = insert_movement(graph, gathered, movement, node)
     inputs, wants = tensor_inputs(node), info(node).wants
     wanted = {value: Placement(want.layout) for value, want in zip(inputs, wants)}
     wanted[gathered] = Placement(info(gathered).type.layout)

@@ -75,6 +75,6 @@ def _gather(graph: fx.Graph, context: RewriteContext, node: fx.Node, reader: fx.
     path = redistribute(places.storage, end, type_.shape, size, context.mesh, price, back, learns)
     with graph.inserting_before(reader):
         for movement in path:
-            node = insert_movement(graph, node, movement)
+            node = insert_movement(graph, node, movement, reader)
             info(node).module, info(node).source = info(reader).module, info(reader).source
     return node

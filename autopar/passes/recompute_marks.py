@@ -9,7 +9,7 @@ the host.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -17,7 +17,6 @@ from torch import fx
 from autopar.capture.origins import gathered_parameter, is_made_of_parameters
 from autopar.capture.randomness import is_random
 from autopar.capture.regions import runs
-from autopar.cost.repeats import NO_EQUAL_BLOCKS, EqualBlocks
 from autopar.cost.saved_tensors import offload_axes, saved_by, saved_throughout, source, storage
 from autopar.mesh import Mesh
 from autopar.passes.pass_context import RewriteContext
@@ -28,47 +27,26 @@ from autopar.strategies.results import has_results, is_result, maker, result_ind
 SMALL = 1 / 16  # of the bytes of the largest value that is made again: less is kept
 
 
-def mark_recomputed(
-    graph: fx.Graph, context: RewriteContext, repeats: EqualBlocks = NO_EQUAL_BLOCKS
-) -> fx.Graph:
-    """Mark the nodes of every region with what runs again, and clear the marks of all others.
-    `repeats`: the equal blocks of the program without its regions."""
+def mark_recomputed(graph: fx.Graph, context: RewriteContext) -> fx.Graph:
+    """Mark the nodes of every region with what runs again, and clear the marks of all others."""
     for node in graph.nodes:
         for fact in ("region", "remade", "dropped", "away"):
             node.meta.pop(fact, None)
     by_region, numbers = context.decisions.recompute, dict[str, int]()
     if not by_region:
         return graph
-    sizes: dict[RecomputeRegion, int] = {}
-    for name, nodes in runs(graph, by_region, repeats.along(is_made_of_parameters)):
+    for name, nodes in runs(graph, by_region, is_made_of_parameters):
         number = numbers[name] = numbers.get(name, -1) + 1
         region = RecomputeRegion(
             name, by_region[name], number, any(map(is_random, nodes)), info(nodes[-1]).count
         )
         for node in nodes:
             info(node).region = region
-        sizes[region] = len(nodes)
-        if region.how.kind is not None and not _follow(nodes, sizes, repeats):
+        if region.how.kind is not None:
             (_mark_full if region.is_full else _mark_selective)(nodes, context.mesh)
         if region.how.keep != "device":
             _mark_away(nodes, region, context.mesh)
     return graph
-
-
-def _follow(
-    nodes: Sequence[fx.Node], sizes: Mapping[RecomputeRegion, int], repeats: EqualBlocks
-) -> bool:
-    """Mark a region like the one in the block before, if the two are equal."""
-    earlier = [previous for node in nodes if (previous := repeats.before(node)) is not None]
-    region, regions = info(nodes[0]).region, {info(previous).region for previous in earlier}
-    (earlier_region,) = regions if len(regions) == 1 else (None,)
-    if region is None or earlier_region is None or earlier_region.how != region.how:
-        return False
-    if not len(earlier) == len(nodes) == sizes[earlier_region]:
-        return False
-    for node, previous in zip(nodes, earlier):
-        info(node).update(remade=info(previous).remade, dropped=info(previous).dropped)
-    return True
 
 
 def _mark_full(nodes: Sequence[fx.Node], mesh: Mesh) -> None:

@@ -44,7 +44,7 @@ def mixed(
     for kind, way in ways.items():
         report("memory", f"regions recomputed ({kind})")
         graphs[kind] = way.rewritten
-    problem = mixed_problem(graphs, members, laid.prices, plain.repeats)
+    problem = mixed_problem(graphs, members, laid.prices, plain.equal_blocks)
     mix = problem.solve(room, host)
     if whole is not None and mix is not None and mix.own is None and _may_win(plain, mix, cutoff):
         # Before a program is made of it: there is more beside what is kept where some runs again.

@@ -76,7 +76,7 @@ class PlanValue(Candidate):
     pipelining = OfWholeStep(lambda step: step.pipelining)
     rewritten = OfWholeStep(lambda step: step.program.rewritten)
     flow = OfWholeStep(lambda step: step.program.flow)
-    repeats = OfWholeStep(lambda step: step.program.repeats)
+    equal_blocks = OfWholeStep(lambda step: step.program.equal_blocks)
     loss = OfWholeStep(lambda step: step.program.loss)
     stage_costs = OfWholeStep(lambda step: step.program.stage_costs)
     stage_line = OfWholeStep(lambda step: step.stage_line)

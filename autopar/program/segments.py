@@ -33,11 +33,19 @@ class Segment:
     carried: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     draws: int = 0  # of random numbers, in each block
     checkpoints: int = 0  # of the user, in each block
+    # By number of a block, and name there: the names in the first.
+    _in_first: dict[int, dict[str, str]] = field(default_factory=dict, repr=False)
 
     def name(self, path: str, block: int) -> str:
         """Return the name in one block of what has a name in the first."""
         numbered = self.names.get(path)
         return path if numbered is None else numbered.of(block)
+
+    def moved(self, path: str, block: int, to: int) -> str:
+        """Return the name in another block of what has a name in one."""
+        if block not in self._in_first:
+            self._in_first[block] = {self.name(name, block): name for name in self.names}
+        return self.name(self._in_first[block].get(path, path), to)
 
     def node_name(self, name: str, block: int) -> str:
         """Return the name of a node in one block; `name`: in the graph."""

@@ -1,46 +1,28 @@
 """Unfolding: the blocks of a program in one graph, all of them or a few that stand for the rest.
 
-    unfold(program).graph
-    unfold(program, shown=(3, 3)).graph    # one block between three and three stands for the others
+    unfold(program)
+    unfold(program, shown=(3, 3))    # one block between three and three stands for the others
 
 What follows from the neighbours of a block (copies of parameters that are gathered ahead, gradients
-that are summed together) is the same for all blocks but the outer ones, which are shown. Of what
-is in a block that stands for several, `info(node).count` says for how many.
+that are summed together) is the same for all blocks but the outer ones, which are shown.
+`info(node).block` says of each node in which block it stands, and for how many this one does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from autopar.program.order import move
 from autopar.program.segments import OwnInputs, Program, Segment
-from autopar.strategies.node_info import info
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """The block that a node of an unfolded graph stands in, and the node of the segment."""
-
-    segment: Segment
-    name: str  # in the first block
-    block: int
-    count: int  # of the blocks that it stands for
-
-
-@dataclass(frozen=True, eq=False)
-class Unfolded:
-    """A graph, and where those of its nodes come from that stand in repeated blocks, by name."""
-
-    graph: fx.Graph
-    places: Mapping[str, Place]
+from autopar.strategies.node_info import BlockPlace, info
 
 
 def unfold(
     program: Program, shown: tuple[int, int] | None = None, folded: fx.Graph | None = None
-) -> Unfolded:
+) -> fx.Graph:
     """Return the graph of a program.
 
     `shown`: where many blocks are equal, how many stand before and after the one that stands for
@@ -59,9 +41,8 @@ class _Writer:
     values: dict[str, fx.Node] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)  # the graphs of which some block was written
     own_inputs: dict[tuple[int, str], fx.Node] = field(default_factory=dict)  # by block and name
-    places: dict[str, Place] = field(default_factory=dict)
 
-    def written(self) -> Unfolded:
+    def written(self) -> fx.Graph:
         """Return the graph of all segments, placeholders first."""
         for value in self.program.inputs:
             if isinstance(value, fx.Node):
@@ -71,7 +52,7 @@ class _Writer:
         for segment in self.program.segments:
             for block, count in self._blocks(segment):
                 self._write(segment, block, count)
-        return Unfolded(self.graph, self.places)
+        return self.graph
 
     def _own_inputs(self, inputs: OwnInputs) -> None:
         sources = {node.name: node for node in inputs.graph.find_nodes(op="placeholder")}
@@ -130,9 +111,7 @@ class _Writer:
     ) -> None:
         if not segment.names:
             return
-        if count > 1:
-            info(node).count = count
-        self.places[node.name] = Place(segment, source.name, block, count)
+        info(node).block = BlockPlace(segment, source.name, block, count)
         if path := info(source).module:
             info(node).module = segment.name(path, block)
         move(node, block * segment.draws, block * segment.checkpoints)

@@ -9,10 +9,11 @@ The facts stand in `node.meta` under the names here, so that fx copies them with
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -45,7 +46,7 @@ class RecomputeRegion:
     how: Recompute
     number: int = 0  # tells runs of one name apart
     is_random: bool = False  # draws random numbers
-    times: int = 1  # how many it stands for
+    count: int = 1  # how many it stands for
 
     @property
     def is_full(self) -> bool:
@@ -67,6 +68,55 @@ class ParameterReaders:
         return len(self.stages) == 1
 
 
+class BlockNames(Protocol):
+    """Gives the names of nodes and modules in each of some equal blocks."""
+
+    @property
+    def graph(self) -> fx.Graph:
+        """Return the graph of the first block."""
+
+    def node_name(self, name: str, block: int) -> str:
+        """Return the name in one block of a node of the first."""
+
+    def name(self, path: str, block: int) -> str:
+        """Return the name in one block of a module or parameter of the first."""
+
+    def moved(self, path: str, block: int, to: int) -> str:
+        """Return the name in another block of a module or parameter of one."""
+
+    @property
+    def draws(self) -> int:
+        """Return the number of random calls in each block."""
+
+    @property
+    def checkpoints(self) -> int:
+        """Return the number of the user's checkpoints in each block."""
+
+
+@dataclass(frozen=True)
+class BlockPlace:
+    """Says where a node stands among equal blocks."""
+
+    blocks: BlockNames
+    name: str  # of the node in the first block
+    number: int  # of its block
+    count: int = 1  # of the blocks that it stands for
+
+    @property
+    def node_name(self) -> str:
+        """Return the name of the node."""
+        return self.blocks.node_name(self.name, self.number)
+
+    def later(self, blocks: int) -> BlockPlace:
+        """Return the place of the same node so many blocks later, which stands for itself."""
+        return BlockPlace(self.blocks, self.name, self.number + blocks)
+
+    def path_of(self, node: fx.Node) -> str:
+        """Return the module of the node at this place, which `node` stands for."""
+        place, path = info(node).block, info(node).module
+        return path if place is None else self.blocks.moved(path, place.number, self.number)
+
+
 class NodeInfo:
     """The facts of one node; one without a default is absent until its pass has run."""
 
@@ -86,6 +136,7 @@ class NodeInfo:
     # Dims of equal parts and their numbers, as in a qkv weight or a batch joined of several.
     parts: Parts = ()
     checkpoint: int | None = None  # the number of the user's checkpoint that contains it
+    block: BlockPlace | None = None  # where it stands among equal blocks
 
     # Written by assign_types.
     origin: tuple[str, str]  # kind ("parameter", "buffer", "input", ...) and name of a placeholder
@@ -116,7 +167,11 @@ class NodeInfo:
     weight_inputs: WeightInputs | None = None  # the gradients that a split backward puts off
     readers: ParameterReaders | None = None  # the stages that read a parameter
     copies: tuple[int, ...] = ()  # the groups of gathered parameters that it reads
-    count: int = 1  # how many equal blocks this node stands for, in a folded program
+
+    @property
+    def count(self) -> int:
+        """Return how many equal blocks the node stands for, in a folded program."""
+        return 1 if self.block is None else self.block.count
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -149,6 +204,23 @@ def times_of(node: fx.Node, times: int | None = None) -> int:
     """Return how often a node counts: its `times`, or the given one if it stands for others."""
     stored = info(node).count
     return stored if times is None or stored == 1 else times
+
+
+def name_beside(
+    node: fx.Node, kind: str, taken: Container[str] = ()
+) -> tuple[str, BlockPlace | None]:
+    """Return a name for a node of some `kind` that belongs to another one, and its place; the name
+    is none of those that are `taken`.
+
+    What belongs to equal nodes has names that are as regular as theirs are."""
+    place = info(node).block
+    for number in count():
+        prefix = f"{kind}_{number}" if number else kind
+        of_node = None if place is None else replace(place, name=f"{prefix}_for_{place.name}")
+        name = f"{prefix}_for_{node.name}" if of_node is None else of_node.node_name
+        if name not in taken:
+            return name, of_node
+    raise AssertionError
 
 
 def flat_values(values: Any) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,13 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar.capture.regions import blocks
-from autopar.cost.repeats import EqualBlocks
 from autopar.cost.saved_tensors import SavedBytesCache
 from autopar.cost.time_report import NodePrices, program_run_cost
-from autopar.passes import change_recomputation
 from autopar.passes.flow import flow_of
 from autopar.pipeline.stages.stage_tables import StageCosts
+from autopar.program.equal_blocks import EqualBlocks
 from autopar.states import BUFFER_BYTES
 from autopar.strategies.node_info import info
 from tests.annotations import megatron
@@ -25,10 +22,10 @@ from tests.pipeline.models import MAKERS, share_captures  # noqa: F401
 from tests.toy import EVEN, machines
 
 MODELS = {
-    "gpt": lambda: gpt(layers=7),
-    "fused": lambda: gpt(layers=7, fused=True, tied=False),
-    "megatron": lambda: megatron(gpt(layers=7)),
-    **{name: lambda make=make: make(8, 7) for name, make in MAKERS.items()},
+    "gpt": lambda: gpt(layers=12),
+    "fused": lambda: gpt(layers=12, fused=True, tied=False),
+    "megatron": lambda: megatron(gpt(layers=12)),
+    **{name: lambda make=make: make(8, 12) for name, make in MAKERS.items()},
 }
 CUT = ap.Recompute("full", keep="cut")
 WAYS = [
@@ -87,10 +84,10 @@ def test_a_line_of_what_repeats_is_that_of_all_nodes(
     plan = plan_of(case_of("fused"), states, recompute, mode)
     prices = NodePrices(machines(4, *EVEN), plan.mesh, BUFFER_BYTES)
     flow, other = (flow_of(plan.captured, plan.program.graph) for _ in range(2))
-    vars(other)["repeats"] = EqualBlocks()
-    assert flow.repeats.twins
+    vars(other)["equal_blocks"] = EqualBlocks()
+    assert flow.equal_blocks.twins
     lines = [
-        StageCosts(flow, plan.mesh, [prices.along(flow.repeats)]),
+        StageCosts(flow, plan.mesh, [prices.along(flow.equal_blocks)]),
         StageCosts(other, plan.mesh, [prices]),
     ]
     assert len({tuple(map(repr, line.stages([0, 20, 50, 90]))) for line in lines}) == 1
@@ -99,30 +96,12 @@ def test_a_line_of_what_repeats_is_that_of_all_nodes(
     assert all((getattr(one, f) == getattr(each, f)).all() for f in vars(one))
 
 
-@pytest.mark.parametrize("how", ["selective", "full"])
-@pytest.mark.parametrize("name", MODELS)
-def test_regions_that_repeat_are_marked_as_each_by_itself(name: str, how: str) -> None:
-    plan = plan_of(case_of(name), "whole", None, "propagate")
-    graph, captured, decisions = plan.program.graph, plan.captured, plan.decisions
-    price = NodePrices(machines(4, *EVEN), plan.mesh, BUFFER_BYTES).price
-    decided = {region: ap.Recompute(how) for region in blocks(captured)}
-    # One of them is treated otherwise.
-    for kinds in (decided, decided | {list(decided)[4]: ap.Recompute("full")}):
-        about = graph, captured, replace(decisions, recompute=kinds), price
-        for one, other in zip(
-            change_recomputation(*about, EqualBlocks.of(graph)).nodes,
-            change_recomputation(*about).nodes,
-        ):
-            marks = [(n.region, n.remade, n.dropped, n.away) for n in (info(one), info(other))]
-            assert marks[0] == marks[1]
-
-
 class Uneven(nn.Module):
     """Layers that are equal but for one number."""
 
     def __init__(self, odd: int | None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(16))
         self.odd = odd
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,9 +110,9 @@ class Uneven(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("odd", [None, 4])
+@pytest.mark.parametrize("odd", [None, 8])
 def test_blocks_that_differ_are_none_of_a_run(odd: int | None) -> None:
     case = Case("uneven", Uneven(odd), (torch.randn(4, 8),))
     graph = plan_of(case, "whole", None, "propagate").program.graph
     modules = {info(node).module for node in EqualBlocks.of(graph).twins}
-    assert ("layers.4" in modules) == (odd is None)
+    assert ("layers.8" in modules) == (odd is None)

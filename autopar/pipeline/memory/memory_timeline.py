@@ -425,24 +425,11 @@ class _RepeatedCalls:
 
 
 def _repeated_calls(calls: Sequence[fx.Node], times: int | None) -> dict[fx.Node, _RepeatedCalls]:
-    """Return the row of each call that stands for several.
-
-    A row begins at the first call that reads a parameter of the block: its gathers may stand before
-    the block, and those of the next block within it.
-    """
+    """Return the row of each call that stands for several."""
     rows = dict[fx.Node, _RepeatedCalls]()
-    end = 0  # of the last row
-    for is_marked, places in groupby(range(len(calls)), lambda at: info(calls[at]).count > 1):
-        marked = [*places]
-        if not is_marked:
-            continue
-        gathers = (at for at in range(end, marked[0]) if _reads_of_many(calls[at]))
-        first, end = min([marked[0], *gathers]), marked[-1] + 1
-        row = _RepeatedCalls(times_of(calls[marked[0]], times) - 1)
-        rows |= dict.fromkeys(calls[first : first + len(marked)], row)
+    for is_marked, row in groupby(calls, lambda call: info(call).count > 1):
+        if is_marked:
+            marked = [*row]
+            more = times_of(marked[0], times) - 1
+            rows |= dict.fromkeys(marked, _RepeatedCalls(more))
     return rows
-
-
-def _reads_of_many(node: fx.Node) -> bool:
-    read = node.all_input_nodes
-    return any(value.op == "placeholder" and info(value).count > 1 for value in read)

@@ -41,7 +41,7 @@ from autopar.pipeline.stages.stage_cost import (
 from autopar.pipeline.stages.stage_hardware import ANYWHERE, StageHardware
 from autopar.pipeline.stages.stretch import Stretch
 from autopar.pipeline.stages.table import StageTable
-from autopar.strategies.node_info import info
+from autopar.strategies.node_info import BlockPlace, info
 from autopar.text.units import counted
 
 Array = NDArray[np.float64]
@@ -102,7 +102,7 @@ class StageCosts:
         self.stretch: Stretch = Stretch.of(flow) if known is None else known.stretch
         stretch = self.stretch
         if same_program is None:
-            once = SavedBytesCache(mesh, flow.repeats)
+            once = SavedBytesCache(mesh, flow.equal_blocks)
             halves = WeightHalfBytes(flow, once)
             both = kept_by_stages(flow, once, halves)
             self.kept, self.weight_halves = (spans.stretched(stretch) for spans in both)
@@ -119,7 +119,7 @@ class StageCosts:
         else:
             self._parameters, self._crossing = known._parameters, known._crossing
         self._holding = [0, *itertools.accumulate(map(bool, self._parameters))]
-        self._held_by = flow.repeats.along(lambda node: held_bytes(node, mesh))
+        self._held_by = flow.equal_blocks.along(lambda node: held_bytes(node, mesh))
         self._tables: dict[tuple[int, ...], StageTable] = {}  # by cut points
         self._times: dict[tuple[tuple[int, ...], StageHardware], Array] = {}
         self._clean: dict[float, tuple[list[int], int]] = {}  # cut points and layers, by reach
@@ -141,11 +141,15 @@ class StageCosts:
         return self.flow.activations[self.stretch.short(place)]
 
     def _name(self, place: int) -> str:
-        """Return a unique name of the activation at a place."""
-        copy, name = self.stretch.copy(place), self.node(place).name
-        return (
-            f"{name} {copy}" if copy > 0 and place < self.stretch.end + self.stretch.moved else name
-        )
+        """Return the name of the activation at a place."""
+        node, block = self.node(place), self._block(place)
+        return node.name if block is None else block.node_name
+
+    def _block(self, place: int) -> BlockPlace | None:
+        """Return where the activation at a place stands among equal blocks."""
+        block = info(self.node(place)).block
+        is_many = block is not None and block.count > 1
+        return block.later(self.stretch.copy(place)) if block and is_many else block
 
     def shared_sums(self, stages: Sequence[StageCost]) -> tuple[SharedSum, ...]:
         """Return the gradient sums that stages with these starts share with one another."""
@@ -234,7 +238,7 @@ class StageCosts:
             return self
         of_flow = copy(self)
         of_flow.flow = flow
-        of_flow._held_by = flow.repeats.along(lambda node: held_bytes(node, self.mesh))
+        of_flow._held_by = flow.equal_blocks.along(lambda node: held_bytes(node, self.mesh))
         return of_flow
 
     @cached_property
@@ -343,6 +347,7 @@ class StageCosts:
         `others`: pieces of it with other costs, as where regions are recomputed in another way.
         """
         first = min(start, self.count - 1)
+        node, block = self.node(first), self._block(first)
         # Copies of a stage wait for the slowest of them.
         by_kind = np.array([self.sums([start, end], kind)[0, 1] for kind in at.kinds])
         kept, halves = self.kept.bytes(start, end), self.weight_halves.bytes(start, end)
@@ -356,7 +361,7 @@ class StageCosts:
         most[ONCE] = every[every[:, ONCE].sum(axis=1).argmax(), ONCE]
         return StageCost(
             starts=self._name(first),
-            module=info(self.node(first)).module,
+            module=info(node).module if block is None else block.path_of(node),
             **dict(zip(SECONDS, most.tolist())),
             **dict(zip(BYTES, map(round, most[len(SECONDS) :].tolist()))),
             activations=kept,

@@ -16,9 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import fx
 
-from autopar.cost.repeats import EqualBlocks
 from autopar.passes.flow import Flow
 from autopar.strategies.node_info import info
 
@@ -43,7 +41,7 @@ class Stretch:
         marked = [at for at, node in enumerate(flow.activations) if info(node).count > 1]
         if not marked:
             return NO_STRETCH
-        if not is_alike(flow.graph, flow.repeats):
+        if not flow.equal_blocks.row.is_regular:
             raise NotAlike
         return cls(marked[0], len(marked), info(flow.activations[marked[0]]).count - 1)
 
@@ -126,14 +124,3 @@ class Stretch:
 
 
 NO_STRETCH = Stretch()
-
-
-def is_alike(graph: fx.Graph, repeats: EqualBlocks) -> bool:
-    """Whether a rewritten program has equal blocks beside what stands for several, if it does."""
-    calls = [n for n in graph.nodes if n.op == "call_function" and info(n).count > 1]
-    if not calls:
-        return True
-    start, end = repeats.place.get(calls[0], -1), repeats.place.get(calls[-1], -1) + 1
-    beside = start - repeats.period, end + 2 * repeats.period
-    is_inside = repeats.start <= beside[0] and beside[1] <= repeats.end
-    return end - start == repeats.period and is_inside

@@ -1,0 +1,120 @@
+"""Written out: all blocks of a rewritten program, of which some were there for many.
+
+    write_out(graph)
+
+A block stands for as many as `info(node).block` says. Each of these reads of the block before what
+the first of them reads of the one before it; what calls of the same name read in several blocks is
+one value, which all of them read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from torch import fx
+
+from autopar.program.order import move
+from autopar.strategies.node_info import BlockPlace, info
+
+
+def write_out(graph: fx.Graph) -> fx.Graph:
+    """Return the graph of all blocks; what runs again is not marked in it."""
+    return _WholeWriter(graph).written()
+
+
+@dataclass
+class _WholeWriter:
+    source: fx.Graph
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    values: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of what stands for itself
+    # By graph of the first block, name in it, and number of a block.
+    copies: dict[tuple[int, str, int], fx.Node] = field(default_factory=dict)
+
+    def written(self) -> fx.Graph:
+        """Return the graph, block by block."""
+        for place, nodes in _groups(self.source):
+            if place is None:
+                for node in nodes:
+                    self.values[node] = self._copy(node, node.name, info(node).block)
+                continue
+            for number in range(place.number, place.number + place.count):
+                for node in nodes:
+                    self._write(node, number)
+        return self.graph
+
+    def _write(self, node: fx.Node, number: int) -> None:
+        stands_for = info(node).block
+        assert stands_for is not None
+        blocks, later = stands_for.blocks, number - stands_for.number
+        place = stands_for.later(later)
+        copy = self._copy(node, place.node_name, place)
+        info(copy).module = place.path_of(node)
+        if node.op == "placeholder":
+            kind, path = info(node).origin
+            info(copy).origin = kind, blocks.moved(path, stands_for.number, number)
+        move(copy, later * blocks.draws, later * blocks.checkpoints)
+        self.copies[id(blocks.graph), place.name, number] = copy
+
+    def _copy(self, node: fx.Node, name: str, place: BlockPlace | None) -> fx.Node:
+        target = name if node.op == "placeholder" else node.target
+        copy = self.graph.create_node(node.op, target, name=name)
+        copy.name = name
+
+        def value_of(value: fx.Node) -> fx.Node:
+            return self._value(value, node, place)
+
+        # Arguments that are set later are not searched for symbols, which takes longest.
+        if node.args:
+            copy.args = fx.map_arg(node.args, value_of)
+        if node.kwargs:
+            copy.kwargs = fx.map_arg(node.kwargs, value_of)
+        copy.meta = dict(node.meta)
+        for fact in ("region", "remade", "dropped", "away"):
+            copy.meta.pop(fact, None)
+        if place is not None:
+            info(copy).block = place
+        return copy
+
+    def _value(self, value: fx.Node, reader: fx.Node, at: BlockPlace | None) -> fx.Node:
+        """Return what a reader reads, as which the node `reader` stands at some place."""
+        of_value, of_reader = info(value).block, info(reader).block
+        if of_value is None:
+            return self.values[value]
+        last = of_value.number + of_value.count - 1
+        number = last
+        if (
+            at is not None
+            and of_reader is not None
+            and of_reader.blocks.graph is of_value.blocks.graph
+        ):
+            if of_value.number == of_reader.number:
+                number = at.number
+            elif of_reader.number == last + 1 and not _is_shared(value, reader):
+                number = at.number - 1
+        key = id(of_value.blocks.graph), of_value.name, number
+        return self.copies.get(key) or self.values[value]
+
+
+def _groups(graph: fx.Graph) -> Iterator[tuple[BlockPlace | None, Sequence[fx.Node]]]:
+    """Yield the nodes between blocks that stand for several, and those of each of these."""
+
+    def block_of(node: fx.Node) -> tuple[int, int] | None:
+        place = info(node).block
+        return None if place is None or place.count == 1 else (id(place.blocks.graph), place.number)
+
+    for block, nodes in groupby([*graph.nodes], key=block_of):
+        row = [*nodes]
+        yield None if block is None else info(row[0]).block, row
+
+
+def _is_shared(value: fx.Node, reader: fx.Node) -> bool:
+    """Return whether calls of one name read a value in several blocks."""
+    place = info(reader).block
+    assert place is not None
+    others = (info(user).block for user in value.users if user is not reader)
+    return any(
+        other and other.blocks.graph is place.blocks.graph and other.name == place.name
+        for other in others
+    )
