@@ -112,7 +112,8 @@ class LaidOutProgram:
             return source.flow
         else:
             flow = source.flow.moved_to(self.rewritten)
-        return replace(flow, known={**flow.known, "equal_blocks": self.equal_blocks})
+        known = {name: vars(self)[name] for name in ("equal_blocks",) if name in vars(self)}
+        return replace(flow, known=flow.known | known)
 
     @cached_property
     def equal_blocks(self) -> EqualBlocks:

@@ -16,7 +16,7 @@ from autopar.candidates.training_step import TrainingStep
 from autopar.capture.captured import Captured, Folding
 from autopar.capture.regions import blocks, label_of
 from autopar.layout import Layout, ParameterPlacement, Placement
-from autopar.passes.microbatches import Microbatches, cut_batch
+from autopar.passes.microbatches import Microbatches, of_all_blocks
 from autopar.pipeline.stages.stage_tables import price_stages
 from autopar.recompute import Recompute
 from autopar.search.decisions import Decisions, Fallback
@@ -29,7 +29,7 @@ def unfolded(candidate: Candidate) -> Candidate:
     """Return the same way to run all blocks of the program."""
     if (folding := candidate.captured.folding) is None:
         return candidate
-    batches = candidate.batches and cut_batch(folding.whole, candidate.batches.count)
+    batches = candidate.batches and of_all_blocks(candidate.batches, folding.whole)
     program = folding.whole if batches is None else batches.captured
     regions = unfolded_regions(
         candidate.decisions.recompute, candidate.captured, blocks(folding.whole)

@@ -327,8 +327,9 @@ class BatchCutter:
         first_call = next((n for n in self.graph.nodes if n.op == "call_function"), None)
         assert first_call is not None
         with self.graph.inserting_before(first_call):
-            total = self.graph.placeholder(f"total_{value.name}")
-        total.meta = dict(value.meta)
+            name, place = name_beside(value, "total")
+            total = self.graph.placeholder(name)
+        total.meta = {**value.meta, "block": place}
         self.summed[value] = self.read[value] = total
 
     def _share(self, node: fx.Node, value: fx.Node) -> None:

@@ -13,7 +13,7 @@ samples before the loss is refused, but for batch norm, which takes each micro-b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
@@ -24,6 +24,8 @@ from autopar.capture.execute import evaluate
 from autopar.capture.verifier import verify
 from autopar.errors import InvalidInput
 from autopar.passes.batch_cutter import SUM, BatchCutter, BatchDim, Status
+from autopar.program.equal_blocks import rows_of
+from autopar.program.written_out import write_out
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import info
 
@@ -133,6 +135,35 @@ def _cut_batch(
             remedy="put the batch first, or microbatches=1",
         )
     return Microbatches(count, small, cut, cutter.counts(), captured, cutter.once(), cutter.joins())
+
+
+def of_all_blocks(batches: Microbatches, whole: Captured) -> Microbatches:
+    """Return the micro-batches of a `whole` program, from those of the folded one."""
+    small = batches.captured
+    total_nodes = () if batches.counts is None else batches.counts.nodes
+    is_of_block = any(info(node).block is not None for node in total_nodes)
+    if is_of_block or not all(row.is_regular for row in rows_of(small.graph)):
+        return cut_batch(whole, batches.count)
+    graph = write_out(small.graph)
+    nodes, twins = (
+        {node.name: node for node in graph.nodes},
+        small.folding.twins if small.folding else {},
+    )
+    leaves = small.output_leaves
+    captured = replace(
+        small,
+        graph=graph,
+        parameters=whole.parameters,
+        buffers=whole.buffers,
+        classes={
+            name: small.classes[twin]
+            for name in nodes
+            if (twin := twins.get(name, name)) in small.classes
+        },
+        output_leaves=tuple(nodes[o.name] if isinstance(o, fx.Node) else o for o in leaves),
+        folding=None,
+    )
+    return replace(batches, captured=captured, whole=whole)
 
 
 def batch_statistics(captured: Captured) -> tuple[fx.Node, ...]:

@@ -51,7 +51,7 @@ class _WholeWriter:
         place = stands_for.later(later)
         copy = self._copy(node, place.node_name, place)
         info(copy).module = place.path_of(node)
-        if node.op == "placeholder":
+        if "origin" in node.meta:
             kind, path = info(node).origin
             info(copy).origin = kind, blocks.moved(path, stands_for.number, number)
         move(copy, later * blocks.draws, later * blocks.checkpoints)

@@ -9,6 +9,7 @@ import pytest
 from torch import fx
 
 import autopar as ap
+from autopar.passes.microbatches import cut_batch
 from autopar.program.equal_blocks import rows_of
 from tests.pipeline.models import share_captures  # noqa: F401
 from tests.program.test_folding import CASES
@@ -47,6 +48,15 @@ def test_what_is_written_out_is_what_is_rewritten(name: str, way: dict[str, Any]
     assert all(row.is_regular for row in rows_of(plain.rewritten))
     whole = replace(program, folded=None)
     assert_equal([*program.rewritten.nodes], [*whole.rewritten.nodes])
+    if (batches := plan.whole_step.batches) is not None:
+        one, other = batches.captured, cut_batch(batches.whole, batches.count).captured
+        assert_equal([*one.graph.nodes], [*other.graph.nodes])
+        assert (one.parameters, one.buffers, one.classes) == (
+            other.parameters,
+            other.buffers,
+            other.classes,
+        )
+        assert [*map(str, one.output_leaves)] == [*map(str, other.output_leaves)]
 
 
 def assert_equal(nodes: list[fx.Node], others: list[fx.Node]) -> None:
