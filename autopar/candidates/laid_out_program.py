@@ -112,8 +112,9 @@ class LaidOutProgram:
             return source.flow
         else:
             flow = source.flow.moved_to(self.rewritten)
-        known = {name: vars(self)[name] for name in ("equal_blocks",) if name in vars(self)}
-        return replace(flow, known=flow.known | known)
+        if "equal_blocks" not in vars(self):  # they are found when somebody reads them
+            return flow
+        return replace(flow, known={**flow.known, "equal_blocks": self.equal_blocks})
 
     @cached_property
     def equal_blocks(self) -> EqualBlocks:

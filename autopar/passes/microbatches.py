@@ -145,11 +145,8 @@ def of_all_blocks(batches: Microbatches, whole: Captured) -> Microbatches:
     if is_of_block or not all(row.is_regular for row in rows_of(small.graph)):
         return cut_batch(whole, batches.count)
     graph = write_out(small.graph)
-    nodes, twins = (
-        {node.name: node for node in graph.nodes},
-        small.folding.twins if small.folding else {},
-    )
-    leaves = small.output_leaves
+    nodes, leaves = {node.name: node for node in graph.nodes}, small.output_leaves
+    twins = {} if small.folding is None else small.folding.twins
     captured = replace(
         small,
         graph=graph,

@@ -224,16 +224,12 @@ def _without_parallels(edges: Integers, tables: list[Table]) -> Integers:
     return np.stack([low[heads], high[heads], merged])
 
 
-class UnequalBlocks(InvalidInput):
-    """Refuse a block that stands for several but differs from those beside it."""
-
-
 def _repeated(packed: PackedGraph, nodes: Sequence[int], times: int) -> PackedGraph:
     """Return the graph in which a block, `nodes` of the caller, comes `times` times in a row."""
     members = np.flatnonzero(np.isin(packed.origin, np.array(nodes, np.int64)))
     start, period = int(members[0]), len(members)
     if not _is_between_equals(packed, start, period) or members[-1] != start + period - 1:
-        raise UnequalBlocks(
+        raise InvalidInput(
             "a block that stands for several has an equal one on each side",
             got=f"nodes {start} to {int(members[-1])}, {period} of them",
             remedy="give the whole graph",

@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.errors import Interrupted, InvalidInput
 from autopar.solver.branch_and_bound import branch_and_bound
-from autopar.solver.cost_graph import CostGraph, UnequalBlocks
+from autopar.solver.cost_graph import CostGraph
 from autopar.solver.cp_sat_residual import relative_gap
 from autopar.solver.dominated import prune
 from autopar.solver.lagrangian import LagrangianSearch
@@ -131,7 +131,7 @@ def solve(
     if choice is not packed_choice:
         value, needed = graph.packed.evaluate(choice)
         if not np.isfinite(value):
-            raise UnequalBlocks(
+            raise InvalidInput(
                 "a block that stands for several has one strategy for each node in all of them",
                 got="a graph in which every such choice has an infinite cost",
                 remedy="give the whole graph",

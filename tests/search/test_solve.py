@@ -16,7 +16,7 @@ import pytest
 
 from autopar import solver
 from autopar.errors import ExecutionError, InvalidInput
-from autopar.solver.cost_graph import CostGraph, UnequalBlocks
+from autopar.solver.cost_graph import CostGraph
 from autopar.solver.cp_sat import new_model
 from autopar.solver.cp_sat_residual import solve_residual
 from autopar.solver.lagrangian import LagrangianSearch
@@ -219,5 +219,5 @@ def test_blocks_that_cannot_be_alike_are_refused() -> None:
     for one, other in pairwise(nodes):
         graph.add_edge(one, other, apart)
     graph.repeat(nodes[2:3], 4)
-    with pytest.raises(UnequalBlocks, match="one strategy for each node in all of them"):
+    with pytest.raises(InvalidInput, match="one strategy for each node in all of them"):
         solve(graph)
