@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         StepFigures,
         TensorBoard,
     )
+    from autopar.runtime.optimizers.optimizer import optimizer
     from autopar.states import States
     from autopar.strategies import register_rule
     from autopar.tensor_type import TensorType
@@ -55,6 +56,7 @@ __all__ = [
     "is_saved",
     "load",
     "nn",
+    "optimizer",
     "parallelize",
     "pipeline",
     "plan",
@@ -81,6 +83,7 @@ _NAMES_OF = {
     "runtime.module.data_loader": "shard_loader",
     "runtime.module.parallel_module": "ParallelModule",
     "runtime.observation.step_figures": "JsonLines ProgressLine StepFigures TensorBoard",
+    "runtime.optimizers.optimizer": "optimizer",
     "states": "States",
     "strategies": "register_rule",
     "tensor_type": "TensorType",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch import _foreach_add_ as add_each  # tensors to tensors, from any dtype to any
 from torch import _foreach_copy_ as copy_each  # tensors into tensors, from any dtype to any
+from torch import _foreach_mul_ as scale_each  # tensors by a number or a tensor of no dims
 
 # Under these guards attributes of DTensors and parameters are read in half the time.
 from torch._C import DisableTorchFunction as without_functions
@@ -24,6 +25,7 @@ __all__ = [  # of what is imported here for others
     "copy_each",
     "joined_flat",
     "plain_attributes",
+    "scale_each",
     "split_like",
     "without_functions",
 ]
@@ -42,6 +44,9 @@ def dtensors_like(models: Iterable[Tensor], pieces: Iterable[Tensor]) -> list[DT
 
 # Returns the local tensor of a DTensor itself, where `to_local` gives a view of it.
 piece_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+
+# Returns the placement of a DTensor: one object for those of `dtensors_like` and their models.
+placement_of: Callable[[Tensor], object] = attrgetter("_spec")
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ from autopar.runtime.observation.expert_balance import expert_balance
 from autopar.runtime.observation.step_figures import StepListeners
 from autopar.runtime.observation.step_observation import StepObservation
 from autopar.runtime.parameters.gather_state import gather_state, save_with_full_state
+from autopar.runtime.parameters.gradient_norm import limit_norm
 from autopar.runtime.parameters.initial_values import InitialValues
 from autopar.runtime.parameters.old_parameters import note_old_parameters
 from autopar.runtime.parameters.refused_optimizers import register_module
@@ -372,9 +373,8 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
         """Scale all gradients to a norm of at most `max_norm`; return the norm before.
 
         The norm is that of the whole model, every parameter counted once, on every rank. Without a
-        pipeline `torch.nn.utils.clip_grad_norm_(module.parameters(), ...)` does the same (with two
-        sums and a log line for tensors cut over two axes). On a rank of a pipeline it is refused:
-        it would see this rank's stages alone and scale differently on each rank."""
+        pipeline `torch.nn.utils.clip_grad_norm_(module.parameters(), ...)` does the same, slower. On
+        a rank of a pipeline it is refused: it would see this rank's stages alone."""
         with self.backend.local_checks():
             if not norm_type > 0:
                 raise InvalidInput(
@@ -383,9 +383,9 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
                     remedy="norm_type=2.0",
                 )
         with self.backend.guard():
-            total = self.backend.norm(self._gradients(), float(norm_type))
-        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
-        return total
+            gradients = self._gradients()
+            total = self.backend.norm(gradients, float(norm_type))
+        return limit_norm(gradients.values(), max_norm, total)
 
     def _current_tensors(self) -> Mapping[str, Tensor]:
         """Return the parameters and buffers by name, as they are in the module tree now."""

@@ -8,14 +8,15 @@ equal bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from functools import reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from autopar._torch.tensors import local_of, scale_each
 from autopar.plans.runtime_program import RuntimeProgram
 
 
@@ -36,7 +37,7 @@ def norm_over_world(
         for placeholder, name in program.captured.parameters.items()
     }
     counted = [
-        value.to_local() if isinstance(value, DTensor) else value
+        local_of(value)
         for name, value in tensors.items()
         if all(at == 0 for axis, at in coordinate.items() if axis not in axes_of.get(name, ()))
     ]
@@ -50,3 +51,17 @@ def norm_over_world(
     power = norm**norm_type
     dist.all_reduce(power)
     return power ** (1 / norm_type)
+
+
+@torch.no_grad()
+def limit_norm(gradients: Iterable[Tensor], max_norm: float, total: Tensor) -> Tensor:
+    """Scale gradients whose norm is `total` to a norm of at most `max_norm`; return `total`.
+
+    Local tensors are scaled together: an operation of DTensors would cost each of them Python."""
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for gradient in map(local_of, gradients):
+        by_device[gradient.device].append(gradient)
+    for device, tensors in by_device.items():
+        scale_each(tensors, factor.to(device))
+    return total

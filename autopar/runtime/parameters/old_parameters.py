@@ -52,6 +52,11 @@ def note_old_parameters(model: nn.Module, module: nn.Module) -> None:
     _old_parameters.update(parameters)
 
 
+def parallel_modules() -> list[nn.Module]:
+    """Return the living parallel modules, the latest first."""
+    return [*_parallelized][::-1]
+
+
 def _warn_of_shared(shared: list[str], count: int, others: int) -> None:
     """Warn of parameters that two models share, if each has others: they are shared no more."""
     if 0 < len(shared) < min(count, others):

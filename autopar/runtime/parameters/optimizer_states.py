@@ -20,6 +20,7 @@ from autopar.runtime.checkpoints.checkpoint_files import (
     SavedOptimizer,
 )
 from autopar.runtime.checkpoints.plain_data import plain
+from autopar.runtime.optimizers.local_optimizer import LocalOptimizer
 from autopar.runtime.parameters.placing import local_boxes
 from autopar.text.units import counted
 
@@ -42,9 +43,10 @@ def collect_states(optimizer: torch.optim.Optimizer, parameters: Parameters) -> 
     tensors: dict[Key, Tensor] = {}
     others: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(name for names in groups for name in names):
+        holder = _state_holder(optimizer, parameters[name])
         for key, value in state_dict["state"].get(number, {}).items():
             if isinstance(value, Tensor):
-                if not _is_distribution_known(value, parameters[name]):
+                if holder is None or not _is_distribution_known(value, holder):
                     raise _unknown_distribution(name, key, value, parameters[name])
                 tensors[Key(name, key)] = value
             elif any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
@@ -180,9 +182,11 @@ def load_states(
     for names, group in zip(groups, saved_optimizer.groups):
         param_groups.append({**group.options, "params": [next(numbers) for _ in names]})
         for number, name in zip(param_groups[-1]["params"], names):
+            if (holder := _state_holder(optimizer, parameters[name])) is None:
+                continue
             values = dict(saved_optimizer.others.get(name, {}))
             for key in saved.contents.states.get(name, {}):
-                values[key] = _read_state(saved, Key(name, key), parameters[name])
+                values[key] = _read_state(saved, Key(name, key), holder)
             if values:
                 state[number] = values
     try:
@@ -199,6 +203,13 @@ def load_states(
             # Torch brings states to the dtype of their parameter: a float32 master would be lost.
             if isinstance(value, Tensor) and key in loaded and loaded[key].dtype != value.dtype:
                 loaded[key] = value
+
+
+def _state_holder(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
+    """Return the tensor like which this rank keeps states of a parameter; None: it keeps none."""
+    if isinstance(optimizer, LocalOptimizer):
+        return optimizer.state_holder(parameter)
+    return parameter
 
 
 def _read_state(saved: Checkpoint, key: Key, parameter: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar._torch.total_norms import check_total_norms
 from autopar.errors import InvalidInput
+from autopar.runtime.optimizers.local_optimizer import LocalOptimizer
 
 # Parallel modules on processes, and whether other ranks have other parameters.
 _registered: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -58,6 +59,8 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse a step that would fail in the middle, or differ between ranks."""
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     is_fused_sgd = isinstance(optimizer, SGD) and is_fused
+    if isinstance(optimizer, LocalOptimizer):
+        return
     if not (is_fused_sgd or isinstance(optimizer, LBFGS | Adafactor | Rprop)):
         return
     of_stages = {
