@@ -373,8 +373,8 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
         """Scale all gradients to a norm of at most `max_norm`; return the norm before.
 
         The norm is that of the whole model, every parameter counted once, on every rank. Without a
-        pipeline `torch.nn.utils.clip_grad_norm_(module.parameters(), ...)` does the same, slower. On
-        a rank of a pipeline it is refused: it would see this rank's stages alone."""
+        pipeline `torch.nn.utils.clip_grad_norm_(module.parameters(), ...)` does the same, slower.
+        On a rank of a pipeline it is refused: it would see this rank's stages alone."""
         with self.backend.local_checks():
             if not norm_type > 0:
                 raise InvalidInput(

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -89,10 +90,13 @@ class UpdatedGroup:
         self.parameters = [item.parameter for item in updated]
         self.tensors = [item.tensor for item in updated]
         # Those with a piece on this rank that is updated where it lies.
-        local = [item for item in updated if item.tensor is not item.parameter and not item.is_owned]
+        placed = [item for item in updated if item.tensor is not item.parameter]
+        local = [item for item in placed if not item.is_owned]
         self._local = [item.parameter for item in local]
         self._targets = [item.tensor for item in local]
         self._pieces = [*map(local_of, self._local)]
+        self._placed = [value for value in self.parameters if isinstance(value, DTensor)]
+        self._placements = [*map(placement_of, self._placed)]
 
     @property
     def cut_without_owner(self) -> list[Tensor]:
@@ -100,17 +104,29 @@ class UpdatedGroup:
         pairs = zip(self._local, self._targets)
         return [tensor for parameter, tensor in pairs if parameter.shape != tensor.shape]
 
-    def unready_gradients(self) -> list[Tensor]:
-        """Return the parameters whose gradients are placed otherwise, as partial sums are."""
+    def has_ready_gradients(self) -> bool:
+        """Return whether all gradients are placed as autopar places those that are summed."""
         with plain_attributes():
-            pairs = zip(self.parameters, map(_GRADIENT, self.parameters))
-            return [
-                parameter
-                for parameter, gradient in pairs
-                if gradient is not None
-                and isinstance(parameter, DTensor)
-                and not _is_placed_like(gradient, parameter)
-            ]
+            gradients = [*map(_GRADIENT, self._placed)]
+            present = [gradient for gradient in gradients if gradient is not None]
+            wanted = [at for at, found in zip(self._placements, gradients) if found is not None]
+            are_placed = all(map(isinstance, present, repeat(DTensor)))
+            return are_placed and all(map(is_, map(placement_of, present), wanted))
+
+    def complete_gradients(self) -> None:
+        """Bring gradients to the places of their parameters; all ranks do so together."""
+        for parameter in self._placed:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if not isinstance(gradient, DTensor):
+                raise InvalidInput(
+                    "the gradient of a DTensor is a DTensor",
+                    got=f"a {type(gradient).__name__} for a parameter of {list(parameter.shape)}",
+                    remedy="DTensor.from_local(piece, parameter.device_mesh, parameter.placements)",
+                )
+            if gradient.placements != parameter.placements:
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
 
     def begin(self) -> None:
         """Let the local tensors have the memory and the gradients of the parameters."""
@@ -120,9 +136,11 @@ class UpdatedGroup:
                 for target, piece in zip(self._targets, pieces):
                     target.data = piece
                 self._pieces = pieces
-            for target, gradient in zip(self._targets, map(_GRADIENT, self._local)):
-                if gradient is not None:
-                    target.grad = piece_of(gradient)
+            gradients = [*map(_GRADIENT, self._local)]
+            present = [gradient for gradient in gradients if gradient is not None]
+            targets = [to for to, found in zip(self._targets, gradients) if found is not None]
+            for target, piece in zip(targets, map(piece_of, present)):
+                target.grad = piece
 
     def end(self) -> None:
         """Let go of the gradients."""
@@ -159,11 +177,12 @@ class LocalOptimizer(Optimizer):
         self._is_inside = True
 
     def _leave(self) -> None:
-        self._states: defaultdict[Tensor, Any] = self.state  # type: ignore[assignment]
+        self._states: defaultdict[Tensor, Any] = self.state
         for group, updated in zip(self.param_groups, self.updated_groups):
             group["params"] = updated.parameters
         self._is_inside = False
-        self.state = StatesView(self._states, self.updated_groups)  # type: ignore[assignment]
+        shown: Any = StatesView(self._states, self.updated_groups)
+        self.state = shown
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -174,19 +193,20 @@ class LocalOptimizer(Optimizer):
         finally:
             self._leave()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters; `closure` computes the loss, which is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if any([*map(UpdatedGroup.unready_gradients, self.updated_groups)]):
-            self._complete_gradients()
+        if not all(map(UpdatedGroup.has_ready_gradients, self.updated_groups)):
+            self.sum_waiting()
+            for updated in self.updated_groups:
+                updated.complete_gradients()
         with self._inside():
-            groups = [*zip(self.param_groups, self.updated_groups)]
             fused = [
                 group
-                for group, updated in groups
+                for group, updated in zip(self.param_groups, self.updated_groups)
                 if updated.has_fused and group.get("fused") is group.get("foreach") is None
             ]
             try:
@@ -209,21 +229,6 @@ class LocalOptimizer(Optimizer):
         if len(self._states) != self._checked:
             self._require_like_states()
         return loss
-
-    def _complete_gradients(self) -> None:
-        """Bring gradients to the places of their parameters; all ranks do so together."""
-        self.sum_waiting()
-        for group in self.updated_groups:
-            for parameter in group.unready_gradients():
-                gradient, placed = parameter.grad, cast(DTensor, parameter).placements
-                if not isinstance(gradient, DTensor):
-                    raise InvalidInput(
-                        "the gradient of a DTensor is a DTensor",
-                        got=f"a {type(gradient).__name__} of shape {list(parameter.shape)}",
-                        remedy="DTensor.from_local(piece, parameter.device_mesh, "
-                        "parameter.placements)",
-                    )
-                parameter.grad = gradient.redistribute(placements=placed)
 
     def _require_like_states(self) -> None:
         """Refuse states that show that an update depends on more than its element after all."""
@@ -307,13 +312,6 @@ class LocalOptimizer(Optimizer):
         )
 
 
-def _is_placed_like(gradient: Tensor, parameter: DTensor) -> bool:
-    if not isinstance(gradient, DTensor):
-        return False
-    is_same = placement_of(gradient) is placement_of(parameter)
-    return is_same or gradient.placements == parameter.placements
-
-
 @cache
 def local_class(kind: type[Optimizer]) -> type[LocalOptimizer]:
     """Return a subclass of a class of optimizers that runs it on local tensors."""
@@ -325,9 +323,7 @@ def local_class(kind: type[Optimizer]) -> type[LocalOptimizer]:
 class StatesView(MutableMapping[Any, Any]):
     """The states of an optimizer by parameters of the module; changes reach the optimizer."""
 
-    def __init__(
-        self, states: MutableMapping[Any, Any], groups: Sequence[UpdatedGroup]
-    ) -> None:
+    def __init__(self, states: MutableMapping[Any, Any], groups: Sequence[UpdatedGroup]) -> None:
         """`states`: those of local tensors, and of keys that are no tensors."""
         self._states, self._groups = states, groups
 

@@ -6,7 +6,7 @@ It behaves as the same class of torch does on one device, and works on this rank
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from autopar.runtime.optimizers.local_optimizer import (
     local_class,
     local_parameter,
 )
-from autopar.runtime.optimizers.owner_exchange import OwnerExchange, PieceView
+from autopar.runtime.optimizers.owner_exchange import OwnedTensor, OwnerExchange, PieceView
 from autopar.runtime.optimizers.update_scope import UpdateKind, UpdateScope, update_kind
 from autopar.runtime.parameters.old_parameters import parallel_modules
 from autopar.text.suggestions import nearest
@@ -73,7 +73,8 @@ def optimizer(
         module = _module_of(groups)
     placing = GroupPlacing(cls, options, module)
     updated, exchanges = placing.place(groups)
-    kind: Any = local_class(cls)
+    make_class: Callable[[Any], Any] = local_class
+    kind = make_class(cls)
     result: LocalOptimizer = kind.__new__(kind)
     result.sum_waiting, result.place_group = module.backend.sum_waiting, placing.place_group
     result.begin_inside(updated, exchanges)
@@ -111,7 +112,9 @@ class GroupPlacing:
                 if isinstance(tensor, DTensor) and (axes := PieceView.of(tensor).axes):
                     cut[axes, tensor.dtype, local_of(tensor).device].append(tensor)
         exchanges = self._exchanges(cut)
-        owned = {item.parameter: item for exchange in exchanges for item in exchange.tensors}
+        owned: dict[Tensor, OwnedTensor] = {
+            item.parameter: item for exchange in exchanges for item in exchange.tensors
+        }
         updated = []
         for tensors, update in accepted:
             items = [
@@ -130,13 +133,12 @@ class GroupPlacing:
         backend = self.module.backend
         if not isinstance(backend, TorchBackend):
             return []
-        wanted = [{axes for axes, _, _ in cut}]
-        wanted = gather_values(backend, wanted[0])
+        wanted = gather_values(backend, {axes for axes, _, _ in cut})
         with backend.guard(agreed=True):
-            made = Groups(backend.mesh, set[Axes]().union(*wanted), backend.ranks.meshes, "owners")
-        return [
-            OwnerExchange(tensors, made[axes], backend.guard) for (axes, _, _), tensors in cut.items()
-        ]
+            all_axes = set[Axes]().union(*wanted)
+            groups = Groups(backend.mesh, all_axes, backend.ranks.meshes, "owners")
+        pairs = [(axes, tensors) for (axes, _, _), tensors in cut.items()]
+        return [OwnerExchange(tensors, groups[axes], backend.guard) for axes, tensors in pairs]
 
     def _kind_of(self, tensors: Sequence[Tensor], group: Group) -> UpdateKind:
         """Return how the class updates parameters of these shapes with the options of a group."""
@@ -151,9 +153,9 @@ class GroupPlacing:
         if not shapes:
             return UpdateKind(UpdateScope.ELEMENT, has_fused=False)
         device = local_of(tensors[0]).device
-        found = update_kind(self.kind, options, sorted(shapes), device)
+        update = update_kind(self.kind, options, sorted(shapes), device)
         is_real = all(tensor.is_floating_point() for tensor in tensors)
-        return UpdateKind(found.scope, found.has_fused and is_real)
+        return UpdateKind(update.scope, update.has_fused and is_real)
 
     def _parameters(self, named: Any) -> list[Tensor]:
         """Return the parameters of this rank among names and parameters of the module."""
@@ -162,9 +164,9 @@ class GroupPlacing:
         captured = module.program.captured
         elsewhere = {*module.saved_names, *captured.tied} - {*captured.buffers.values()}
         known = {id(parameter) for parameter in by_name.values()}
-        found: dict[Tensor, None] = {}
+        chosen: dict[Tensor, None] = {}
         for item in [named] if isinstance(named, str | Tensor) else named:
-            value = item[1] if isinstance(item, tuple) and len(item) == 2 else item
+            value: Any = item[1] if isinstance(item, tuple) and len(item) == 2 else item
             if isinstance(value, str) and value in by_name:
                 value = by_name[value]
             elif isinstance(value, str) and value in elsewhere:
@@ -184,8 +186,8 @@ class GroupPlacing:
                     remedy="parameters of pm.parameters(), after pm = ap.parallelize(model, ...), "
                     "or their names",
                 )
-            found[value] = None
-        return [*found]
+            chosen[value] = None
+        return [*chosen]
 
 
 def _as_groups(parameters: Sequence[Any]) -> list[dict[str, Any]]:

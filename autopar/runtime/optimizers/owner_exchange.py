@@ -27,7 +27,7 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.localize import Axes
 from autopar.placements import from_placements
-from autopar.runtime.parameters.placing import Bounds, narrow_to, read_piece
+from autopar.runtime.parameters.placing import narrow_to, read_piece
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,10 @@ class PieceView:
     @classmethod
     def of(cls, value: DTensor) -> PieceView:
         """Return the place of this rank, which holds a piece of `value`."""
-        mesh, coordinate = Mesh.from_device_mesh(value.device_mesh), value.device_mesh.get_coordinate()
+        mesh, coordinate = (
+            Mesh.from_device_mesh(value.device_mesh),
+            value.device_mesh.get_coordinate(),
+        )
         assert coordinate is not None
         layout = from_placements(value.placements, mesh, value.ndim)
         return cls(mesh, mesh.rank(dict(zip(mesh.names, coordinate))), layout)
@@ -141,8 +144,9 @@ class OwnerExchange:
         ]
         sent: list[list[Tensor]] = [[] for _ in range(self._count)]
         for tensor in self._active:
-            gradient = [tensor.parameter.grad] if has_gradients else []
-            sent[tensor.owner] += [local_of(v) for v in (tensor.parameter, *gradient) if v is not None]
+            sent[tensor.owner].append(local_of(tensor.parameter))
+            if has_gradients and tensor.parameter.grad is not None:
+                sent[tensor.owner].append(local_of(tensor.parameter.grad))
         here = [tensor for tensor in self._active if tensor.is_here]
         shapes = [
             [tensor.shapes[member] for tensor in here for _ in range(1 + has_gradients)]

@@ -4,8 +4,8 @@
     its parameter         each parameter is updated as it is beside others (Adafactor, Muon)
     more than that        refused (norms over all parameters, LBFGS)
 
-Tensors of an optimizer's states are compared as well: a preconditioner that is used later on is seen
-at once. The trial runs in float64, with gradients of several magnitudes.
+Tensors of an optimizer's states are compared as well: a preconditioner that is used later on is
+seen at once. The trial runs in float64, with gradients of several magnitudes.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ def update_kind(
     `options`: those of the constructor and the group. The answer is kept for equal arguments.
     """
     small, large = ({_limited(shape, size) for shape in shapes} for size in _SIZES)
+    cached: Callable[..., UpdateKind] = _find_kind
     arguments = kind, tuple(options.items()), tuple(sorted(small)), tuple(sorted(large)), device
     try:
         hash(arguments)
     except TypeError:  # a list or a dict among the options
-        return _find_kind.__wrapped__(*arguments)
-    return _find_kind(*arguments)
+        cached = _find_kind.__wrapped__
+    return cached(*arguments)
 
 
 @lru_cache(maxsize=256)
@@ -226,9 +227,8 @@ def _has_moved(values: Sequence[Tensor], run: _Run) -> bool:
 def _has_like_states(run: _Run) -> bool:
     """Return whether all states are numbers, or tensors shaped like their parameter."""
     shapes = [tensors["value 0"].shape for tensors in run.tensors]
-    are_like = all(
-        value.shape == shape for tensors, shape in zip(run.tensors, shapes) for value in tensors.values()
-    )
+    pairs = zip(run.tensors, shapes)
+    are_like = all(v.shape == shape for tensors, shape in pairs for v in tensors.values())
     numbers = (value for others in run.others for value in others.values())
     return are_like and all(value is None or isinstance(value, int | float) for value in numbers)
 
