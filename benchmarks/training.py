@@ -17,6 +17,9 @@ others use.
     program       a step of a batch that a second program was made for, and one by a module that was
                   planned for it; microseconds that it takes to find the program of a call
     dropout       autopar and ddp without and with dropout of what a block adds, and in attention
+    optimizer     a step of the optimizer alone, whole and zero3: ap.optimizer, torch's class on the
+                  module's DTensors, and on plain tensors like this rank's pieces; by default, and
+                  fused; and the Python calls of each
     saving        autopar (states="zero3"): a step, and one that begins with an asynchronous save;
                   and so does fsdp2, by torch.distributed.checkpoint
 
@@ -29,6 +32,7 @@ import argparse
 import json
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -36,6 +40,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +51,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import autopar as ap
+from autopar._torch.tensors import local_of
 from benchmarks.gpt import GPT, Sizes, batch
 from benchmarks.states import ADAMW, ddp, fsdp2, steps
 from benchmarks.tensor_parallel import Step, measure_both
@@ -213,6 +219,61 @@ def dropout(work: Work, _: bool) -> Case:
     return Case(contestants, pairs, tolerance=1.0)
 
 
+def optimizer(work: Work, _: bool) -> Case:
+    """A step of AdamW alone, on the gradients of one batch."""
+    contestants: dict[str, Callable[[], Step]] = {}
+    calls: dict[str, int] = {}
+
+    def make(states: str, kind: str, **options: Any) -> Step:
+        module, _, step = made_by_autopar(work, states=states)
+        step()
+        pieces = [local_of(parameter).detach().clone() for parameter in module.parameters()]
+        for piece, parameter in zip(pieces, module.parameters()):
+            assert parameter.grad is not None
+            piece.grad = local_of(parameter.grad).clone()
+        adamw = torch.optim.AdamW
+        updates: dict[str, Callable[..., torch.optim.Optimizer]] = {
+            "autopar": partial(ap.optimizer, adamw, module),
+            "dtensors": partial(adamw, module.parameters()),
+            "plain": partial(adamw, pieces),
+        }
+        update = updates[kind](lr=1e-6, **options)
+        update.step()
+        calls[" ".join((kind, states, *options))] = calls_of(update.step)
+
+        def alone() -> Tensor:
+            update.step()
+            return torch.zeros(())
+
+        return alone
+
+    pairs = []
+    for states, fused in product(("whole", "zero3"), ({}, {"fused": True})):
+        options: dict[str, Any] = dict(fused)
+        for kind in ("autopar", "dtensors", "plain"):
+            name = " ".join((kind, states, *options))
+            contestants[name] = partial(make, states, kind, **options)
+        first, *others = list(contestants)[-3:]
+        pairs += [(first, other) for other in others]
+    return Case(contestants, pairs, more={"python_calls": calls})
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    """Return how many functions a call of `function` calls, those of C among them."""
+    count = 0
+
+    def see(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
 def saving(work: Work, _: bool) -> Case:
     """A step alone, and one that begins with an asynchronous save, the last one being over."""
     box = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
@@ -272,6 +333,7 @@ KINDS: Mapping[str, Callable[[Work, bool], Case]] = {
     "one rank": against("torch", plain, compiled(plain)),
     "program": program,
     "dropout": dropout,
+    "optimizer": optimizer,
     "saving": saving,
 }
 TWICE = ("whole", "zero3", "one rank")  # eager and compiled
@@ -329,6 +391,7 @@ def main() -> None:
     parser.add_argument("--model", choices=WORKS, help="only this model")
     parser.add_argument("--kind", choices=KINDS, help="only this comparison")
     parser.add_argument("--layers", type=int, help="another number of blocks")
+    parser.add_argument("--hidden", type=int, help="another width")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -339,7 +402,8 @@ def main() -> None:
         if arguments.model not in (None, name):
             continue
         layers = arguments.layers or work.sizes.layers
-        work = replace(work, sizes=replace(work.sizes, layers=layers))
+        hidden = arguments.hidden or work.sizes.hidden
+        work = replace(work, sizes=replace(work.sizes, layers=layers, hidden=hidden))
         for kind in [arguments.kind] if arguments.kind else kinds:
             for is_compiled in (False, True) if kind in TWICE and not arguments.eager else (False,):
                 report(kind, name, work, is_compiled, arguments.rounds)

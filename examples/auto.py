@@ -17,7 +17,7 @@ x = torch.randn(32, 64)
 module = ap.parallelize(model, (x,), mode="auto")
 print(module.plan)
 
-optimizer = torch.optim.AdamW(module.parameters())
+optimizer = ap.optimizer(torch.optim.AdamW, module)
 for step in range(3):
     loss = F.mse_loss(module(x), x)
     loss.backward()

@@ -48,7 +48,7 @@ def train(folder: str) -> Tensor | None:
     torch.manual_seed(0)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))  # that are here this time
     module = ap.parallelize(Model(), (batch(0),), mesh=ap.Mesh(dp=ranks), states="zero3")
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    optimizer = ap.optimizer(torch.optim.AdamW, module, lr=1e-2)
     first = ap.load(folder, module, optimizer)["step"] if ap.is_saved(folder) else 0
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     if is_first:

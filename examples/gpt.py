@@ -59,7 +59,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 def main() -> None:
     torch.manual_seed(0)
     model = ap.parallelize(GPT(), batch(0), mesh=ap.Mesh(dp=2, tp=2), mode="propagate")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = ap.optimizer(torch.optim.AdamW, model, lr=3e-3)
     for step in range(30):
         loss = model.step(*batch(step))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -57,10 +57,10 @@ def _refuse_norm(tensors: list[Tensor]) -> None:
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse a step that would fail in the middle, or differ between ranks."""
-    is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    is_fused_sgd = isinstance(optimizer, SGD) and is_fused
     if isinstance(optimizer, LocalOptimizer):
         return
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    is_fused_sgd = isinstance(optimizer, SGD) and is_fused
     if not (is_fused_sgd or isinstance(optimizer, LBFGS | Adafactor | Rprop)):
         return
     of_stages = {
@@ -69,15 +69,17 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     dtensors = [p for p in parameters if id(p) in of_stages and isinstance(p, DTensor)]
     kind, pieces = type(optimizer).__name__, 'states="whole" with mode="data", or another optimizer'
+    local = f"ap.optimizer({kind}, pm, ...), which updates local tensors"
     is_cut = any(not placed.is_replicate() for p in dtensors for placed in p.placements)
     if isinstance(optimizer, LBFGS) and any(of_stages[id(p)] for p in dtensors):
         got, remedy = "parameters of some stages of a pipeline", "pipeline=None, or " + pieces
     elif isinstance(optimizer, LBFGS | Adafactor) and is_cut:
-        got, remedy = "parameters that are kept in pieces", pieces
+        got = "parameters that are kept in pieces"
+        remedy = pieces if isinstance(optimizer, LBFGS) else local
     elif isinstance(optimizer, Rprop) and dtensors:
-        got, remedy = "DTensors", "another optimizer"
+        got, remedy = "DTensors", local
     elif is_fused_sgd and dtensors:
-        kind, got, remedy = f"{kind}(fused=True)", "DTensors", "foreach=True instead of fused=True"
+        kind, got, remedy = f"{kind}(fused=True)", "DTensors", local
     else:
         return
     raise InvalidInput(
