@@ -39,7 +39,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -224,9 +224,14 @@ def optimizer(work: Work, _: bool) -> Case:
     contestants: dict[str, Callable[[], Step]] = {}
     calls: dict[str, int] = {}
 
-    def make(states: str, kind: str, **options: Any) -> Step:
+    @cache
+    def trained(states: str) -> ap.ParallelModule:
         module, _, step = made_by_autopar(work, states=states)
         step()
+        return module
+
+    def make(states: str, kind: str, **options: Any) -> Step:
+        module = trained(states)
         pieces = [local_of(parameter).detach().clone() for parameter in module.parameters()]
         for piece, parameter in zip(pieces, module.parameters()):
             assert parameter.grad is not None

@@ -89,29 +89,46 @@ class UpdatedGroup:
         self.updated, self.has_fused = updated, has_fused
         self.parameters = [item.parameter for item in updated]
         self.tensors = [item.tensor for item in updated]
-        # Those with a piece on this rank that is updated where it lies.
-        placed = [item for item in updated if item.tensor is not item.parameter]
-        local = [item for item in placed if not item.is_owned]
-        self._local = [item.parameter for item in local]
-        self._targets = [item.tensor for item in local]
-        self._pieces = [*map(local_of, self._local)]
-        self._placed = [value for value in self.parameters if isinstance(value, DTensor)]
+        placed = [item for item in updated if isinstance(item.parameter, DTensor)]
+        self._placed = [item.parameter for item in placed]
         self._placements = [*map(placement_of, self._placed)]
+        self._pieces = [*map(local_of, self._placed)]
+        # Those that are updated where they lie.
+        self._targets = [None if item.is_owned else item.tensor for item in placed]
 
     @property
     def cut_without_owner(self) -> list[Tensor]:
         """Return the tensors that are pieces of larger ones."""
-        pairs = zip(self._local, self._targets)
-        return [tensor for parameter, tensor in pairs if parameter.shape != tensor.shape]
+        pairs = zip(self._placed, self._targets)
+        return [to for whole, to in pairs if to is not None and to.shape != whole.shape]
 
-    def has_ready_gradients(self) -> bool:
-        """Return whether all gradients are placed as autopar places those that are summed."""
+    def begin(self) -> bool:
+        """Let the local tensors have the memory and the gradients of the parameters.
+
+        Return False, without a change, if gradients are not placed like their parameters. No line
+        of Python runs for a parameter beyond setting its gradient."""
         with plain_attributes():
             gradients = [*map(_GRADIENT, self._placed)]
             present = [gradient for gradient in gradients if gradient is not None]
-            wanted = [at for at, found in zip(self._placements, gradients) if found is not None]
+            placements, targets = self._placements, self._targets
+            if len(present) < len(gradients):
+                placements = [at for at, g in zip(placements, gradients) if g is not None]
+                targets = [target for target, g in zip(targets, gradients) if g is not None]
             are_placed = all(map(isinstance, present, repeat(DTensor)))
-            return are_placed and all(map(is_, map(placement_of, present), wanted))
+            if not (are_placed and all(map(is_, map(placement_of, present), placements))):
+                pairs = [(p, g) for p, g in zip(self._placed, gradients) if g is not None]
+                if not all(map(_is_placed_like, *zip(*pairs))):
+                    return False
+            pieces = [*map(piece_of, self._placed)]
+            if not all(map(is_, pieces, self._pieces)):
+                self._pieces = pieces
+                for target, piece in zip(self._targets, pieces):
+                    if target is not None:
+                        target.data = piece
+            for target, gradient in zip(targets, map(piece_of, present)):
+                if target is not None:
+                    target.grad = gradient
+        return True
 
     def complete_gradients(self) -> None:
         """Bring gradients to the places of their parameters; all ranks do so together."""
@@ -125,27 +142,15 @@ class UpdatedGroup:
                     got=f"a {type(gradient).__name__} for a parameter of {list(parameter.shape)}",
                     remedy="DTensor.from_local(piece, parameter.device_mesh, parameter.placements)",
                 )
-            if gradient.placements != parameter.placements:
-                parameter.grad = gradient.redistribute(placements=parameter.placements)
-
-    def begin(self) -> None:
-        """Let the local tensors have the memory and the gradients of the parameters."""
-        with plain_attributes():
-            pieces = [*map(piece_of, self._local)]
-            if not all(map(is_, pieces, self._pieces)):
-                for target, piece in zip(self._targets, pieces):
-                    target.data = piece
-                self._pieces = pieces
-            gradients = [*map(_GRADIENT, self._local)]
-            present = [gradient for gradient in gradients if gradient is not None]
-            targets = [to for to, found in zip(self._targets, gradients) if found is not None]
-            for target, piece in zip(targets, map(piece_of, present)):
-                target.grad = piece
+            if not _is_placed_like(parameter, gradient):
+                placed: Any = parameter
+                parameter.grad = gradient.redistribute(placements=placed.placements)
 
     def end(self) -> None:
         """Let go of the gradients."""
         for target in self._targets:
-            target.grad = None
+            if target is not None:
+                target.grad = None
 
 
 class LocalOptimizer(Optimizer):
@@ -199,10 +204,6 @@ class LocalOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not all(map(UpdatedGroup.has_ready_gradients, self.updated_groups)):
-            self.sum_waiting()
-            for updated in self.updated_groups:
-                updated.complete_gradients()
         with self._inside():
             fused = [
                 group
@@ -212,8 +213,8 @@ class LocalOptimizer(Optimizer):
             try:
                 for group in fused:
                     group["fused"] = True
-                for updated in self.updated_groups:
-                    updated.begin()
+                if not all(map(UpdatedGroup.begin, self.updated_groups)):
+                    self._complete_gradients()
                 for exchange in self.exchanges:
                     exchange.gather(has_gradients=True)
                 step_without_hooks(self.user_class)(self)
@@ -229,6 +230,13 @@ class LocalOptimizer(Optimizer):
         if len(self._states) != self._checked:
             self._require_like_states()
         return loss
+
+    def _complete_gradients(self) -> None:
+        """Bring gradients to the places of their parameters; all ranks do so together."""
+        self.sum_waiting()
+        for updated in self.updated_groups:
+            updated.complete_gradients()
+            updated.begin()
 
     def _require_like_states(self) -> None:
         """Refuse states that show that an update depends on more than its element after all."""
@@ -274,10 +282,10 @@ class LocalOptimizer(Optimizer):
 
         States that an owner keeps are on that rank alone: `ap.save` saves those of all ranks.
         """
-        found = super().state_dict()
-        states = found["state"].items()
+        state_dict = super().state_dict()
+        states = state_dict["state"].items()
         held = {k: dict(v) if isinstance(v, ParameterStates) else v for k, v in states}
-        return {**found, "state": held}
+        return {**state_dict, "state": held}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` has returned, or states in whole tensors."""
@@ -310,6 +318,10 @@ class LocalOptimizer(Optimizer):
             got=f"copy.deepcopy or pickle of {type(self).__name__}",
             remedy="save and load its state_dict(), or ap.save() and ap.load()",
         )
+
+
+def _is_placed_like(parameter: Any, gradient: Tensor) -> bool:
+    return isinstance(gradient, DTensor) and gradient.placements == parameter.placements
 
 
 @cache

@@ -78,7 +78,7 @@ def optimizer(
     result: LocalOptimizer = kind.__new__(kind)
     result.sum_waiting, result.place_group = module.backend.sum_waiting, placing.place_group
     result.begin_inside(updated, exchanges)
-    local = [{**group, "params": own.tensors} for group, own in zip(groups, updated)]
+    local = [{**group, "params": new.tensors} for group, new in zip(groups, updated)]
     kind.__init__(result, local, **options)
     result.end_inside()
     return result
@@ -86,7 +86,7 @@ def optimizer(
 
 @dataclass(frozen=True)
 class GroupPlacing:
-    """How the parameters of groups are updated: in pieces, or whole by owners."""
+    """Decides how parameters of a module are updated: in pieces, or whole by owners."""
 
     kind: type[Optimizer]
     options: Mapping[str, Any]

@@ -24,7 +24,6 @@ from autopar._torch.optimizers import step_without_hooks
 from autopar.errors import InvalidInput, error_text
 
 Shapes = tuple[tuple[int, ...], ...]
-Options = tuple[tuple[str, Any], ...]
 
 # The most elements of a dim: a few show most optimizers, and some treat large matrices otherwise.
 _SIZES = 8, 256
@@ -33,7 +32,7 @@ _GRADIENTS = 1.0, 1e-4, 1e4  # magnitudes, step by step: norms are clipped at so
 
 
 class UpdateScope(Enum):
-    """What the update of an element depends on."""
+    """Names what the update of an element depends on."""
 
     ELEMENT = "the gradients of the element"
     PARAMETER = "the gradients of its parameter"
@@ -41,7 +40,7 @@ class UpdateScope(Enum):
 
 @dataclass(frozen=True)
 class UpdateKind:
-    """What an optimizer's updates depend on, and whether torch has a fused kernel for them."""
+    """Says what updates depend on, and whether torch has a fused kernel for them."""
 
     scope: UpdateScope
     has_fused: bool
@@ -58,20 +57,31 @@ def update_kind(
     `options`: those of the constructor and the group. The answer is kept for equal arguments.
     """
     small, large = ({_limited(shape, size) for shape in shapes} for size in _SIZES)
-    cached: Callable[..., UpdateKind] = _find_kind
-    arguments = kind, tuple(options.items()), tuple(sorted(small)), tuple(sorted(large)), device
+    setup = _TrialSetup(
+        kind, tuple(options.items()), tuple(sorted(small)), tuple(sorted(large)), device
+    )
     try:
-        hash(arguments)
+        hash(setup)
     except TypeError:  # a list or a dict among the options
-        cached = _find_kind.__wrapped__
-    return cached(*arguments)
+        return _find_kind.__wrapped__(setup)
+    return _find_kind(setup)
+
+
+@dataclass(frozen=True)
+class _TrialSetup:
+    """Holds all that the result of a trial follows from."""
+
+    kind: type[Optimizer]
+    options: tuple[tuple[str, Any], ...]
+    small: Shapes
+    large: Shapes
+    device: torch.device
 
 
 @lru_cache(maxsize=256)
-def _find_kind(
-    kind: type[Optimizer], options: Options, small: Shapes, large: Shapes, device: torch.device
-) -> UpdateKind:
-    trial = _Trial(kind, dict(options), device)
+def _find_kind(setup: _TrialSetup) -> UpdateKind:
+    kind, small, large = setup.kind, setup.small, setup.large
+    trial = _Trial(kind, dict(setup.options), setup.device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         has_fused = trial.has_fused(small)
         if trial.is_elementwise(small) and trial.is_elementwise(large):
@@ -89,7 +99,7 @@ def _find_kind(
 
 @dataclass(frozen=True)
 class _Run:
-    """What an optimizer left after some steps: of each parameter, tensors and other values."""
+    """Holds what some steps left: tensors and other values of each parameter."""
 
     tensors: list[dict[str, Tensor]]  # the values after each step, and states
     others: list[dict[str, Any]]  # numbers of states
