@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,12 +101,7 @@ class GroupPlacing:
     def place(self, groups: Sequence[Group]) -> tuple[list[UpdatedGroup], list[OwnerExchange]]:
         """Place the parameters of groups; all ranks do so together."""
         backend = self.module.backend
-
-        def accept() -> list[tuple[list[Tensor], UpdateKind]]:
-            chosen = [(self._parameters(group["params"]), group) for group in groups]
-            return [(tensors, self._kind_of(tensors, group)) for tensors, group in chosen]
-
-        accepted = run_on_all_ranks(backend, accept, "ap.optimizer()")
+        accepted = run_on_all_ranks(backend, partial(self._accept, groups), "ap.optimizer()")
         cut: defaultdict[tuple[Axes, torch.dtype, torch.device], list[DTensor]] = defaultdict(list)
         for tensors, update in accepted:
             for tensor in tensors if update.scope is UpdateScope.PARAMETER else ():
@@ -125,6 +121,11 @@ class GroupPlacing:
             ]
             updated.append(UpdatedGroup(items, has_fused=update.has_fused))
         return updated, exchanges
+
+    def _accept(self, groups: Sequence[Group]) -> list[tuple[list[Tensor], UpdateKind]]:
+        """Return the parameters of each group, and what their updates depend on; or refuse them."""
+        chosen = [(self._parameters(group["params"]), group) for group in groups]
+        return [(tensors, self._kind_of(tensors, group)) for tensors, group in chosen]
 
     def _exchanges(
         self, cut: Mapping[tuple[Axes, torch.dtype, torch.device], Sequence[DTensor]]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ class _TrialSetup:
 def _find_kind(setup: _TrialSetup) -> UpdateKind:
     kind, small, large = setup.kind, setup.small, setup.large
     trial = _Trial(kind, dict(setup.options), setup.device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([setup.device] if setup.device.type == "cuda" else []):
         has_fused = trial.has_fused(small)
         if trial.is_elementwise(small) and trial.is_elementwise(large):
             return UpdateKind(UpdateScope.ELEMENT, has_fused)
@@ -140,7 +140,7 @@ class _Trial:
         if not _has_moved(values, whole) or not _has_like_states(whole):
             return False
         for dim in range(max(map(len, shapes), default=0)):
-            halves = [self._run(values, _half(dim, number)) for number in (0, 1)]
+            halves = [self._run(values, partial(_take_half, dim=dim, number=n)) for n in (0, 1)]
             for at, shape in enumerate(shapes):
                 if not _are_joined(whole, halves[: 2 if _is_cut(shape, dim) else 1], at, dim):
                     return False
@@ -215,16 +215,12 @@ def _is_cut(shape: tuple[int, ...], dim: int) -> bool:
     return dim < len(shape) and shape[dim] > 1
 
 
-def _half(dim: int, number: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that takes one of two unequal halves of a tensor, if it has the dim."""
-
-    def take(tensor: Tensor) -> Tensor:
-        if not _is_cut(tuple(tensor.shape), dim):
-            return tensor
-        length = tensor.shape[dim]
-        return tensor.split([(length + 2) // 3, length - (length + 2) // 3], dim)[number]
-
-    return take
+def _take_half(tensor: Tensor, *, dim: int, number: int) -> Tensor:
+    """Return one of two unequal halves of a tensor; the tensor, if it lacks the dim."""
+    if not _is_cut(tuple(tensor.shape), dim):
+        return tensor
+    length = tensor.shape[dim]
+    return tensor.split([(length + 2) // 3, length - (length + 2) // 3], dim)[number]
 
 
 def _has_moved(values: Sequence[Tensor], run: _Run) -> bool:
