@@ -29,6 +29,7 @@ from autopar.admission import (
     warn_about_virtual_mesh,
 )
 from autopar.candidates.patience import SECONDS
+from autopar.capture import capture
 from autopar.capture.failure import check_call
 from autopar.capture.python_state import state_put_back
 from autopar.capture.regions import repeated
@@ -55,6 +56,7 @@ from autopar.runtime.module.call_outputs import OutputsLike
 from autopar.runtime.module.local_inputs import refuse_questions_about_slices
 from autopar.runtime.module.parallel_module import RESERVED_NAMES, ParallelModule
 from autopar.runtime.module.plan_broadcast import (
+    Attach,
     agree_on_plan,
     broadcast_from_rank0,
     require_equal_plan,
@@ -254,22 +256,28 @@ class _ParallelizeCall:
             plans.extend(self.make_plans_and_warn())
             return plans[0]
 
-        def follow(first: SavedPlan) -> Plan:
-            if self.plan is None:
-                return self.make_plans_here(first)[0]
-            return require_equal_plan(self.make_plans_here(self.plan)[0], first)
-
-        best = agree_on_plan(first, follow)
+        best = agree_on_plan(first, self.prepare_to_follow)
         others = broadcast_from_rank0(len(plans)) - 1 if self.run_options.profile is not None else 0
 
-        def follow_next(saved: SavedPlan) -> Plan:
-            return saved.attach_captured(best.original)
+        def prepare_next() -> Attach:
+            return lambda saved: saved.attach_captured(best.original)
 
         numbers = range(1, 1 + others)
         return [
             best,
-            *(agree_on_plan(partial(plans.__getitem__, at), follow_next) for at in numbers),
+            *(agree_on_plan(partial(plans.__getitem__, at), prepare_next) for at in numbers),
         ]
+
+    def prepare_to_follow(self) -> Attach:
+        """Capture the model while rank 0 plans; return what attaches the plan of rank 0 to it."""
+        if self.plan is not None:
+            return partial(require_equal_plan, self.make_plans_here(self.plan)[0])
+        if self.options.dynamic_shapes is not None:  # captured at the sizes that rank 0 planned
+            return lambda first: self.make_plans_here(first)[0]
+        self.values.accept()
+        captured = capture(self.model, self.args, self.kwargs, self.options.precision)
+        require_constants(captured)
+        return lambda first: first.attach_compared(captured)
 
     def select_plan(self, plans: list[Plan], backend_name: str, device: torch.device) -> Plan:
         """Return the fastest plan that can run with these options, predicted or measured."""

@@ -14,7 +14,6 @@ from torch.distributed.distributed_c10d import (
     _update_default_pg,
     _world,
 )
-from torch.distributed.tensor import debug
 
 
 def named_group_count() -> int:
@@ -66,5 +65,7 @@ def as_world(group: ProcessGroup) -> Iterator[None]:
         later = {name: new for new, name in _world.pg_names.items() if new not in earlier}
         for name in sorted(later, reverse=True):
             _abort_process_group(later[name])
+        from torch.distributed.tensor import debug  # loads torch's compiler, a second
+
         # DTensors of one mesh are equal to those of another with the same ranks.
         debug._clear_sharding_prop_cache()

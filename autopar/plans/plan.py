@@ -196,9 +196,12 @@ class SavedPlan(SavedValue):
             args: Its positional arguments, as an example.
             kwargs: Its keyword arguments.
         """
-        require_step(self.pipelining)
         args, kwargs = _as_planned(self.dynamic, model, args, kwargs)
-        captured = capture(model, args, kwargs, self.precision)
+        return self.attach_compared(capture(model, args, kwargs, self.precision))
+
+    def attach_compared(self, captured: Captured) -> Plan:
+        """Return the plan of a captured model; any but the one that was planned is refused."""
+        require_step(self.pipelining)
         self.require_same(fingerprint_of(captured))
         return self.attach_captured(captured)
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
 
-from jinja2 import Environment, PackageLoader
-
 from autopar.candidates.alternative import Alternative
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.trial import Trial
@@ -73,6 +71,8 @@ def page(
     costs = _costs(root, candidate.microbatches)
     courses = rank_memories(candidate)
     spent, held = step_parts(candidate), held_at_peak(candidate)
+    from jinja2 import Environment, PackageLoader  # only a page needs it
+
     environment = Environment(loader=PackageLoader("autopar.report", "."), autoescape=True)
     environment.filters |= {
         "seconds": seconds_text,

@@ -1,8 +1,8 @@
 """Plan broadcast: all ranks of a world carry out one plan, that of rank 0.
 
-Rank 0 plans and sends its decisions as plain data. Every other rank attaches them to its own model,
-which compares the two models. A rank that brought a plan compares the two plans. A rank that
-disagrees, or that refuses its arguments, is named on all ranks.
+Rank 0 plans and sends its decisions as plain data. Every other rank captures its own model in the
+meantime and attaches the decisions to it, which compares the two models. A rank that brought a plan
+compares the two plans. A rank that disagrees, or that refuses its arguments, is named on all ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from autopar.plans.saved_value import deciding
 from autopar.runtime.backends.world import joined
 
 T = TypeVar("T")
+Attach = Callable[[SavedPlan], Plan]
 _ONE_CALL = (
     "all ranks make the same calls in the same order: steps, evaluation, and what saves or gathers"
 )
@@ -58,8 +59,12 @@ def require_same_call(check_alone: Callable[[], None], **alike: Hashable) -> Non
             )
 
 
-def agree_on_plan(make: Callable[[], Plan], attach: Callable[[SavedPlan], Plan]) -> Plan:
-    """Return the plan of this rank. Rank 0 calls `make`, the others `attach` the result."""
+def agree_on_plan(make: Callable[[], Plan], prepare: Callable[[], Attach]) -> Plan:
+    """Return the plan of this rank, which rank 0 makes.
+
+    While rank 0 calls `make`, the other ranks call `prepare`. It returns the function that attaches
+    the plan of rank 0 to what a rank has prepared.
+    """
     plan: Plan | None
     if dist.get_rank() == 0:
 
@@ -71,16 +76,20 @@ def agree_on_plan(make: Callable[[], Plan], attach: Callable[[SavedPlan], Plan])
         plan, data = result or (None, {"error": "" if error is None else _failure_text(error)})
         broadcast_from_rank0(data)
     else:
+        attach, unprepared = _attempt(prepare)
         received = broadcast_from_rank0(None)
 
         def other() -> Plan:
-            if "error" not in received:
-                return attach(SavedPlan.from_json(received, "the plan of rank 0"))
-            raise InvalidInput(
-                "rank 0 makes the plan for all ranks",
-                got=f"on rank 0: {received['error']}",
-                remedy="mend what failed there",
-            )
+            if "error" in received:
+                raise InvalidInput(
+                    "rank 0 makes the plan for all ranks",
+                    got=f"on rank 0: {received['error']}",
+                    remedy="mend what failed there",
+                )
+            if attach is None:
+                assert unprepared is not None
+                raise unprepared
+            return attach(SavedPlan.from_json(received, "the plan of rank 0"))
 
         plan, error = _attempt(other)
     texts = gather_from_ranks(None if error is None else _failure_text(error))

@@ -39,7 +39,7 @@ from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.module.call_signature import CallSignature, changing_values
 from autopar.runtime.module.local_inputs import input_layouts, join_call
-from autopar.runtime.module.plan_broadcast import agree_on_plan
+from autopar.runtime.module.plan_broadcast import Attach, agree_on_plan
 from autopar.runtime.module.running_program import ModuleCall, RunningProgram, SizeFamily
 from autopar.runtime.module.torch_contexts import refuse_transforms
 from autopar.runtime.module.training_modes import TrainingModes
@@ -246,8 +246,10 @@ class Programs(Sequence[RunningProgram]):
                     return resize_companion(plan, like, captured, is_step=is_step, inputs=inputs)
                 return plan_companion(plan, captured, is_step=is_step, inputs=inputs)
 
-            follow = partial(follow_companion, plan, captured, is_step=is_step)
-            new_plan = agree_on_plan(decide, follow) if _is_among_others(backend) else decide()
+            def prepare() -> Attach:
+                return partial(follow_companion, plan, captured, is_step=is_step)
+
+            new_plan = agree_on_plan(decide, prepare) if _is_among_others(backend) else decide()
             new_plan = stage_companion(plan, new_plan, is_step=is_step)
             tell(captured, new_plan, sizes.first.plan if sizes is not None else plan)
         with backend.guard():
