@@ -117,6 +117,7 @@ class Contents:
     values: Mapping[str, Stored]  # parameters and buffers
     states: Mapping[str, Mapping[str, Stored]]  # of an optimizer, by parameter and state
     plan: str = ""  # the digest of plan.json; "" in a checkpoint of an earlier autopar
+    form: Literal["safetensors", "dcp"] = "safetensors"  # of the files with pieces
 
     @property
     def tensors(self) -> dict[Key, Stored]:
@@ -166,10 +167,19 @@ class Checkpoint:
     """A complete checkpoint, opened for reading; files in any other form are refused."""
 
     def __init__(self, path: Path) -> None:
-        self.folder = folder_of(path)
+        self.folder = self._find(path)
         self._id: str | None = None  # of the save, once it is known
         with self._refused():
             self._open()
+
+    def _find(self, path: Path) -> Path:
+        """Return the folder of the last complete checkpoint of a path."""
+        return folder_of(path)
+
+    def _is_replaced(self) -> bool:
+        """Return whether the folder now holds another checkpoint, or none."""
+        index = index_of(self.folder)
+        return index is None or self._id not in (None, index.get("id"))
 
     @contextmanager
     def _refused(self) -> Iterator[None]:
@@ -179,7 +189,7 @@ class Checkpoint:
         except NewerVersion:
             raise
         except Exception as error:
-            if (index := index_of(self.folder)) is None or self._id not in (None, index.get("id")):
+            if self._is_replaced():
                 raise InvalidInput(
                     "a checkpoint stays where it is while it is loaded",
                     got=f"{self.folder}, which a program has replaced or taken away",
@@ -210,20 +220,25 @@ class Checkpoint:
             raise ValueError(f"{INDEX} has changed, or bears no digest")
         self.contents = read(Contents, data)
         self._id = self.contents.id
+        for key, stored in self.contents.tensors.items():
+            stored.require_complete(key)
+        self._open_files()
+        if self.contents.plan not in ("", sha256_of(read_regular(self.folder / PLAN))):
+            raise ValueError(f"{PLAN} has changed")
+        self.beside = self._read_beside(read_regular(self.folder / BESIDE))
+        torch.Generator("cpu").set_state(self.beside.random)
+
+    def _open_files(self) -> None:
+        """Open the files with pieces, or refuse other pieces than the index names."""
         self._digests: list[dict[str, str]] = []
         self._files = [self._file(number) for number in range(self.contents.files)]
         tensors = self.contents.tensors
         for key, stored in tensors.items():
-            stored.require_complete(key)
             for piece in stored.pieces:
                 self._require_piece(key, stored, piece)
         pieces = sum(len(stored.pieces) for stored in tensors.values())
         if pieces != sum(len(file.tensors) for file in self._files):
             raise ValueError("its files hold other tensors than its index tells")
-        if self.contents.plan not in ("", sha256_of(read_regular(self.folder / PLAN))):
-            raise ValueError(f"{PLAN} has changed")
-        self.beside = self._read_beside(read_regular(self.folder / BESIDE))
-        torch.Generator("cpu").set_state(self.beside.random)
 
     def _read_beside(self, content: bytes) -> Beside:
         has_changed = sha256_of(content) != self.contents.beside
@@ -271,7 +286,7 @@ class Checkpoint:
     def read(self, key: Key, bounds: Bounds) -> Tensor:
         """Return the part of a tensor inside `bounds` on the host, and read no other byte."""
         stored = self.stored(key)
-        form = in_file(tuple(length for _, length in bounds), stored.dtype)
+        form = self._form(tuple(length for _, length in bounds), stored.dtype)
         last_dim = tuple((0, size) for size in form.shape[len(bounds) :])  # bytes of an element
         result = torch.empty(form.shape, dtype=form.dtype, device="cpu")
         for piece in stored.pieces:
@@ -281,11 +296,18 @@ class Checkpoint:
                 in_piece.append((first - begin, max(0, last - first)))
                 in_result.append((first - start, max(0, last - first)))
             if all(length for _, length in in_piece):
-                name = key.piece(piece.bounds)
                 with self._refused():
-                    part = self._files[piece.file].read(name, (*in_piece, *last_dim))
+                    part = self._read_part(key, piece, (*in_piece, *last_dim))
                 narrow_to(result, (*in_result, *last_dim)).copy_(part)
         return result.view(stored.dtype).squeeze(-1) if last_dim else result
+
+    def _form(self, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
+        """Return the form in which a part of a tensor is read."""
+        return in_file(shape, dtype)
+
+    def _read_part(self, key: Key, piece: Piece, bounds: Bounds) -> Tensor:
+        """Return the part of a piece inside `bounds`, which count from the piece's start."""
+        return self._files[piece.file].read(key.piece(piece.bounds), bounds)
 
 
 def sha256_of(data: bytes) -> str:

@@ -17,7 +17,7 @@ import secrets
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,9 +31,11 @@ from autopar.text.source_lines import frames_to_caller
 
 FORMAT: Final = "autopar checkpoint"
 VERSION: Final = 1
-INDEX, BESIDE, PLAN = CHECKPOINT, "beside.pt", "plan.json"
+INDEX, BESIDE, PLAN, DCP_INDEX = CHECKPOINT, "beside.pt", "plan.json", ".metadata"
 _FILE = re.compile(r"rank-(\d+)\.safetensors")
-_OWN = f"(?:{_FILE.pattern}|{'|'.join(map(re.escape, (INDEX, BESIDE, PLAN)))})"
+_DCP_FILE = re.compile(r"__(\d+)_0\.distcp")
+_NAMES = "|".join(map(re.escape, (INDEX, BESIDE, PLAN, DCP_INDEX)))
+_OWN = f"(?:{_FILE.pattern}|{_DCP_FILE.pattern}|{_NAMES}|written-\\d+)"
 _OWN_FILE = re.compile(rf"{_OWN}|\.{_OWN}\.[0-9a-f]{{12}}\.new|failed-\d+")  # .new: unfinished
 _renaming = threading.Lock()
 
@@ -94,9 +96,9 @@ class SaveFolders:
                 remedy="give all ranks the same path on a disk that they share",
             )
 
-    def commit(self, files: int, index: bytes) -> None:
-        """Write the index after all other files, and replace the earlier checkpoint."""
-        expected = {BESIDE, PLAN, *map(file_name, range(files))}
+    def commit(self, names: Iterable[str], index: bytes) -> None:
+        """Write the index after all files in `names`, and replace the earlier checkpoint."""
+        expected = {BESIDE, PLAN, *names}
         actual = {file.name for file in self.new.iterdir()}
         if actual != expected:
             raise ExecutionError(
@@ -194,6 +196,10 @@ def file_name(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
 
+def dcp_file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
 def write_in_folder(folder: Path, name: str, data: bytes) -> None:
     """Write a file into an existing folder."""
     with replacing(folder / name) as file:
@@ -264,9 +270,10 @@ def _require_replaceable(path: Path) -> None:
 
 def _is_of(name: str, index: dict[str, Any]) -> bool:
     """Return whether a file belongs to the checkpoint with this index."""
-    if match := _FILE.fullmatch(name):
+    is_dcp = index.get("form") == "dcp"
+    if match := (_DCP_FILE if is_dcp else _FILE).fullmatch(name):
         return is_count(index.get("files")) and int(match[1]) < index["files"]
-    return name in (INDEX, BESIDE, PLAN)
+    return name in (INDEX, BESIDE, PLAN) or (is_dcp and name == DCP_INDEX)
 
 
 def _discard(folder: Path) -> None:

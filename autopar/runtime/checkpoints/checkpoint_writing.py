@@ -21,6 +21,7 @@ from autopar.runtime.checkpoints.checkpoint_files import (
     Contents,
     Key,
     Piece,
+    SavedOptimizer,
     Stored,
     in_file,
     metadata_of,
@@ -114,11 +115,13 @@ def _incomplete(got: str) -> InvalidInput:
 
 @dataclass(frozen=True)
 class SharedFiles:
-    """The files of a checkpoint that rank 0 writes for all ranks."""
+    """The files of a checkpoint that rank 0 writes for all ranks, and what is in them."""
 
     contents: Contents
     beside: bytes
     plan: bytes
+    optimizer: SavedOptimizer | None
+    tied: Mapping[str, str]  # the names of tied tensors, and the name under which each is stored
 
 
 class Job:
@@ -156,7 +159,15 @@ class Job:
             write_in_folder(self.folders.new, BESIDE, self._shared.beside)
             write_in_folder(self.folders.new, PLAN, self._shared.plan)
             contents = self._shared.contents
-            self.folders.commit(contents.files, contents.to_bytes())
+            self.folders.commit(self.complete(contents), contents.to_bytes())
+
+    def written_names(self, contents: Contents) -> list[str]:
+        """Return the names of the files that appear when the ranks have written."""
+        return [file_name(rank) for rank in range(contents.files)]
+
+    def complete(self, contents: Contents) -> list[str]:
+        """Return the names of all files with pieces, once they are complete."""
+        return self.written_names(contents)
 
     def discard(self) -> None:
         """Delete on rank 0 the files of a save that failed."""
@@ -176,7 +187,7 @@ class Job:
             return
         patience = world_timeout().total_seconds() if dist.is_initialized() else PATIENCE
         folder, until = self.folders.new, time.monotonic() + patience
-        names = [file_name(number) for number in range(self._shared.contents.files)]
+        names = self.written_names(self._shared.contents)
         while missing := [name for name in names if not (folder / name).exists()]:
             failed = [file.read_text() for file in folder.glob("failed-*")]
             has_ended = not threading.main_thread().is_alive()

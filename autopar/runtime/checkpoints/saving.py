@@ -13,18 +13,16 @@ from __future__ import annotations
 import atexit
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from autopar._torch.tensors import local_of
-from autopar.base.files import NewFile, writing
 from autopar.errors import InvalidInput
 from autopar.runtime.checkpoints.checkpoint_files import (
     Beside,
@@ -50,6 +48,8 @@ from autopar.runtime.checkpoints.checkpoint_writing import (
     join_writer,
     require_complete,
 )
+from autopar.runtime.checkpoints.dcp_reading import open_checkpoint
+from autopar.runtime.checkpoints.dcp_writing import DcpJob
 from autopar.runtime.checkpoints.plain_data import plain
 from autopar.runtime.module.call_agreement import (
     gather_values,
@@ -66,18 +66,10 @@ from autopar.runtime.parameters.optimizer_states import (
     require_loadable,
 )
 from autopar.runtime.parameters.placing import Bounds, is_convertible, local_boxes
-from autopar.runtime.parameters.weight_files import (
-    CHECKPOINT,
-    INDEX,
-    StoredTensor,
-    make_index,
-    remove_old_shards,
-    require_dtype,
-    require_file,
-    require_folder,
-    split_shards,
-    write_safetensors,
-)
+from autopar.runtime.parameters.weight_files import CHECKPOINT
+
+SaveFormat = Literal["autopar", "dcp"]
+_JOBS: Mapping[str, type[Job]] = {"autopar": Job, "dcp": DcpJob}
 
 
 @dataclass(frozen=True)
@@ -113,6 +105,7 @@ def save(
     *,
     extra: Any = None,
     asynchronous: bool = False,
+    format: SaveFormat = "autopar",
 ) -> Saving | None:
     """Write a checkpoint between two steps. All ranks save together, into one folder.
 
@@ -127,15 +120,18 @@ def save(
         extra: Plain data and tensors of the caller's, such as the step; rank 0's are saved.
         asynchronous: Copy values to the host and let a thread write them, so that training goes
             on. Default: False. The next save of the module waits for this one by itself.
+        format: "autopar", or "dcp", which `torch.distributed.checkpoint.load` reads without
+            autopar, under the names "model" and "optimizer".
 
     Returns:
         A `Saving` with `wait()` if `asynchronous`, else None.
     """
-    _require_module(module)
+    require_module(module)
+    _require_format(format)
     if (earlier := _under_way.pop(module, None)) is not None and not earlier.is_over:
         earlier.wait()
-    call = f"ap.save(asynchronous={bool(asynchronous)})"
-    job = _prepared(path, module, optimizer, extra, call)
+    call = f"ap.save(asynchronous={bool(asynchronous)}, format={format!r})"
+    job = _prepared(path, module, optimizer, extra, call, format)
     try:
         if asynchronous:
             run_on_all_ranks(module.backend, job.copy)
@@ -156,6 +152,9 @@ def load(
 ) -> Any:
     """Load a checkpoint that `save` wrote, under any plan and on any number of ranks.
 
+    Or one of torch.distributed.checkpoint: of `dcp.save({"model": ..., "optimizer": ...})` with
+    the state dicts of `get_state_dict(model, optimizer)`, or of `dcp.save(model.state_dict())`.
+
     All ranks load together. A checkpoint that does not fit is refused before anything changes.
     Random numbers go on on all ranks as those of rank 0 did.
 
@@ -168,7 +167,7 @@ def load(
     Returns:
         The `extra` that was saved.
     """
-    _require_module(module)
+    require_module(module)
     backend = module.backend
 
     def resolve() -> Path:
@@ -176,8 +175,8 @@ def load(
         join_writer(resolved)
         return resolved
 
-    def open_checkpoint() -> Checkpoint:
-        saved = Checkpoint(resolved)
+    def open_and_check() -> Checkpoint:
+        saved = open_checkpoint(resolved)
         saved.require_unchanged(*work_share(backend))
         _require_fitting(saved, module, local_tensors)
         if optimizer is not None:
@@ -191,12 +190,13 @@ def load(
             local_of(value).copy_(torch.cat(read, dim) if len(read) > 1 else read[0])
         if saved.beside.loss_scale is not None and module.loss_scale is not None:
             module.loss_scale = saved.beside.loss_scale
-        torch.set_rng_state(saved.beside.random)
+        if saved.beside.random is not None:
+            torch.set_rng_state(saved.beside.random)
 
     with torch.inference_mode(False), torch.no_grad():
         resolved = run_on_all_ranks(backend, resolve, "ap.load()")
-        local_tensors, parameters = _local_tensors(module), dict(module.named_parameters())
-        saved = run_on_all_ranks(backend, open_checkpoint)
+        local_tensors, parameters = local_tensors_of(module), dict(module.named_parameters())
+        saved = run_on_all_ranks(backend, open_and_check)
         opened = gather_values(backend, (saved.contents.id, optimizer is not None))
         run_on_all_ranks(backend, lambda: _require_same(opened))
         if optimizer is not None:
@@ -210,103 +210,6 @@ def load(
     return saved.beside.extra
 
 
-def save_safetensors(
-    path: str | PathLike[str], module: ParallelModule, *, max_shard_size: float | None = None
-) -> None:
-    """Write the whole model as a safetensors file, as `weights=` and other programs read it.
-
-    All ranks take part: they send rank 0 one tensor at a time. Tensors have their original names;
-    tied ones stand under their first name.
-
-    Args:
-        path: The file, or with `max_shard_size` a folder, in which other files stay.
-        module: The parallel module.
-        max_shard_size: The most bytes of each of several files, which have an index and the names
-            that other programs look for. None: one file.
-    """
-    _require_module(module)
-    backend, is_first = module.backend, rank_of(module.backend) == 0
-
-    place = run_on_all_ranks(backend, lambda: resolve_path(path), "ap.save_safetensors()")
-    local_tensors = _local_tensors(module)
-    local_kinds = {n: StoredTensor(tuple(v.shape), v.dtype) for n, v in local_tensors.items()}
-    all_kinds = {
-        name: k for rank in gather_values(backend, local_kinds) for name, k in rank.items()
-    }
-    kinds = {name: all_kinds[name] for name in module.saved_names}
-    folder = place.parent if max_shard_size is None else place
-
-    def accept() -> dict[str, dict[str, StoredTensor]]:
-        for name, kind in kinds.items():
-            require_dtype(name, kind.dtype)
-        if max_shard_size is None:
-            require_file(place)
-        else:
-            require_folder(place, max_shard_size)
-        if is_first:
-            with writing(place, "a whole model"):
-                folder.mkdir(parents=True, exist_ok=True)
-        size = max_shard_size
-        return {place.name: kinds} if size is None else split_shards(kinds, size)
-
-    def full_tensors(names: Iterable[str]) -> Iterator[Tensor]:
-        for name in names:
-            local = {name: local_tensors[name]} if name in local_tensors else {}
-            yield backend.collect(local)[name]
-
-    shards = run_on_all_ranks(backend, accept)
-    files = _Files(folder)
-
-    try:
-        with backend.guard():
-            for name, shard in shards.items():
-                values = full_tensors(shard)
-                if is_first:
-                    files.write(name, shard, values)
-                deque(values, maxlen=0)  # ranks collect all tensors together, also on a full disk
-        run_on_all_ranks(backend, lambda: files.take_places(shards, place) if is_first else None)
-    finally:
-        files.discard()
-
-
-class _Files:
-    """Weight files in a folder, which replace earlier ones when all are written."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._new: list[NewFile] = []
-        self._error: OSError | None = None
-
-    def write(self, name: str, kinds: Mapping[str, StoredTensor], values: Iterator[Tensor]) -> None:
-        """Write a file, unless the disk has refused an earlier one."""
-        if self._error is None:
-            try:
-                self._new.append(new := NewFile(self._folder / name))
-                write_safetensors(new.file, kinds, values)
-                new.finish()
-            except OSError as error:
-                self._error = error
-
-    def take_places(self, shards: Mapping[str, Mapping[str, StoredTensor]], place: Path) -> None:
-        """Replace an earlier model: delete its index first, and write the new one last."""
-        with writing(place, "a whole model"):
-            if self._error is not None:
-                raise self._error
-            if len(shards) > 1:
-                self._new.append(new := NewFile(self._folder / INDEX))
-                new.file.write(make_index(shards))
-                new.finish()
-            if place == self._folder:
-                remove_old_shards(self._folder, shards)
-            for new in self._new:
-                new.take_place()
-
-    def discard(self) -> None:
-        """Delete the files that have not taken their places."""
-        for new in self._new:
-            new.discard()
-
-
 def is_saved(path: str | PathLike[str]) -> bool:
     """Return whether a path holds a checkpoint whose files and pieces exist in full length.
 
@@ -317,7 +220,7 @@ def is_saved(path: str | PathLike[str]) -> bool:
     """
     place = resolve_path(path)
     try:
-        Checkpoint(place)
+        open_checkpoint(place)
     except InvalidInput as error:
         if find_folder(place) or (place / CHECKPOINT).exists():
             warnings.warn(str(error), stacklevel=2)
@@ -331,6 +234,7 @@ def _prepared(
     optimizer: torch.optim.Optimizer | None,
     extra: Any,
     call: str,
+    format: SaveFormat,
 ) -> Job:
     """Return the part of a save that this rank writes; rank 0 has made its folder."""
     backend, rank = module.backend, rank_of(module.backend)
@@ -338,7 +242,7 @@ def _prepared(
     def collect() -> RankContents:
         resolved = resolve_path(path)
         require_elsewhere(resolved)
-        tensors = {Key(name): value for name, value in _local_tensors(module).items()}
+        tensors = {Key(name): value for name, value in local_tensors_of(module).items()}
         saved_optimizer = None
         if optimizer is not None:
             states = collect_states(optimizer, dict(module.named_parameters()))
@@ -367,16 +271,19 @@ def _prepared(
         file = Beside(VERSION, folders.id, random, scale, merged_optimizer, data).to_bytes()
         shares, index = divide_parts([parts for parts, _ in ranks], folders.id, sha256_of(file))
         require_complete(index, module.saved_names)
-        index = replace(index, plan=sha256_of(module.plan.file))
+        form: Literal["dcp", "safetensors"] = "dcp" if format == "dcp" else "safetensors"
+        index = replace(index, plan=sha256_of(module.plan.file), form=form)
         folders.begin()
-        return _Arrangement(folders, SharedFiles(index, file, module.plan.file), shares)
+        tied = module.program.captured.tied
+        files = SharedFiles(index, file, module.plan.file, merged_optimizer, tied)
+        return _Arrangement(folders, files, shares)
 
     arranged = run_on_all_ranks(backend, arrange)
     messages = [] if arranged is None else [(arranged.folders.id, s) for s in arranged.shares]
     save, share = scatter_values(backend, messages)
     folders = SaveFolders(local.path, save) if arranged is None else arranged.folders
     values = {key: (part, local_of(local.tensors[part]).detach()) for key, part in share}
-    job = Job(folders, rank, values, None if arranged is None else arranged.shared)
+    job = _JOBS[format](folders, rank, values, None if arranged is None else arranged.shared)
     try:
         run_on_all_ranks(backend, folders.require_seen)
     except Exception:
@@ -394,14 +301,23 @@ def _pieces(value: Tensor) -> list[tuple[Bounds, Tensor]]:
     return list(zip(boxes, pieces))
 
 
-def _local_tensors(module: ParallelModule) -> dict[str, Tensor]:
+def local_tensors_of(module: ParallelModule) -> dict[str, Tensor]:
     """Return the tensors of the state dict that this rank holds, each once."""
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= module.named_buffers(remove_duplicate=False)
     return {name: tensors[name] for name in module.saved_names if name in tensors}
 
 
-def _require_module(module: Any) -> None:
+def _require_format(format: Any) -> None:
+    if format not in _JOBS:
+        raise InvalidInput(
+            "a checkpoint is in autopar's form or in that of torch.distributed.checkpoint",
+            got=f"format={format!r}",
+            remedy='format="autopar" or format="dcp"; ap.save_safetensors writes weights alone',
+        )
+
+
+def require_module(module: Any) -> None:
     if not isinstance(module, ParallelModule):
         raise InvalidInput(
             "what is saved and loaded is a parallel module",
@@ -431,7 +347,8 @@ def _require_fitting(
     """Refuse the checkpoint of another model."""
     stored, names = saved.contents.values, module.saved_names
     wrong = [f"missing: {name}" for name in names if name not in stored]
-    wrong += [f"unexpected: {name}" for name in stored if name not in set(names)]
+    known = {*names, *module.program.captured.tied}
+    wrong += [f"unexpected: {name}" for name in stored if name not in known]
     for name, value in tensors.items():
         if name in stored:
             shape, dtype = stored[name].shape, stored[name].dtype

@@ -149,7 +149,7 @@ def require_loadable(
             got=f"{saved.folder}, without an optimizer",
             remedy="load(path, module), or save(path, module, optimizer)",
         )
-    if saved_optimizer.kind != _class_name(optimizer):
+    if saved_optimizer.kind not in ("", _class_name(optimizer)):  # "": another program saved it
         raise InvalidInput(
             "an optimizer is of the class that was saved",
             got=f"{_class_name(optimizer)}; {saved.folder} has {saved_optimizer.kind}",
