@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -59,7 +60,10 @@ def resumes_on_other_meshes() -> None:
         run = Run(case, **WAYS[name])
         run.load(folder / f"{number}")
         if name != "one":
-            run.save(folder / f"{number + 1}", asynchronous=name == "1f1b")
+            form = "dcp" if name in ("zero3", "1f1b") else "autopar"
+            run.save(folder / f"{number + 1}", asynchronous=name == "1f1b", format=form)
+        if name == "zero3":
+            plain_torch_reads(folder / f"{number + 1}", run)
         run.train(2)
         if name != "one" and run.saving is not None:
             run.saving.wait()
@@ -70,6 +74,28 @@ def resumes_on_other_meshes() -> None:
                 ap.load(folder / ("wrong" if is_wrong else "0"), run.module)
             whole_model_goes_through_a_file(run, folder / "model.safetensors")
     dist.barrier()
+
+
+def plain_torch_reads(path: Path, run: Run) -> None:
+    """Each rank by itself, without autopar."""
+    values, states = get_state_dict(*_plain_training(run.case))
+    state = {"model": values, "optimizer": states}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    expected = run.module.full_state_dict()
+    for name, value in state["model"].items():
+        assert torch.equal(value, expected[name]), name
+    whole = StateDictOptions(full_state_dict=True)
+    _, full_states = get_state_dict(run.module, run.optimizer, options=whole)
+    for name, values in full_states["state"].items():
+        for key, value in values.items():
+            assert torch.equal(state["optimizer"]["state"][name][key], value), (name, key)
+
+
+def _plain_training(case: Case) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = case.fresh().model
+    parameters = list(model.parameters())
+    groups = [{"params": [p for p in parameters if (p.ndim > 1) == wide]} for wide in (True, False)]
+    return model, torch.optim.AdamW(groups)
 
 
 def what_is_cut_in_parts_goes_on() -> None:

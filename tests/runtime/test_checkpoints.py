@@ -23,7 +23,11 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar import Mesh
-from autopar.runtime.checkpoints import checkpoint_folders, checkpoint_writing, saving
+from autopar.runtime.checkpoints import (
+    checkpoint_folders,
+    checkpoint_writing,
+    whole_model_files,
+)
 from autopar.runtime.checkpoints.checkpoint_files import Checkpoint, Key
 from autopar.runtime.checkpoints.checkpoint_writing import Job
 from tests.captures import shared_captures
@@ -315,7 +319,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     ap.save_safetensors(tmp_path / "m.safetensors", plain)
     there = sorted(tmp_path.iterdir())
     with (
-        patch.object(saving, "write_safetensors", full),
+        patch.object(whole_model_files, "write_safetensors", full),
         pytest.raises(ap.InvalidInput, match="No space"),
     ):
         ap.save_safetensors(tmp_path / "m.safetensors", plain)

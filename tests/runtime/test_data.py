@@ -120,3 +120,36 @@ def test_one_changed_element_of_a_small_batch_is_always_seen() -> None:
         other.view(-1)[place] = 1
         digests.add(batch_checks._digest([other], place))
     assert len(digests) == 1 + data.numel()
+
+
+@pytest.mark.parametrize("kind", ["seeded", "global", "stream"])
+def test_a_loop_goes_on_where_it_stood(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Flatten(0))
+    pm = ap.parallelize(model, (torch.ones(4, 2),), mesh=Mesh(a=2), mode="data", backend="virtual")
+    data = torch.arange(40.0).view(20, 2)
+
+    def sharded() -> ShardedLoader:
+        if kind == "stream":
+            return ap.shard_loader(DataLoader(Stream(), batch_size=2), pm)
+        generator = torch.Generator().manual_seed(3) if kind == "seeded" else None
+        loader: DataLoader = DataLoader(data, 4, shuffle=True, generator=generator)  # type: ignore[arg-type]
+        return ap.shard_loader(loader, pm)
+
+    torch.manual_seed(5)
+    loader, drawn, state, saved = sharded(), [], {}, torch.get_rng_state()
+    for epoch in range(2):
+        for number, batch in enumerate(loader):
+            drawn.append((batch, torch.rand(1)))
+            if (epoch, number) == (0, 1):
+                state, saved = loader.state_dict(), torch.get_rng_state()
+    torch.manual_seed(7)
+    other = sharded()
+    other.load_state_dict(state)
+    torch.set_rng_state(saved)
+    resumed = [(batch, torch.rand(1)) for _ in range(2) for batch in other]
+    assert len(resumed) == len(drawn) - 2
+    for (batch, number), (expected, draw) in zip(resumed, drawn[2:]):
+        assert torch.equal(batch, expected)
+        assert torch.equal(number, draw)
+    with pytest.raises(ap.InvalidInput, match="state_dict"):
+        other.load_state_dict({"batches": 1})

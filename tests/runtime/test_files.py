@@ -9,6 +9,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,8 @@ def halved(module: ParallelModule, folder: Path) -> Any:
         listed.append(parts)
     index = json.loads((folder / INDEX).read_bytes())
     save, beside = index["id"], index["beside"]
-    shares, contents = divide_parts([tuple(parts) for parts in listed], save, beside)
+    shares, contents = divide_parts([tuple(parts) for parts in listed])
+    contents = replace(contents, id=save, beside=beside)
     for rank, share in enumerate(shares):
         kinds = {key: part.held for key, part in share}
         values = (listed[rank][part] for _, part in share)

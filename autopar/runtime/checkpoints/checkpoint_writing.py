@@ -58,12 +58,12 @@ class Part:
 
 
 def divide_parts(
-    parts_by_rank: Sequence[Sequence[Part]], save: str, beside: str
+    parts_by_rank: Sequence[Sequence[Part]],
 ) -> tuple[list[list[tuple[str, Part]]], Contents]:
     """Return the parts that each rank writes, with their keys, and the index of the checkpoint.
 
-    Of the ranks that hold a part, the one with the fewest bytes so far writes it. `save`: the id of
-    the save; `beside`: the digest of beside.pt.
+    Of the ranks that hold a part, the one with the fewest bytes so far writes it. The index has no
+    id of the save and no digests yet.
     """
     holders: dict[Part, list[int]] = {}
     for rank, parts in enumerate(parts_by_rank):
@@ -91,7 +91,7 @@ def divide_parts(
             values[key.name] = tensor
         else:
             states.setdefault(key.name, {})[key.state] = tensor
-    return shares, Contents(FORMAT, VERSION, save, beside, len(parts_by_rank), values, states)
+    return shares, Contents(FORMAT, VERSION, "", "", len(parts_by_rank), values, states)
 
 
 def require_complete(contents: Contents, names: Sequence[str]) -> None:
@@ -138,9 +138,17 @@ class Job:
         self.folders, self.rank, self._parts, self._shared = folders, rank, dict(parts), shared
 
     def copy(self) -> None:
-        """Copy the values to the host, so that training may change the tensors."""
+        """Copy the values to the host, so that training may change the tensors.
+
+        A GPU copies them into pinned memory, one after another without a wait in between.
+        """
+        is_on_gpu = False
         for key, (part, value) in self._parts.items():
-            self._parts[key] = part, value.detach().to("cpu", copy=True)
+            host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            self._parts[key] = part, host.copy_(value.detach(), non_blocking=True)
+            is_on_gpu |= value.is_cuda
+        if is_on_gpu:
+            torch.cuda.synchronize()
 
     def write(self) -> None:
         """Write this rank's file with the digest of each piece."""

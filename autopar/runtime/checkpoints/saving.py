@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -27,6 +27,7 @@ from autopar.errors import InvalidInput
 from autopar.runtime.checkpoints.checkpoint_files import (
     Beside,
     Checkpoint,
+    Contents,
     Key,
     SavedOptimizer,
     require_storable,
@@ -81,12 +82,36 @@ class RankContents:
     optimizer: SavedOptimizer | None
 
 
+@dataclass(frozen=True)
+class _Division:
+    """Which rank writes which parts of a module's tensors; it holds until they change."""
+
+    parts_by_rank: list[tuple[Part, ...]]
+    shares: list[list[tuple[str, Part]]]
+    contents: Contents
+
+    @classmethod
+    def of(cls, parts_by_rank: list[tuple[Part, ...]], names: Sequence[str]) -> _Division:
+        shares, contents = divide_parts(parts_by_rank)
+        require_complete(contents, names)
+        return cls(parts_by_rank, shares, contents)
+
+
+@dataclass(frozen=True)
+class _LastSave:
+    """What a rank remembers of the last save of a module."""
+
+    parts: tuple[Part, ...]  # that it held
+    share: list[tuple[str, Part]]  # that it wrote
+    division: _Division | None  # None except on rank 0
+
+
 class _Arrangement(NamedTuple):
     """Rank 0's folders, its shared files, and the parts that each rank writes."""
 
     folders: SaveFolders
     shared: SharedFiles
-    shares: list[list[tuple[str, Part]]]
+    division: _Division
 
 
 @atexit.register
@@ -96,6 +121,7 @@ def _print_failures() -> None:
 
 
 _under_way: weakref.WeakKeyDictionary[ParallelModule, Saving] = weakref.WeakKeyDictionary()
+_last_saves: weakref.WeakKeyDictionary[ParallelModule, _LastSave] = weakref.WeakKeyDictionary()
 
 
 def save(
@@ -258,7 +284,9 @@ def _prepared(
         return RankContents(resolved, pieces, saved_optimizer)
 
     local = run_on_all_ranks(backend, collect, call)
-    ranks = gather_values(backend, (tuple(local.tensors), local.optimizer), everywhere=False)
+    last, parts = _last_saves.get(module), tuple(local.tensors)
+    changed = parts if last is None or last.parts != parts else None
+    ranks = gather_values(backend, (changed, local.optimizer), everywhere=False)
 
     def arrange() -> _Arrangement | None:
         if rank != 0:
@@ -269,18 +297,34 @@ def _prepared(
         scale = None if module.loss_scale is None else replace(module.loss_scale)
         random, data = torch.get_rng_state(), plain(extra, "extra")
         file = Beside(VERSION, folders.id, random, scale, merged_optimizer, data).to_bytes()
-        shares, index = divide_parts([parts for parts, _ in ranks], folders.id, sha256_of(file))
-        require_complete(index, module.saved_names)
-        form: Literal["dcp", "safetensors"] = "dcp" if format == "dcp" else "safetensors"
-        index = replace(index, plan=sha256_of(module.plan.file), form=form)
+        division = before = None if last is None else last.division
+        if before is None or any(new is not None for new, _ in ranks):
+            old_parts = [()] * len(ranks) if before is None else before.parts_by_rank
+            new_parts = [old if new is None else new for (new, _), old in zip(ranks, old_parts)]
+            division = _Division.of(new_parts, module.saved_names)
+        index = replace(
+            division.contents,
+            id=folders.id,
+            beside=sha256_of(file),
+            plan=sha256_of(module.plan.file),
+            form="dcp" if format == "dcp" else "safetensors",
+        )
         folders.begin()
         tied = module.program.captured.tied
         files = SharedFiles(index, file, module.plan.file, merged_optimizer, tied)
-        return _Arrangement(folders, files, shares)
+        return _Arrangement(folders, files, division)
 
     arranged = run_on_all_ranks(backend, arrange)
-    messages = [] if arranged is None else [(arranged.folders.id, s) for s in arranged.shares]
+    messages: list[tuple[str, list[tuple[str, Part]] | None]] = []
+    if arranged is not None:
+        division = arranged.division
+        is_known = last is not None and division is last.division  # ranks remember their shares
+        messages = [(arranged.folders.id, None if is_known else s) for s in division.shares]
     save, share = scatter_values(backend, messages)
+    if share is None:
+        assert last is not None
+        share = last.share
+    _last_saves[module] = _LastSave(parts, share, None if arranged is None else arranged.division)
     folders = SaveFolders(local.path, save) if arranged is None else arranged.folders
     values = {key: (part, local_of(local.tensors[part]).detach()) for key, part in share}
     job = _JOBS[format](folders, rank, values, None if arranged is None else arranged.shared)

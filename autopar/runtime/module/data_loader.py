@@ -11,8 +11,9 @@ decides the order of samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +30,12 @@ from autopar.runtime.backends.world import World
 from autopar.runtime.launching.failures import stop_all_on_failure
 from autopar.runtime.module.batch_checks import BatchCheck
 from autopar.runtime.module.batch_slices import batch_axes
+from autopar.runtime.module.loader_position import (
+    Generators,
+    LoaderPosition,
+    Skipping,
+    generators_put_back,
+)
 from autopar.runtime.module.parallel_module import ParallelModule
 
 _HANDED_ON = (  # other arguments of a DataLoader
@@ -113,12 +120,71 @@ class ShardedLoader:
         self.loader, self._world = loader, world
         self._share = None if share is None or share.is_whole else share
         self._batch_check = None if world is None else BatchCheck(world, _SAME_ORDER)
+        self._epoch: int | None = None
+        self._taken = 0  # batches of the loop that began last
+        self._began: Generators | None = None  # where it began
+        self._resumed: LoaderPosition | None = None  # the place where the next loop begins
+        self._order: Skipping | None = None  # of the samples that rank 0 sends
 
     def __iter__(self) -> Iterator[Any]:
+        position, self._resumed = self._resumed, None
+        if position is None:
+            self._began, self._taken = Generators.of(self.loader), 0
+            return self._count(self._slices())
+        self._began, self._taken = position.generators, position.batches
+        with generators_put_back():
+            position.generators.restore(self.loader)
+            return self._count(self._slices_after(position.batches))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the loop that runs, as plain data for `extra=` of `ap.save`.
+
+        All but what draws at other moments than where a loop begins continues exactly: an order
+        drawn by torch or Python, and by generators of the loader and its samplers. Random numbers
+        that worker processes draw for samples do not.
+        """
+        began = Generators.of(self.loader) if self._began is None else self._began
+        return LoaderPosition(self._taken, self._epoch, began).to_plain()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next loop go on where the one stood whose `state_dict` this is, on all ranks.
+
+        Args:
+            state_dict: Of a loader of the same samples, in batches of the same size, on any plan.
+        """
+        position = LoaderPosition.from_plain(state_dict, self.loader)
+        if position.epoch is not None:
+            self.set_epoch(position.epoch)
+        self._resumed = position
+        self._began, self._taken = position.generators, position.batches
+
+    def _slices(self) -> Iterator[Any]:
+        """Return this rank's slices of all batches of an epoch."""
         plain = self._indexed_loader
         if plain is None:
             return self._yield_slices(self.loader, self._batch_check)
         return iter(plain) if plain.batch_sampler is not None else self._yield_slices(plain, None)
+
+    def _slices_after(self, count: int) -> Iterator[Any]:
+        """Return this rank's slices of the batches after the first `count`.
+
+        Samples of a dataset with an index are left out by their numbers; others are loaded."""
+        if self._indexed_loader is not None:
+            assert self._order is not None
+            self._order.count = count
+            batches = self._slices()
+            if self._order.count:  # no worker has begun to draw the order
+                self._order.generators = Generators.of(None)
+            return batches
+        batches = self._slices()
+        for _ in islice(batches, count):
+            pass
+        return batches
+
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._taken += 1
+            yield batch
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -130,6 +196,7 @@ class ShardedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Hand the number of an epoch to samplers and datasets that order samples by it."""
+        self._epoch = epoch
         for name in ("batch_sampler", "sampler", "dataset"):
             setter = getattr(getattr(self.loader, name, None), "set_epoch", None)
             if setter is not None:
@@ -146,9 +213,11 @@ class ShardedLoader:
             return None
         options = {name: getattr(plain, name) for name in _HANDED_ON.split()}
         if plain.batch_sampler is None:
-            order = Rank0Values(plain.sampler, self._world, lambda index: index)
+            self._order = Skipping(plain.sampler)
+            order = Rank0Values(self._order, self._world, lambda index: index)
             return DataLoader(sampler=order, batch_size=None, **options)
-        local_batches = Rank0Values(plain.batch_sampler, self._world, self._local_indices)
+        self._order = Skipping(plain.batch_sampler)
+        local_batches = Rank0Values(self._order, self._world, self._local_indices)
         return DataLoader(batch_sampler=local_batches, **options)
 
     def _local_indices(self, batch: Any) -> Any:

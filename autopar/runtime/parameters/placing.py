@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import P2POp, irecv, isend
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from autopar._torch.communication import wait_for
 from autopar.layout import Layout
@@ -113,11 +113,18 @@ def local_boxes(value: Tensor) -> tuple[list[Bounds], int]:
     """Return the boxes of a tensor that this process holds, and the dim along which they join."""
     if not isinstance(value, DTensor):
         return [tuple((0, size) for size in value.shape)], 0
-    mesh, coordinate = Mesh.from_device_mesh(value.device_mesh), value.device_mesh.get_coordinate()
+    return _boxes_on_rank(value.device_mesh, value.placements, value.shape)
+
+
+@lru_cache(maxsize=4096)
+def _boxes_on_rank(
+    device_mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
+) -> tuple[list[Bounds], int]:
+    mesh, coordinate = Mesh.from_device_mesh(device_mesh), device_mesh.get_coordinate()
     assert coordinate is not None
-    layout = from_placements(value.placements, mesh, value.ndim)
-    layout.validate(value.shape, mesh)
-    boxes = layout.boxes(value.shape, mesh, mesh.rank(dict(zip(mesh.names, coordinate))))
+    layout = from_placements(placements, mesh, len(shape))
+    layout.validate(shape, mesh)
+    boxes = layout.boxes(shape, mesh, mesh.rank(dict(zip(mesh.names, coordinate))))
     return boxes, layout.parts[0][0] if layout.parts else 0
 
 
