@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 IMPORTS = {
     "torch": "import torch",
@@ -61,10 +62,9 @@ def main() -> None:
 
 
 def import_line(rounds: int) -> Mapping[str, object]:
-    code = "import os, json, time\n{}\nprint(json.dumps({{'cpu': time.process_time()}}))"
+    code = "import json, time\n{}\nprint(json.dumps({{'cpu': time.process_time()}}))"
     samples = measured(
-        {name: lambda c=line: run(["-c", code.format(c)]) for name, line in IMPORTS.items()},
-        rounds,
+        {name: partial(run, ["-c", code.format(line)]) for name, line in IMPORTS.items()}, rounds
     )
     beyond = {name: difference(samples, name, "torch") for name in list(IMPORTS)[1:]}
     beyond["every public name, beyond DTensor"] = difference(
@@ -74,15 +74,12 @@ def import_line(rounds: int) -> Mapping[str, object]:
 
 
 def help_line(rounds: int) -> Mapping[str, object]:
-    samples = measured(
-        {name: lambda w=words: {"cpu": children_seconds(w)} for name, words in HELP.items()},
-        rounds,
-    )
+    samples = measured({name: partial(run_to_end, words) for name, words in HELP.items()}, rounds)
     return {"cpu_seconds": medians(samples)}
 
 
 def step_line(rounds: int, layers: int, hidden: int) -> Mapping[str, object]:
-    samples = measured({n: lambda n=n: run_ranks(n, layers, hidden) for n in FIRST_STEP}, rounds)
+    samples = measured({n: partial(run_ranks, n, layers, hidden) for n in FIRST_STEP}, rounds)
     return {
         "layers": layers,
         "hidden": hidden,
@@ -135,16 +132,15 @@ def run(words: list[str], **variables: str) -> Seconds:
     return json.loads(output.splitlines()[-1])
 
 
-def children_seconds(words: list[str]) -> float:
+def run_to_end(words: list[str]) -> Seconds:
     """Return the processor seconds of a fresh Python process, its start and end included."""
     before = os.times()
     subprocess.run(
         [sys.executable, *words], env=environment(), check=True, stdout=subprocess.DEVNULL
     )
     after = os.times()
-    return (after.children_user - before.children_user) + (
-        after.children_system - before.children_system
-    )
+    user = after.children_user - before.children_user
+    return {"cpu": user + after.children_system - before.children_system}
 
 
 def run_ranks(name: str, layers: int, hidden: int) -> Seconds:

@@ -54,6 +54,7 @@ class _Unpickler(pickle.Unpickler):
     """Reads only what metadata consists of."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class of metadata, a dtype, or one of a few plain classes; refuse the rest."""
         if module == metadata_classes.__name__ and "." not in name:
             kind = getattr(metadata_classes, name, None)
             if isinstance(kind, type) and kind.__module__ == module:

@@ -66,6 +66,15 @@ def loads_its_slices() -> None:
             torch.manual_seed(5)
             assert_close(pm.step(*own), loss)
     assert_close(pm.full_grads(), single.full_grads())
+    loop = iter(sharded)
+    next(loop)
+    position, rest = [sharded.state_dict()], list(loop)
+    dist.broadcast_object_list(position)  # rank 0's, as `extra` is
+    resumed = ap.shard_loader(plain, pm)
+    resumed.load_state_dict(position[0])
+    dataset.loaded.clear()
+    assert_close(list(resumed), rest)
+    assert len(dataset.loaded) == 2 * 4  # and none of the batch that was taken
     lasting = DataLoader(dataset, batch_size=9)  # the last batch is of one sample
     with pytest.raises(ap.InvalidInput, match="every rank has a sample"):
         list(ap.shard_loader(lasting, pm))

@@ -124,6 +124,7 @@ class _PiecePlanner(DefaultSavePlanner):
         return self.create_local_plan().items
 
     def resolve_data(self, write_item: WriteItem) -> Any:
+        """Return the value of an item."""
         piece = self._pieces.get(write_item.index)
         return super().resolve_data(write_item) if piece is None else piece
 

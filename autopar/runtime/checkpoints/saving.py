@@ -84,7 +84,7 @@ class RankContents:
 
 @dataclass(frozen=True)
 class _Division:
-    """Which rank writes which parts of a module's tensors; it holds until they change."""
+    """The parts of a module's tensors that each rank writes, until the tensors change."""
 
     parts_by_rank: list[tuple[Part, ...]]
     shares: list[list[tuple[str, Part]]]
@@ -92,6 +92,7 @@ class _Division:
 
     @classmethod
     def of(cls, parts_by_rank: list[tuple[Part, ...]], names: Sequence[str]) -> _Division:
+        """Divide the parts that ranks hold; refuse parts that do not make whole tensors."""
         shares, contents = divide_parts(parts_by_rank)
         require_complete(contents, names)
         return cls(parts_by_rank, shares, contents)
@@ -99,7 +100,7 @@ class _Division:
 
 @dataclass(frozen=True)
 class _LastSave:
-    """What a rank remembers of the last save of a module."""
+    """A rank's memory of the last save of a module, which spares the next one."""
 
     parts: tuple[Part, ...]  # that it held
     share: list[tuple[str, Part]]  # that it wrote
@@ -157,7 +158,7 @@ def save(
     if (earlier := _under_way.pop(module, None)) is not None and not earlier.is_over:
         earlier.wait()
     call = f"ap.save(asynchronous={bool(asynchronous)}, format={format!r})"
-    job = _prepared(path, module, optimizer, extra, call, format)
+    job = _prepared(path, module, optimizer, extra, call=call, format=format)
     try:
         if asynchronous:
             run_on_all_ranks(module.backend, job.copy)
@@ -259,6 +260,7 @@ def _prepared(
     module: ParallelModule,
     optimizer: torch.optim.Optimizer | None,
     extra: Any,
+    *,
     call: str,
     format: SaveFormat,
 ) -> Job:
@@ -297,9 +299,9 @@ def _prepared(
         scale = None if module.loss_scale is None else replace(module.loss_scale)
         random, data = torch.get_rng_state(), plain(extra, "extra")
         file = Beside(VERSION, folders.id, random, scale, merged_optimizer, data).to_bytes()
-        division = before = None if last is None else last.division
-        if before is None or any(new is not None for new, _ in ranks):
-            old_parts = [()] * len(ranks) if before is None else before.parts_by_rank
+        division = None if last is None else last.division
+        if division is None or any(new is not None for new, _ in ranks):
+            old_parts = [()] * len(ranks) if division is None else division.parts_by_rank
             new_parts = [old if new is None else new for (new, _), old in zip(ranks, old_parts)]
             division = _Division.of(new_parts, module.saved_names)
         index = replace(

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autopar.errors import InvalidInput
 
@@ -24,18 +25,20 @@ from autopar.errors import InvalidInput
 class Generators:
     """States of the random generators that an order may follow from."""
 
-    torch: torch.Tensor
-    python: Any
-    own: tuple[torch.Tensor, ...]  # of the loader and its samplers
+    of_torch: Tensor
+    of_python: Any
+    of_loader: tuple[Tensor, ...]  # of the loader and its samplers
 
     @classmethod
     def of(cls, loader: Any) -> Generators:
-        own = tuple(generator.get_state() for generator in _own_generators(loader))
-        return cls(torch.get_rng_state(), random.getstate(), own)
+        """Return the current states."""
+        states = tuple(generator.get_state() for generator in _loader_generators(loader))
+        return cls(torch.get_rng_state(), random.getstate(), states)
 
     def restore(self, loader: Any) -> None:
+        """Set the generators to these states."""
         _restore_global(self)
-        for generator, state in zip(_own_generators(loader), self.own):
+        for generator, state in zip(_loader_generators(loader), self.of_loader):
             generator.set_state(state)
 
 
@@ -52,22 +55,22 @@ class LoaderPosition:
         return {
             "batches": self.batches,
             "epoch": self.epoch,
-            "torch": self.generators.torch,
-            "python": self.generators.python,
-            "generators": list(self.generators.own),
+            "torch": self.generators.of_torch,
+            "python": self.generators.of_python,
+            "generators": list(self.generators.of_loader),
         }
 
     @classmethod
     def from_plain(cls, data: Any, loader: Any) -> LoaderPosition:
         """Return a position that `to_plain` wrote for a loader like this one, or refuse it."""
         try:
-            own = tuple(data["generators"])
-            generators = Generators(data["torch"], data["python"], own)
+            states = tuple(data["generators"])
+            generators = Generators(data["torch"], data["python"], states)
             position = cls(int(data["batches"]), data["epoch"], generators)
         except (TypeError, KeyError, ValueError) as error:
             raise _refused(f"a {type(data).__name__} without {error}") from None
-        if len(own) != (count := len(_own_generators(loader))):
-            raise _refused(f"one with {len(own)} generators, for a loader with {count}")
+        if len(states) != (count := len(_loader_generators(loader))):
+            raise _refused(f"one with {len(states)} generators, for a loader with {count}")
         return position
 
 
@@ -105,12 +108,12 @@ def generators_put_back(restored: Generators | None = None) -> Iterator[None]:
 
 
 def _restore_global(generators: Generators) -> None:
-    torch.set_rng_state(generators.torch)
-    version, numbers, gauss = generators.python
+    torch.set_rng_state(generators.of_torch)
+    version, numbers, gauss = generators.of_python
     random.setstate((version, tuple(numbers), gauss))
 
 
-def _own_generators(loader: Any) -> list[torch.Generator]:
+def _loader_generators(loader: Any) -> list[torch.Generator]:
     """Return the generators of a loader and its samplers, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = (
