@@ -21,7 +21,7 @@ from autopar.candidates.unfolded import unfolded
 from autopar.candidates.whole import Whole
 from autopar.capture import capture
 from autopar.capture.captured import Captured
-from autopar.capture.folding import LEAST_SHOWN, folded
+from autopar.capture.folding import folded
 from autopar.capture.regions import blocks
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.cost.footprint import Memory
@@ -74,8 +74,7 @@ class Program(NamedTuple):
 
     @property
     def whole(self) -> Whole:
-        brief = folded(self.captured, LEAST_SHOWN)
-        return Whole(self.short, brief, read_request(PlanOptions(cluster=CLUSTER)))
+        return Whole(self.short, read_request(PlanOptions(cluster=CLUSTER)))
 
 
 @cache

@@ -1,7 +1,7 @@
 """Whole: the program that a folded one stands for, and programs that are folded otherwise.
 
-whole = Whole(short, brief, request)   # `brief`: the shortest, which layouts are searched for on
-whole.mixed(candidate, mix)            # of a program with a block for each run of the mix
+whole = Whole(short, request)
+whole.mixed(candidate, mix)    # of a program with a block for each run of the mix
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ from autopar.recompute import Recompute, summary
 class Whole:
     """A whole program; it is cut into micro-batches when these are asked for."""
 
-    def __init__(self, short: Captured, brief: Captured, request: Request) -> None:
-        """`brief`: with as few blocks as layouts are searched for on."""
+    def __init__(self, short: Captured, request: Request) -> None:
         assert short.folding is not None
-        self.short, self.brief = short, brief
+        self.short = short
         self.folding: Folding = short.folding
         self._recomputation = request.recompute
         self._in_runs = cache(self._program_in_runs)
         self._batches = cache(partial(cut_batch, self.folding.whole))
-        self._cut_brief = cache(partial(cut_batch, brief))
 
     @cached_property
     def regions(self) -> Regions:
@@ -52,10 +50,6 @@ class Whole:
             return self.folding.whole, None
         cut = self._batches(batches.count)
         return cut.captured, cut
-
-    def brief_program(self, batches: Microbatches | None) -> Captured:
-        """Return the brief program, in as many micro-batches."""
-        return self.brief if batches is None else self._cut_brief(batches.count).captured
 
     def recomputed(self, decided: Mapping[str, Recompute]) -> dict[str, Recompute]:
         """Return the decisions about regions of the whole program, from those of the short one."""

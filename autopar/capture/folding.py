@@ -27,12 +27,11 @@ from autopar.strategies.node_info import info
 FEWEST = 8  # equal blocks that a capture may have written a few of
 LEAST = 12  # equal blocks that are worth it
 SHOWN = 3, 3  # before and after the block that stands for the others
-LEAST_SHOWN = 2, 1  # that a graph of costs needs, which follows no gathers
 
 
-def folded(captured: Captured, shown: tuple[int, int] = SHOWN) -> Captured:
+def folded(captured: Captured) -> Captured:
     """Return a program with as few blocks as stand for all; the program itself, where it has few,
-    or where they differ in what a plan may say of them. `shown`: how many stay as they are."""
+    or where they differ in what a plan may say of them."""
     facts = [(node.target, info(node)) for node in captured.graph.nodes]
     if any(a.checkpoint is not None or a.on_host or to is ANNOTATE for to, a in facts):
         return captured
@@ -41,20 +40,18 @@ def folded(captured: Captured, shown: tuple[int, int] = SHOWN) -> Captured:
     if program is None or not segments:
         return captured
     largest = max(segments, key=lambda segment: segment.count * len(segment.graph.nodes))
-    return _folded(captured, program, largest, shown)
+    return _folded(captured, program, largest)
 
 
 def in_runs(folding: Folding, counts: Sequence[int]) -> Captured:
     """Return the program where so many blocks in a row are alike, and so many after them."""
     whole, segment = folding.whole, folding.segment
     assert whole.program is not None
-    return _folded(whole, whole.program.split(segment, counts), segment, SHOWN)
+    return _folded(whole, whole.program.split(segment, counts), segment)
 
 
-def _folded(
-    whole: Captured, program: Program, segment: Segment, shown: tuple[int, int]
-) -> Captured:
-    graph = unfold(program, shown, segment.graph)
+def _folded(whole: Captured, program: Program, segment: Segment) -> Captured:
+    graph = unfold(program, SHOWN, segment.graph)
     places = [info(node).block for node in graph.nodes]
     blocks = {p.number: p.count for p in places if p and p.blocks.graph is segment.graph}
     if max(blocks.values()) == 1:

@@ -27,7 +27,7 @@ from autopar.candidates.staged import KnownLines, StagedProgram, StagedWay
 from autopar.candidates.whole import Whole
 from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
-from autopar.capture.folding import LEAST_SHOWN, folded
+from autopar.capture.folding import folded
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
@@ -82,7 +82,7 @@ class Asker:
         self.program = self._short(captured)
         self.whole: Whole | None = None
         if self.program.is_folded:
-            self.whole = Whole(self.program, folded(captured, LEAST_SHOWN), request)
+            self.whole = Whole(self.program, request)
         self.is_huge = captured.length > HUGE
         self.was_interrupted = False  # some search for layouts ended with its best so far
         self._askers = cache(self._program_asker)

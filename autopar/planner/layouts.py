@@ -21,7 +21,6 @@ from autopar.candidates.state_places import (
     require_agreement,
     require_something_to_cut,
 )
-from autopar.candidates.unfolded import longer
 from autopar.candidates.whole import Whole
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
@@ -217,19 +216,10 @@ class Layouts:
             (mesh,) = request.offered
             spread = propagate(program, mesh, self._constraints(request, mesh))
             return lay_out(decisions=spread), 0.0
-        brief = None if not program.is_folded or self.whole is None else self.whole.brief
-        if brief and self.whole:
-            request = replace(request, captured=self.whole.brief_program(request.batches))
-
-        def candidate(decisions: Decisions) -> Candidate:
-            if brief and brief.folding:
-                decisions = longer(decisions, brief, brief.folding, program, request.recompute)
-            return lay_out(decisions=decisions)
-
         last: list[tuple[Decisions, Candidate]] = []  # whose memory was needed
 
         def needed(decisions: Decisions) -> float:
-            last[:] = [(decisions, candidate(decisions))]
+            last[:] = [(decisions, lay_out(decisions=decisions))]
             return _with_states(last[0][1], request).memory.peak
 
         parts = 1 if request.batches is None else request.batches.count
@@ -249,7 +239,7 @@ class Layouts:
         result = search.run(request.offered)
         if last and last[0][0] is result.decisions:  # it is not made again
             return last[0][1].changed(result.report), result.memory
-        return replace(candidate(result.decisions), search=result.report), result.memory
+        return replace(lay_out(decisions=result.decisions), search=result.report), result.memory
 
 
 def _with_states(candidate: Candidate, request: LayoutRequest) -> Candidate:
