@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 REBUILT = (
-    *("capture/", "cost/repeats.py", "pipeline/stages/stretch.py"),
+    *("capture/", "pipeline/stages/stretch.py"),
     *("pipeline/memory/moments.py", "pipeline/memory/long_stages.py"),
     *("pipeline/memory/alike_stages.py", "runtime/execution/block_groups.py"),
-    *("passes/times.py", "solver/fold.py"),
+    *("solver/fold.py"),
 )
 # First words of docstrings that go on with a sentence which stands elsewhere.
 FRAGMENTS = tuple(
