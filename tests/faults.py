@@ -502,6 +502,32 @@ FAULTS = (
         "if first == failure:",
         ("tests/runtime/test_failures.py",),
     ),
+    # optimizers
+    Fault(
+        "trial-on-small-tensors-alone",
+        "An optimizer that treats large matrices as wholes updates pieces of them.",
+        "autopar/runtime/optimizers/update_scope.py",
+        "trial.is_elementwise(small) and trial.is_elementwise(large)",
+        "trial.is_elementwise(small)",
+        ("tests/runtime/test_optimizers.py",),
+    ),
+    Fault(
+        "trial-at-the-first-rate",
+        "A schedule that begins with a rate of 0 hides what an update depends on.",
+        "autopar/runtime/optimizers/update_scope.py",
+        "_RATE = 1e-2",
+        "_RATE = 0.0",
+        ("tests/runtime/test_optimizers.py",),
+    ),
+    Fault(
+        "partial-gradients-unsummed",
+        "`ap.optimizer` updates by this rank's terms of gradients that wait for their sum.",
+        "autopar/runtime/optimizers/local_optimizer.py",
+        "        self.sum_waiting()\n        for updated in self.updated_groups:\n"
+        "            updated.complete_gradients()\n            updated.begin()\n",
+        "        pass\n",
+        ("tests/distributed/test_optimizers.py",),
+    ),
     # doors, commands
     Fault(
         "strict-by-default",
