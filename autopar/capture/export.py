@@ -73,6 +73,7 @@ from autopar.capture.hidden import Hiding, Needed
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
 from autopar.capture.joined import mark_joined
+from autopar.capture.key_value_caches import register_caches, require_returned
 from autopar.capture.listing import operator_name
 from autopar.capture.lookups import require_rows
 from autopar.capture.mapped import trained_anywhere
@@ -122,6 +123,7 @@ def capture(
     `given`: what errors call these arguments. `values`: the flat arguments as they were handed
     over, if these are their shapes only. Forward may be followed again, with more of its blocks
     (hidden.py)."""
+    register_caches()
     check_call(model, args, kwargs, given)
     attempt = partial(_captured, model, args, kwargs, precision, given, values)
     shown: int | None = FEWEST - 1
@@ -180,6 +182,7 @@ def _captured(
         with tensors_put_back(run), emptied_afterwards(run, spaces, own):
             effects = settled(noted, run, mode, pytree.tree_unflatten(inputs, input_spec))
         require_casting(program)
+        require_returned(input_spec, program.call_spec.out_spec)
         aliases_of(run).require_none(program, run)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
         fake = {name: one for name, one in held.items() if not path_above(name, left_out)}
@@ -296,6 +299,8 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
         bounds=builder.bounds,
         effects=tuple(builder.effects),
         unread_annotations=builder.unread_annotations,
+        recipes=builder.recipes,
+        value_facts=tuple(builder.value_facts),
     )
     mark_learning(graph, captured.differentiated)
     mark_joined(graph, captured.inputs)

@@ -152,6 +152,17 @@ class RuntimeProgram:
         is_flat = all(argument.is_leaf() for group in groups for argument in group.children())
         return tuple(groups[1].context or ()), is_flat
 
+    def flat_arguments(self, args: tuple, kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """Return the flat arguments of a call in the program's order; None if it has others."""
+        names, is_flat = self._keywords
+        if kwargs.keys() == set(names):
+            kwargs = {name: kwargs[name] for name in names}
+        count = len(args) + len(kwargs)
+        if is_flat and count == len(self.captured.inputs) and tuple(kwargs) == names:
+            return [*args, *kwargs.values()]  # what flattening gives, in a tenth of the time
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        return leaves if spec == self.captured.input_spec else None
+
     def bind(
         self, args: tuple, kwargs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, Tensor] | None:
@@ -159,16 +170,13 @@ class RuntimeProgram:
 
         `shapes` are those expected on this rank: with local inputs, those of its slices.
         """
-        names, is_flat = self._keywords
-        if kwargs.keys() == set(names):
-            kwargs = {name: kwargs[name] for name in names}
-        count = len(args) + len(kwargs)
-        if is_flat and count == len(self.captured.inputs) and tuple(kwargs) == names:
-            leaves = [*args, *kwargs.values()]  # what flattening gives, in a tenth of the time
-        else:
-            leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-            if spec != self.captured.input_spec:
-                return None
+        leaves = self.flat_arguments(args, kwargs)
+        return None if leaves is None else self.bind_flat(leaves, shapes)
+
+    def bind_flat(
+        self, leaves: Sequence[Any], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Tensor] | None:
+        """Like `bind`, for flat arguments in the program's order."""
         bound = {}
         for index, (leaf, placeholder) in enumerate(zip(leaves, self.captured.inputs)):
             if placeholder is None:

@@ -25,6 +25,7 @@ from autopar.capture.again import THIS, captured_again
 from autopar.capture.captured import Captured
 from autopar.capture.failure import check_call, require_one_dtype
 from autopar.capture.fingerprint import fingerprint_of
+from autopar.capture.key_value_caches import register_caches
 from autopar.capture.plain_tensors import is_plain
 from autopar.errors import InvalidInput
 from autopar.plans.companion_plan import (
@@ -40,6 +41,7 @@ from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.module.call_signature import CallSignature, changing_values
 from autopar.runtime.module.local_inputs import input_layouts, join_call
 from autopar.runtime.module.plan_broadcast import Attach, agree_on_plan
+from autopar.runtime.module.resizing import ALIKE
 from autopar.runtime.module.running_program import ModuleCall, RunningProgram, SizeFamily
 from autopar.runtime.module.torch_contexts import refuse_transforms
 from autopar.runtime.module.training_modes import TrainingModes
@@ -50,6 +52,7 @@ from autopar.text.source_lines import frames_to_caller
 from autopar.text.tables import table
 
 WARN_ABOVE = 8  # programs without a warning
+_MOST_PROGRAMS = 1 << 20
 
 
 class Programs(Sequence[RunningProgram]):
@@ -58,6 +61,7 @@ class Programs(Sequence[RunningProgram]):
     def __init__(
         self, plan: Plan, backend: Backend, modes: TrainingModes, tensors: ModuleTensors
     ) -> None:
+        register_caches()
         self._modes, self._tensors = modes, tensors
         example = plan.original.example
         signature = CallSignature.of(
@@ -114,7 +118,14 @@ class Programs(Sequence[RunningProgram]):
         self.look_up(call)
         return self.build(call)
 
-    def accept(self, args: tuple, kwargs: Mapping[str, Any], *, is_step: bool) -> ModuleCall:
+    def accept(
+        self,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        *,
+        is_step: bool,
+        with_outputs: bool = False,
+    ) -> ModuleCall:
         """Return the record of a call on this rank; refuse transforms and odd tensors."""
         refuse_transforms()
         for running in self._with_all_sizes:
@@ -122,7 +133,9 @@ class Programs(Sequence[RunningProgram]):
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         if not all(is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
             check_call(self._listed[0].plan.original.example.model, args, kwargs, THIS)
-        return ModuleCall(args, kwargs, self._modes.now, self._tensors.unfrozen, is_step)
+        call = ModuleCall(args, kwargs, self._modes.now, self._tensors.unfrozen, is_step)
+        call.with_outputs = with_outputs
+        return call
 
     def exchange_numbers(self, call: ModuleCall) -> None:
         """Exchange the number of each rank's call, where a rank cannot know the program by itself.
@@ -132,9 +145,17 @@ class Programs(Sequence[RunningProgram]):
         first = self._listed[0]
         backend, sees_part = first.backend, first.plan.pipelining or first.backend.local_inputs
         if _is_among_others(backend) and (sees_part or len(self._with_all_sizes) > 1):
-            number = self._numbers.setdefault(call.signature, len(self._numbers))
+            number = self._number_of(call)
             with backend.guard(agreed=True):
                 call.numbers = backend.world.gather_numbers(number)
+
+    def _number_of(self, call: ModuleCall) -> int:
+        """Return the number of a call on this rank: below 0, of a program and a size that it serves
+        beside its own; else of its signature."""
+        for at, running in enumerate(self._with_all_sizes):
+            if running.resizing is not None and (inputs := running.bind(call)) is not None:
+                return -1 - at - running.resizing.size_of(inputs) * _MOST_PROGRAMS
+        return self._numbers.setdefault(call.signature, len(self._numbers))
 
     def look_up(self, call: ModuleCall) -> None:
         """Find the program of a call among the known ones; capture a new one otherwise."""
@@ -145,6 +166,8 @@ class Programs(Sequence[RunningProgram]):
     def _look_together(self, call: ModuleCall, numbers: tuple[int, ...]) -> bool:
         """Return whether a known program serves the calls that the ranks made."""
         known = self._by_rank_numbers.get(numbers)
+        if numbers[0] < 0 and len({*numbers}) == 1:
+            known = self._with_all_sizes[(-1 - numbers[0]) % _MOST_PROGRAMS]
         if known is not None and self._assign(call, known):
             return True
         self._exchange_signatures(call)
@@ -182,8 +205,10 @@ class Programs(Sequence[RunningProgram]):
             call.running = None
             return False
         if call.numbers is None:
-            self._last = self._known[call.signature] = running
-        else:
+            self._last = running
+            if running.resizing is None:
+                self._known[call.signature] = running
+        elif call.numbers[0] >= 0:
             self._by_rank_numbers[call.numbers] = running
         return True
 
@@ -220,6 +245,9 @@ class Programs(Sequence[RunningProgram]):
                 running.modes.add(call.training)
                 running.unfrozen |= call.unfrozen
                 return not self._assign(call, running)
+        call.like = next((r for r in self._with_all_sizes if self._differs_in_sizes(r, call)), None)
+        if call.like is not None and call.like.plan.fingerprint.form != fingerprint.form:
+            call.like = None
         ranges = (running.sizes for running in self._listed if running.sizes is not None)
         key, form = call.size_family_key, fingerprint.form
         call.sizes = next((sizes for sizes in ranges if sizes.includes(call, key, form)), None)
@@ -241,9 +269,13 @@ class Programs(Sequence[RunningProgram]):
                 require_rules(captured)
 
             def decide() -> Plan:
-                if sizes is not None:
-                    like = sizes.first.plan
-                    return resize_companion(plan, like, captured, is_step=is_step, inputs=inputs)
+                like = call.like if sizes is None else sizes.first
+                if like is not None:
+                    resized = resize_companion(
+                        plan, like.plan, captured, is_step=is_step, inputs=inputs
+                    )
+                    if sizes is not None or plan.limit is None or resized.memory.peak <= plan.limit:
+                        return resized
                 return plan_companion(plan, captured, is_step=is_step, inputs=inputs)
 
             def prepare() -> Attach:
@@ -269,7 +301,31 @@ class Programs(Sequence[RunningProgram]):
             self._warn_of_many()
         is_assigned = self._assign(call, running)
         assert is_assigned
+        self._share(running)
         return running
+
+    def _differs_in_sizes(self, running: RunningProgram, call: ModuleCall) -> bool:
+        """Return whether the call that a program was made for differs in sizes of inputs alone."""
+        return bool(running.takes(call) and running.signature.differing_dims(call.signature))
+
+    def _share(self, running: RunningProgram) -> None:
+        """Have a new program serve other sizes, if it is the third of its kind and they allow it.
+
+        Ranks do so together."""
+        kinds: dict[Any, list[RunningProgram]] = {}
+        for known in self._with_all_sizes:
+            if dims := known.signature.differing_dims(running.signature):
+                kinds.setdefault(dims, []).append(known)
+        for members in kinds.values():
+            if len(members) != ALIKE - 1 or running.resizing is not None:
+                continue
+            backend = self._listed[0].backend
+            with backend.guard(agreed=True):
+                resizing = running.resize_with(members)
+                if _is_among_others(backend):
+                    served = backend.world.gather_numbers(int(resizing is not None))
+                    resizing = resizing if all(served) else None
+            running.resizing = resizing
 
     def inner_program(
         self, running: RunningProgram, capture_inside: Callable[[Captured], Captured]
