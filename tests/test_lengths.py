@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import autopar as ap
 from tests import lengths
@@ -53,5 +54,21 @@ def test_the_callers_own_cache_is_filled_and_returned() -> None:
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
         torch.testing.assert_close(mine.keys, theirs.keys)
         torch.testing.assert_close(mine.values, theirs.values)
+
+
+class Silent(nn.Module):
+    """Fills a cache that it does not return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = lengths.llama()
+
+    def forward(self, ids: Tensor, cache: Any) -> Tensor:
+        return self.model(ids, past_key_values=cache, use_cache=True).logits.mean()
+
+
+def test_a_cache_that_is_filled_and_not_returned_is_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    call = lengths.ids_of(2, 4), transformers.DynamicCache()
     with pytest.raises(ap.InvalidInput, match="part of what it returns"):
-        module(input_ids=ids, past_key_values=cache, use_cache=False)
+        ap.plan(Silent(), call, mesh=ap.Mesh(tp=2))
