@@ -51,12 +51,6 @@ from autopar.runtime.parameters.weight_files import StoredTensor
 UNKNOWN_CLASS = ""  # of an optimizer that another program saved
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint in the form that it has."""
-    folder = find_folder(path) or path
-    return DcpCheckpoint(path) if (folder / METADATA).is_file() else Checkpoint(path)
-
-
 class DcpCheckpoint(Checkpoint):
     """A checkpoint in DCP form, opened for reading."""
 

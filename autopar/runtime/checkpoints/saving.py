@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from autopar.runtime.checkpoints.checkpoint_files import (
     sha256_of,
 )
 from autopar.runtime.checkpoints.checkpoint_folders import (
+    DCP_INDEX,
     VERSION,
     SaveFolders,
     find_folder,
@@ -49,8 +50,6 @@ from autopar.runtime.checkpoints.checkpoint_writing import (
     join_writer,
     require_complete,
 )
-from autopar.runtime.checkpoints.dcp_reading import open_checkpoint
-from autopar.runtime.checkpoints.dcp_writing import DcpJob
 from autopar.runtime.checkpoints.plain_data import plain
 from autopar.runtime.module.call_agreement import (
     gather_values,
@@ -70,7 +69,6 @@ from autopar.runtime.parameters.placing import Bounds, is_convertible, local_box
 from autopar.runtime.parameters.weight_files import CHECKPOINT
 
 SaveFormat = Literal["autopar", "dcp"]
-_JOBS: Mapping[str, type[Job]] = {"autopar": Job, "dcp": DcpJob}
 
 
 @dataclass(frozen=True)
@@ -329,7 +327,7 @@ def _prepared(
     _last_saves[module] = _LastSave(parts, share, None if arranged is None else arranged.division)
     folders = SaveFolders(local.path, save) if arranged is None else arranged.folders
     values = {key: (part, local_of(local.tensors[part]).detach()) for key, part in share}
-    job = _JOBS[format](folders, rank, values, None if arranged is None else arranged.shared)
+    job = _job_class(format)(folders, rank, values, None if arranged is None else arranged.shared)
     try:
         run_on_all_ranks(backend, folders.require_seen)
     except Exception:
@@ -354,8 +352,25 @@ def local_tensors_of(module: ParallelModule) -> dict[str, Tensor]:
     return {name: tensors[name] for name in module.saved_names if name in tensors}
 
 
+def _job_class(format: SaveFormat) -> type[Job]:
+    if format == "autopar":
+        return Job
+    from autopar.runtime.checkpoints.dcp_writing import DcpJob  # loads torch's checkpoints
+
+    return DcpJob
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a checkpoint in the form that it has."""
+    if not ((find_folder(path) or path) / DCP_INDEX).is_file():
+        return Checkpoint(path)
+    from autopar.runtime.checkpoints.dcp_reading import DcpCheckpoint  # loads torch's checkpoints
+
+    return DcpCheckpoint(path)
+
+
 def _require_format(format: Any) -> None:
-    if format not in _JOBS:
+    if format not in get_args(SaveFormat):
         raise InvalidInput(
             "a checkpoint is in autopar's form or in that of torch.distributed.checkpoint",
             got=f"format={format!r}",
