@@ -10,7 +10,7 @@
 At the end of forward, and while the backward of any region runs, what is kept stays below the
 limit. Of all ways to give each region a kind, the fastest is found exactly, by CP-SAT. Neighbours
 that are alike are counted, not told apart: the problem does not grow with their number, be they
-regions of the program or stand for regions that a shortened program leaves out.
+regions of the program or stand for regions of the blocks that one stands for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stretch: where what stands in a short program stands in the one that it stands for.
 
 A program of many equal blocks may be there with a few, of which one stands for several
-(`capture/shortened.py`). Its line of activations is that of the long one, but for `more` further
+(`capture/folding.py`). Its line of activations is that of the long one, but for `more` further
 copies of one period:
 
     short   ---- b ==== a ----             b, a: equal blocks before and after
