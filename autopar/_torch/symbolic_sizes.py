@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
@@ -33,6 +32,9 @@ class SymbolicRun:
 
     def __init__(self, size: int) -> None:
         """`size`: what it is in this run, which decides branches. At least `LEAST`."""
+        # Loaded here: it brings torch's compiler.
+        from torch._dynamo.source import ConstantSource
+
         self._environment = ShapeEnv(duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self._environment, allow_non_fake_inputs=True)
         source = ConstantSource("size")
