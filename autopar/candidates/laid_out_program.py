@@ -38,7 +38,7 @@ from autopar.passes.recompute_marks import mark_recomputed
 from autopar.pipeline.memory.alike_stages import StageMemories
 from autopar.pipeline.memory.step_memory import StageMemory
 from autopar.pipeline.stages.stage_tables import StageCosts
-from autopar.program.equal_blocks import EqualBlocks
+from autopar.program.equal_blocks import EqualBlocks, is_regular
 from autopar.program.written_out import write_out
 from autopar.recompute import Recompute
 from autopar.search.decisions import Decisions
@@ -91,7 +91,7 @@ class LaidOutProgram:
         price = self.machine_prices.slowest.price
         if (folded := self.folded) is not None:
             plain = folded.with_recomputation({})
-            if plain.equal_blocks.row.is_regular:
+            if is_regular(plain.rewritten):
                 context = RewriteContext(captured, decisions, price)
                 return mark_recomputed(write_out(plain.rewritten), context)
         if (source := self.source) is None:

@@ -75,12 +75,35 @@ def whole_of(captured: Captured, names: Collection[str], missing: Collection[str
     """
     program = in_segments(captured, FEWEST, missing)
     whole = written(captured, program) if program.is_folded else captured
+    if not missing and not _are_same(captured, whole):
+        return captured  # no segments are better than segments of another program
     written_names = sorted([*whole.parameters.values(), *whole.buffers.values()])
     paths = {info(node).module for node in whole.operators} if missing else set()
     is_whole = {path_above(path, missing) for path in paths}.issuperset(missing)
     if written_names != sorted(names) or not is_whole:
         raise Needed(None)
     return replace(whole, program=program)
+
+
+def _are_same(captured: Captured, other: Captured) -> bool:
+    """Return whether two programs make the same calls, whatever these are called."""
+    inputs, others = (
+        {c.parameters.get(n.name) or c.buffers.get(n.name) or n.name: n for n in nodes}
+        for c in (captured, other)
+        for nodes in (c.graph.find_nodes(op="placeholder"),)
+    )
+    if inputs.keys() != others.keys() or len(captured.graph.nodes) != len(other.graph.nodes):
+        return False
+    twins = {node: others[name] for name, node in inputs.items()}
+    calls, other_calls = (
+        [node for node in c.graph.nodes if node.op != "placeholder"] for c in (captured, other)
+    )
+    for node, twin in zip(calls, other_calls):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), twins.get)
+        if (node.target, args, kwargs) != (twin.target, twin.args, twin.kwargs):
+            return False
+        twins[node] = twin
+    return True
 
 
 def written(captured: Captured, program: Program) -> Captured:

@@ -24,7 +24,7 @@ from autopar.capture.execute import evaluate
 from autopar.capture.verifier import verify
 from autopar.errors import InvalidInput
 from autopar.passes.batch_cutter import SUM, BatchCutter, BatchDim, Status
-from autopar.program.equal_blocks import rows_of
+from autopar.program.equal_blocks import is_regular
 from autopar.program.written_out import write_out
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import info
@@ -142,7 +142,7 @@ def of_all_blocks(batches: Microbatches, whole: Captured) -> Microbatches:
     small = batches.captured
     total_nodes = () if batches.counts is None else batches.counts.nodes
     is_of_block = any(info(node).block is not None for node in total_nodes)
-    if is_of_block or not all(row.is_regular for row in rows_of(small.graph)):
+    if is_of_block or not is_regular(small.graph):
         return cut_batch(whole, batches.count)
     graph = write_out(small.graph)
     nodes, leaves = {node.name: node for node in graph.nodes}, small.output_leaves

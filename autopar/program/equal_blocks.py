@@ -97,6 +97,11 @@ def rows_of(graph: fx.Graph) -> list[ShownBlocks]:
     return [ShownBlocks([*blocks.values()]) for blocks in rows.values()]
 
 
+def is_regular(graph: fx.Graph) -> bool:
+    """Return whether each block that stands for several is between two that are equal to it."""
+    return all(row.is_regular for row in rows_of(graph))
+
+
 @dataclass(frozen=True)
 class EqualBlocks:
     """A run of equal blocks of a program; of none, every node stands for itself."""

@@ -215,15 +215,18 @@ def _stands_for_others(row: Row) -> bool:
 
 def _carried(row: Row) -> dict[fx.Node, fx.Node] | None:
     """Return what the second block reads of the first, by what the first reads in its place. None:
-    the first reads it in the place of something else, too."""
+    the first reads it in the place of something else, too, or blocks read of one that is further
+    back."""
     first, second = row.inside[: row.period], row.inside[row.period : 2 * row.period]
     inside, carried, shared = {*first}, dict[fx.Node, fx.Node](), set[fx.Node]()
     for node, twin in zip(first, second):
         for value, later in zip(node.all_input_nodes, twin.all_input_nodes):
             if value is later:
                 shared.add(value)
-            elif value not in inside and carried.setdefault(value, later) is not later:
-                return None
+            elif value not in inside:
+                is_further_back = later.op == "call_function" and later not in inside
+                if is_further_back or carried.setdefault(value, later) is not later:
+                    return None
     return (
         None
         if shared & carried.keys()

@@ -3,8 +3,8 @@
     write_out(graph)
 
 A block stands for as many as `info(node).block` says. Each of these reads of the block before what
-the first of them reads of the one before it; what calls of the same name read in several blocks is
-one value, which all of them read.
+the first of them reads of the one before it. What the same call reads in the next block too is one
+value for all of them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ class _WholeWriter:
     source: fx.Graph
     graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of what stands for itself
-    # By graph of the first block, name in it, and number of a block.
+    # By graph of the first block, name in it, and number of a block: what is shown, and written.
+    shown: dict[tuple[int, str, int], fx.Node] = field(default_factory=dict)
     copies: dict[tuple[int, str, int], fx.Node] = field(default_factory=dict)
 
     def written(self) -> fx.Graph:
         """Return the graph, block by block."""
+        for node in self.source.nodes:
+            if (place := info(node).block) is not None:
+                self.shown[id(place.blocks.graph), place.name, place.number] = node
         for place, nodes in _groups(self.source):
             if place is None:
                 for node in nodes:
@@ -60,7 +64,8 @@ class _WholeWriter:
     def _copy(self, node: fx.Node, name: str, place: BlockPlace | None) -> fx.Node:
         target = name if node.op == "placeholder" else node.target
         copy = self.graph.create_node(node.op, target, name=name)
-        copy.name = name
+        if copy.name != name:
+            raise ValueError(f"{name} is in the program already")
 
         def value_of(value: fx.Node) -> fx.Node:
             return self._value(value, node, place)
@@ -91,10 +96,20 @@ class _WholeWriter:
         ):
             if of_value.number == of_reader.number:
                 number = at.number
-            elif of_reader.number == last + 1 and not _is_shared(value, reader):
+            elif of_reader.count > 1 and not self._is_read_by_next(value, reader):
+                assert of_reader.number == last + 1, "blocks read of the block before"
                 number = at.number - 1
         key = id(of_value.blocks.graph), of_value.name, number
         return self.copies.get(key) or self.values[value]
+
+    def _is_read_by_next(self, value: fx.Node, reader: fx.Node) -> bool:
+        """Return whether the same call in the next block reads a value in the same place."""
+        place = info(reader).block
+        assert place is not None
+        key = id(place.blocks.graph), place.name, place.number + place.count
+        following = self.shown[key].all_input_nodes
+        pairs = zip(reader.all_input_nodes, following)
+        return any(read is value and also_read is value for read, also_read in pairs)
 
 
 def _groups(graph: fx.Graph) -> Iterator[tuple[BlockPlace | None, Sequence[fx.Node]]]:
@@ -107,14 +122,3 @@ def _groups(graph: fx.Graph) -> Iterator[tuple[BlockPlace | None, Sequence[fx.No
     for block, nodes in groupby([*graph.nodes], key=block_of):
         row = [*nodes]
         yield None if block is None else info(row[0]).block, row
-
-
-def _is_shared(value: fx.Node, reader: fx.Node) -> bool:
-    """Return whether calls of one name read a value in several blocks."""
-    place = info(reader).block
-    assert place is not None
-    others = (info(user).block for user in value.users if user is not reader)
-    return any(
-        other and other.blocks.graph is place.blocks.graph and other.name == place.name
-        for other in others
-    )

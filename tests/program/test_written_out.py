@@ -10,22 +10,13 @@ from torch import fx
 
 import autopar as ap
 from autopar.passes.microbatches import cut_batch
-from autopar.program.equal_blocks import rows_of
+from autopar.program.equal_blocks import is_regular
 from tests.pipeline.models import share_captures  # noqa: F401
 from tests.program.test_folding import CASES
 from tests.toy import EVEN, machines
 
-NAMES = [
-    "gpt",
-    "gpt2",
-    "llama",
-    "t5",
-    "vit",
-    "mixtral",
-    "in turn",
-    "dropout",
-    "a mask that all read",
-]
+NETS = ["in turn", "dropout", "a mask that all read"]
+NAMES = ["gpt", "gpt2", "llama", "t5", "vit", "mixtral", *NETS, "the sum of two values"]
 MACHINES = machines(4, *EVEN, memory=1e15)
 MESH = {"mesh": ap.Mesh(dp=2, tp=2)}
 WAYS: list[dict[str, Any]] = [
@@ -45,7 +36,7 @@ def test_what_is_written_out_is_what_is_rewritten(name: str, way: dict[str, Any]
     program = plan.whole_step.program
     assert program.folded is not None
     plain = program.folded.with_recomputation({})
-    assert all(row.is_regular for row in rows_of(plain.rewritten))
+    assert is_regular(plain.rewritten)
     whole = replace(program, folded=None)
     assert_equal([*program.rewritten.nodes], [*whole.rewritten.nodes])
     if (batches := plan.whole_step.batches) is not None:

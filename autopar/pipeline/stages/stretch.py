@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.passes.flow import Flow
+from autopar.program.equal_blocks import is_regular
 from autopar.strategies.node_info import info
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class Stretch:
         marked = [at for at, node in enumerate(flow.activations) if info(node).count > 1]
         if not marked:
             return NO_STRETCH
-        if not flow.equal_blocks.row.is_regular:
+        if not is_regular(flow.graph):
             raise NotAlike
         return cls(marked[0], len(marked), info(flow.activations[marked[0]]).count - 1)
 
