@@ -114,6 +114,19 @@ def new_length(layers: int) -> dict[str, Call]:
     return {"new": lambda number: of(120 - number), "known": lambda number: of(120)}
 
 
+def number(layers: int) -> dict[str, Call]:
+    """Take steps with a Python number that changes, and with one that stays."""
+    model = Weighed(layers)
+    ids = ids_of(64, 4)
+    module = parallel(model, {"ids": ids, "weight": 1.0})
+
+    def of(weight: float) -> None:
+        module.zero_grad()
+        module.step(ids=ids, weight=weight)
+
+    return {"changing": lambda number: of(0.1 + number), "same": lambda number: of(0.5)}
+
+
 class Decoder(nn.Module):
     """A decoder with a cache of its own."""
 
@@ -139,10 +152,22 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Weighed(nn.Module):
+    """A decoder with a weight of its loss, a number."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.decoder = Decoder(layers)
+
+    def forward(self, ids: Tensor, weight: float) -> Tensor:
+        return self.decoder(ids, labels=ids) * weight
+
+
 CASES: dict[str, Callable[[int], dict[str, Call]]] = {
     "generate": generate,
     "own cache": own_cache,
     "new length": new_length,
+    "number": number,
 }
 
 

@@ -75,6 +75,7 @@ class Captured:
     static_inputs: dict[int, object] = field(default_factory=dict)  # flat arguments not tensors
     key: str | None = None  # the placeholder of that which random numbers follow from
     decisions: tuple[Decision, ...] = ()  # what the values of the inputs decided
+    numbers: frozenset[str] = frozenset()  # the placeholders of inputs that are Python numbers
     writes: tuple[Write, ...] = ()  # to inputs
     contents: tuple[Content, ...] = ()  # of the containers that forward changes
     bounds: Mapping[str, ValueRange] = field(default_factory=dict)  # of parameters, by name

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
 from autopar.capture.gradients import reached
+from autopar.capture.number_inputs import DTYPES, is_number, number_tensor
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
@@ -182,20 +183,29 @@ class RuntimeProgram:
             if placeholder is None:
                 if not self._is_static(index, leaf):
                     return None
+            elif placeholder in self.original.numbers:
+                dtype = info(self.placeholders[placeholder]).val.dtype
+                if not is_number(leaf) or DTYPES[type(leaf)] != dtype:
+                    return None
+                bound[placeholder] = number_tensor(leaf)
             elif not self._takes(placeholder, leaf, shapes[placeholder]):
                 return None
             else:
                 # Autograd keeps no tensor that was made in inference mode.
                 is_copied = leaf.is_inference() and not torch.is_inference_mode_enabled()
                 bound[placeholder] = leaf.clone() if is_copied else leaf
-        for decision in self.captured.decisions:
+        numbers, decisions = self.original.numbers, self.captured.decisions
+        of_numbers = [d for d in decisions if numbers.issuperset(d.inputs.values())]
+        if any(decision.found(bound) != decision.answer for decision in of_numbers):
+            return None
+        for decision in decisions:
             decision.require(bound)
         return bound
 
     def _is_static(self, index: int, leaf: Any) -> bool:
         """Return whether an argument that is no tensor has the value of the program."""
         captured = self.captured.static_inputs[index]
-        return leaf is captured or _is_same(leaf, captured)
+        return leaf is captured or same_value(leaf, captured)
 
     def _takes(self, placeholder: str, leaf: Any, shape: tuple[int, ...]) -> bool:
         known = info(self.placeholders[placeholder])
@@ -207,7 +217,7 @@ class RuntimeProgram:
         return known.differentiable or not needs
 
 
-def _is_same(value: object, other: object) -> bool:
+def same_value(value: object, other: object) -> bool:
     """Return whether two arguments are of one type and equal; NaN equals itself."""
     if type(value) is not type(other):
         return False

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import autopar as ap
-from tests import lengths
+from tests import lengths, numbers
 from tests.models import Case
 
 
@@ -31,12 +31,18 @@ def trains_at_every_length() -> None:
     lengths.trains_at_every_length(mesh=ap.Mesh(dp=2), mode="data", states="zero2")
 
 
+def takes_numbers() -> None:
+    for kind in ("computed", "branch", "shape"):
+        numbers.takes_numbers(kind, mesh=ap.Mesh(dp=2), mode="data")
+
+
 CHECKS: list[Callable[[], None]] = [
     generates_with_its_tensors_cut,
     generates_with_parameters_gathered,
     generates_through_stages,
     generates_as_transformers_does,
     trains_at_every_length,
+    takes_numbers,
 ]
 
 

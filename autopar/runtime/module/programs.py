@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import json
 import warnings
+import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeGuard, overload
 
@@ -26,6 +28,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.failure import check_call, require_one_dtype
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.capture.key_value_caches import register_caches
+from autopar.capture.number_inputs import is_number
 from autopar.capture.plain_tensors import is_plain
 from autopar.errors import InvalidInput
 from autopar.plans.companion_plan import (
@@ -35,6 +38,7 @@ from autopar.plans.companion_plan import (
     stage_companion,
 )
 from autopar.plans.plan import Plan
+from autopar.plans.runtime_program import same_value
 from autopar.plans.verdict import require_rules, tell
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
@@ -153,8 +157,13 @@ class Programs(Sequence[RunningProgram]):
         """Return the number of a call on this rank: below 0, of a program and a size that it serves
         beside its own; else of its signature."""
         for at, running in enumerate(self._with_all_sizes):
-            if running.resizing is not None and (inputs := running.bind(call)) is not None:
-                return -1 - at - running.resizing.size_of(inputs) * _MOST_PROGRAMS
+            numbers = running.plan.original.numbers
+            if not numbers and running.resizing is None:
+                continue
+            if (inputs := running.bind(call)) is not None:
+                size = 0 if running.resizing is None else running.resizing.size_of(inputs)
+                values = repr([size, *(inputs[name].item() for name in sorted(numbers))])
+                return -1 - at - zlib.crc32(values.encode()) * _MOST_PROGRAMS
         return self._numbers.setdefault(call.signature, len(self._numbers))
 
     def look_up(self, call: ModuleCall) -> None:
@@ -206,7 +215,7 @@ class Programs(Sequence[RunningProgram]):
             return False
         if call.numbers is None:
             self._last = running
-            if running.resizing is None:
+            if running.resizing is None and not running.plan.original.numbers:
                 self._known[call.signature] = running
         elif call.numbers[0] >= 0:
             self._by_rank_numbers[call.numbers] = running
@@ -223,10 +232,9 @@ class Programs(Sequence[RunningProgram]):
         if (dynamic := first.plan.dynamic) is not None:
             dynamic.require(original.example.model, args, kwargs)
             call.size_family_key = dynamic.across(original.example.model, args, kwargs)
-        modes = self._modes.by_path
         with reporter(first.plan.progress) as report:
             report("capture", type(original.example.model).__name__)
-            captured = captured_again(original, args, kwargs, modes, call.unfrozen)
+            captured = self._captured(call, args, kwargs)
         require_constants(captured)
         require_one_dtype(captured, "hand over inputs in the dtype that the model computes in")
         if call.is_step:
@@ -236,6 +244,36 @@ class Programs(Sequence[RunningProgram]):
         call.captured = captured
         if call.numbers is None and call.global_inputs is None:
             self._exchange_signatures(call)
+
+    def _captured(self, call: ModuleCall, args: tuple, kwargs: Mapping[str, Any]) -> Captured:
+        """Capture a call; the numbers in it that change are inputs of its program, where they can
+        be."""
+        first = self._listed[0]
+        names = first.plan.original.input_spec.children()[1].context
+        if {*names} == kwargs.keys():
+            kwargs = {name: kwargs[name] for name in names}
+        capture_call = partial(
+            captured_again, first.plan.original, args, kwargs, self._modes.by_path, call.unfrozen
+        )
+        is_plain = first.plan.precision is None and first.plan.dynamic is None
+        is_plain &= not first.plan.original.example.autocasts and not first.backend.local_inputs
+        numbers = self._changing_numbers(args, kwargs) if is_plain else frozenset[int]()
+        if numbers:
+            with suppress(Exception):  # forward does with a number what a tensor is not good for
+                return capture_call(numbers)
+        return capture_call()
+
+    def _changing_numbers(self, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[int]:
+        """Return the places of flat arguments that are numbers, and differ in a known program."""
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        places = set[int]()
+        for running in self._with_all_sizes:
+            known = running.plan.original
+            if known.input_spec == spec:
+                places |= {at for at, name in enumerate(known.inputs) if name in known.numbers}
+                static = known.static_inputs.items()
+                places |= {at for at, value in static if not same_value(value, leaves[at])}
+        return frozenset(at for at in places if is_number(leaves[at]))
 
     def _is_other(self, call: ModuleCall, captured: Captured) -> bool:
         """Return whether a captured program is new. Modes that change no operator make none."""
