@@ -72,7 +72,7 @@ def takes_numbers(kind: str, **options: Any) -> None:
         step = module.step(x, rounds=rounds, weight=weight)
         torch.testing.assert_close(step, loss.detach(), **exact)
         torch.testing.assert_close(module.full_grads(), gradients(model), **exact)
-    assert len(module.programs) == PROGRAMS[kind]
+    assert len(module.programs) == PROGRAMS[kind], (kind, str(module.programs))
     with counted() as count:
         for weight, rounds in CALLS:
             module.step(x, weight=weight, rounds=rounds)

@@ -86,7 +86,7 @@ def size_guards(captured: Captured, forms: SizeForms, size: int) -> Callable[[in
                 run,
             ):
                 model(*args, **kwargs)
-    except Exception:  # whatever a symbol is not good for: then it is not proven
+    except Exception:  # forward does what a symbol is not good for: nothing is proven then
         return None
     return run.guards() if run.is_proven else None
 

@@ -30,7 +30,7 @@ from autopar.capture.fingerprint import fingerprint_of
 from autopar.capture.key_value_caches import register_caches
 from autopar.capture.number_inputs import is_number
 from autopar.capture.plain_tensors import is_plain
-from autopar.errors import InvalidInput
+from autopar.errors import AutoparError, InvalidInput
 from autopar.plans.companion_plan import (
     follow_companion,
     plan_companion,
@@ -259,7 +259,7 @@ class Programs(Sequence[RunningProgram]):
         is_plain &= not first.plan.original.example.autocasts and not first.backend.local_inputs
         numbers = self._changing_numbers(args, kwargs) if is_plain else frozenset[int]()
         if numbers:
-            with suppress(Exception):  # forward does with a number what a tensor is not good for
+            with suppress(AutoparError):  # forward does with a number what a tensor is not good for
                 return capture_call(numbers)
         return capture_call()
 
