@@ -76,7 +76,8 @@ def masked_writes_are_choices(builder: GraphBuilder) -> None:
 
 
 def _is_all(evaluator: Evaluator, mask: fx.Node) -> bool:
-    return evaluator.is_constant(mask) and bool(evaluator.ask(mask, _is_true))
+    value = evaluator.value(mask) if evaluator.is_constant(mask) else None
+    return value is not None and bool(value.all())
 
 
 def _chosen(call: Site, mask: fx.Node, behind: int, size: list[int]) -> fx.Node:
@@ -107,15 +108,10 @@ def _counted(call: Site, evaluator: Evaluator) -> dict[int, int]:
 
 def _counts(evaluator: Evaluator, node: fx.Node) -> bool:
     """Whether a value is 0, 1, ..."""
-    return evaluator.is_constant(node) and bool(evaluator.ask(node, _is_counting))
-
-
-def _is_true(value: torch.Tensor) -> bool:
-    return bool(value.all())
-
-
-def _is_counting(value: torch.Tensor) -> bool:
-    return torch.equal(value.flatten(), torch.arange(value.numel(), dtype=value.dtype))
+    value = evaluator.value(node) if evaluator.is_constant(node) else None
+    return value is not None and torch.equal(
+        value.flatten(), torch.arange(value.numel(), dtype=value.dtype)
+    )
 
 
 def _is_number(index: fx.Node) -> bool:
