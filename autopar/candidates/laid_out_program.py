@@ -21,6 +21,7 @@ from torch import fx
 from autopar.candidates.machine_prices import MachinePrices
 from autopar.candidates.state_places import main_axes, state_places
 from autopar.capture.captured import Captured
+from autopar.capture.verifier import verify
 from autopar.cluster import Cluster
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.cost.bucket_prices import BucketConfig
@@ -93,7 +94,9 @@ class LaidOutProgram:
             plain = folded.with_recomputation({})
             if is_regular(plain.rewritten):
                 context = RewriteContext(captured, decisions, price)
-                return mark_recomputed(write_out(plain.rewritten), context)
+                graph = mark_recomputed(write_out(plain.rewritten), context)
+                verify(graph, "moved", self.mesh)
+                return graph
         if (source := self.source) is None:
             return rewrite(captured, decisions, price, verify_each=False)
         if decisions.recompute != source.decisions.recompute:
