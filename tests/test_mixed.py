@@ -32,6 +32,7 @@ from autopar.capture.regions import blocks
 from autopar.program.equal_blocks import NO_EQUAL_BLOCKS
 from autopar.recompute import Recompute
 from autopar.search.propagation import propagate
+from autopar.strategies.node_info import info
 from tests import models
 
 HOST = Recompute("full", "host")
@@ -175,8 +176,7 @@ def test_regions_that_repeat_are_looked_at_once(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_short_program_has_the_problem_of_the_long_one(name: str) -> None:
     short = folded(captured(name))
-    assert short.folding is not None
-    assert short.folding.count > 4
+    assert max(info(node).count for node in short.graph.nodes) > 4
     (found, own), (expected, whole) = problem_of(short), whole_problem(name)
     assert replace(found, members=()) == replace(expected, members=())
     assert len(own.free) < len(found.members) == len(whole.free) == len(expected.members)
@@ -218,10 +218,10 @@ class Layers(nn.Module):
 
 def test_regions_of_several_blocks_do_not_stand_for_others() -> None:
     short = folded(capture(Layers(), (torch.zeros(2, 4),)))
-    assert short.folding is not None
+    assert short.unfolded is not None
     regions = Regions(short, AskedRecomputation())
     assert members_of(short, regions.free) is None
-    whole = short.folding.whole
+    whole = short.unfolded
     assert members_of(whole, ("layers.0", "layers.1")) == ("layers.0", "layers.1")
 
 

@@ -92,7 +92,7 @@ class LaidOutProgram:
         price = self.machine_prices.slowest.price
         if (folded := self.folded) is not None:
             plain = folded.with_recomputation({})
-            if is_regular(plain.rewritten):
+            if plain.is_regular:
                 context = RewriteContext(captured, decisions, price)
                 graph = mark_recomputed(write_out(plain.rewritten), context)
                 verify(graph, "moved", self.mesh)
@@ -104,6 +104,11 @@ class LaidOutProgram:
         if decisions.apart != source.decisions.apart:
             return change_state_places(source.rewritten, captured, decisions, price)
         return source.rewritten
+
+    @cached_property
+    def is_regular(self) -> bool:
+        """Return whether each block that stands for several is between two that are equal to it."""
+        return is_regular(self.rewritten)
 
     @cached_property
     def flow(self) -> Flow:

@@ -38,6 +38,7 @@ from autopar.cost.saved_tensors import (
 from autopar.cost.time_report import NodePrices
 from autopar.mesh import Mesh
 from autopar.program.equal_blocks import NO_EQUAL_BLOCKS, EqualBlocks
+from autopar.program.line import Line
 from autopar.recompute import Keep, Recompute
 from autopar.solver.cp_sat import new_model, new_solver, outcome, weighted_sum
 from autopar.strategies.node_info import info
@@ -201,13 +202,13 @@ def members_of(captured: Captured, names: Sequence[str]) -> tuple[str, ...] | No
     it. None: one of them is in part in the block that stands for others."""
     if not captured.is_folded:
         return tuple(names)
-    times: dict[str, set[int]] = {name: set() for name in names}
+    counts: dict[str, set[int]] = {name: set() for name in names}
     for name, nodes in runs(captured.graph, names, lambda node: False):
-        times[name] |= {info(node).count for node in nodes}
-    if any(len(numbers) != 1 for numbers in times.values()):
+        counts[name] |= {info(node).count for node in nodes}
+    if any(len(numbers) != 1 for numbers in counts.values()):
         return None
     members: list[str] = []
-    for (count,), row in groupby(names, key=lambda name: tuple(times[name])):
+    for (count,), row in groupby(names, key=lambda name: tuple(counts[name])):
         members += [*row] * count
     return tuple(members)
 
@@ -228,15 +229,24 @@ def mixed_problem(
         region = info(node).region if node.op == "call_function" else None
         if region is not None and region.name in inside:
             inside[region.name].append(plain[node.name])
-    order = _CallOrder(list(plain.values()))
-    base = _kept_outside(order, {node for row in inside.values() for node in row}, mesh)
-    before = _before(order, [inside[name] for name in members], base)
+    calls = list(plain.values())
+    line, place = Line.of(calls), {node: at for at, node in enumerate(calls)}
+    base = _kept_outside(calls, {node for row in inside.values() for node in row}, mesh)
+    additions = sorted(
+        (kept_at, size)
+        for (maker, _), (keeper, size) in base.items()
+        for _, kept_at in line.spans(place[maker], keeper)
+    )
+    sizes = np.cumsum([0.0, *(size for _, size in additions)])
+    ends = {name: iter(line.places(place[row[-1]])) for name, row in inside.items()}
+    ended = [next(ends[name]) for name in members]  # the place where each goes backward first
+    before = sizes[np.searchsorted([at for at, _ in additions], ended, side="right")]
     nodes = {kind: {node.name: node for node in graph.nodes} for kind, graph in graphs.items()}
     keys = {_name_and_index(key) for key in base}
     known: dict[tuple[tuple[fx.Node, int], ...], dict[Recompute, Offer]] = {}
     offers: dict[str, dict[Recompute, Offer]] = {}
     for name, row in inside.items():
-        alike = tuple((blocks.twin(node), order.place[node] - order.place[row[0]]) for node in row)
+        alike = tuple((blocks.twin(node), place[node] - place[row[0]]) for node in row)
         if alike not in known:
             known[alike] = {}
             for kind, by_name in nodes.items():
@@ -249,60 +259,22 @@ def mixed_problem(
         if all(offer[how] == offer[Recompute(how.kind)] for offer in known.values()):
             for offer in known.values():
                 del offer[how]
-    rest = sum(size * len(order.copies(key[0])) for key, (_, size) in base.items())
-    groups = grouped([offers[name] for name in members], before)
+    rest = sum(size for _, size in additions)
+    groups = grouped([offers[name] for name in members], before.tolist())
     return MixedProblem(members, groups, rest)
 
 
-class _CallOrder:
-    """The places of the calls of a program, and of those that it stands for."""
-
-    def __init__(self, calls: Sequence[fx.Node]) -> None:
-        self.calls, self.place = calls, {node: at for at, node in enumerate(calls)}
-        marked = [at for at, node in enumerate(calls) if info(node).count > 1]
-        self.start, self.end = (marked[0], marked[-1] + 1) if marked else (len(calls), len(calls))
-        self.times = info(calls[marked[0]]).count if marked else 1
-
-    def copies(self, node: fx.Node) -> range:
-        """Return how many calls later those stand that a call stands for; 0 is the call itself."""
-        at, period = self.place[node], self.end - self.start
-        last = (self.times - 1) * period
-        if at < self.start:
-            return range(1)
-        return range(0, last + 1, period) if at < self.end else range(last, last + 1)
-
-
 def _kept_outside(
-    order: _CallOrder, inside: set[fx.Node], mesh: Mesh
+    calls: Sequence[fx.Node], inside: set[fx.Node], mesh: Mesh
 ) -> dict[Storage, tuple[int, float]]:
     """Return the storages that no region keeps: the place of the first call that keeps each, and
     its bytes."""
     base: dict[Storage, tuple[int, float]] = {}
-    for place, node in enumerate(order.calls):
+    for place, node in enumerate(calls):
         if node not in inside:
             for key, size in saved_on_device(node, mesh).items():
                 base.setdefault(key, (place, size))
     return base
-
-
-def _before(
-    order: _CallOrder, rows: Sequence[Sequence[fx.Node]], base: Mapping[Storage, tuple[int, float]]
-) -> list[float]:
-    """Return the bytes of `base` until each of the regions in order has gone backward."""
-    additions = []
-    for (maker, _), (place, size) in base.items():
-        offsets = order.copies(maker)  # and who keeps one of several is as far behind each
-        offsets = offsets if len(offsets) > 1 else order.copies(order.calls[place])[:1]
-        additions += [(place + later, size) for later in offsets]
-    additions.sort()
-    sizes = np.cumsum([0.0, *(size for _, size in additions)])
-    seen: dict[fx.Node, int] = {}
-    ends = []
-    for row in rows:
-        number = seen[row[-1]] = seen.get(row[-1], -1) + 1
-        ends.append(order.place[row[-1]] + order.copies(row[-1])[number])
-    positions = np.searchsorted([place for place, _ in additions], ends, side="right")
-    return sizes[positions].tolist()
 
 
 def _offer(

@@ -32,7 +32,6 @@ from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.stages.mix_problem import MixProblem, StageMix
 from autopar.pipeline.stages.mixed_stages import Array, MixedStages, regions_of
 from autopar.pipeline.stages.pins import pinned_points
-from autopar.pipeline.stages.stretch import NotAlike
 from autopar.recompute import Recompute
 
 LEANEST_FIRST = KINDS[::-1]
@@ -105,13 +104,13 @@ class StageMixes:
     def real(self, way: MixedWay, memory: float, cutoff: float = math.inf) -> Candidate | None:
         """Return the real program of a way that fits: of this one or, if it is refused, of another.
 
-        None: all that fit take `cutoff` seconds or more.
+        None: all that fit take `cutoff` seconds or more, or not what the mix is said to take.
         """
         schedule, attempt = way.pipelining.schedule, way
         for _ in range(ATTEMPTS):
             candidate = attempt.candidate
             if not math.isclose(candidate.seconds, attempt.seconds, rel_tol=_CLOSE):
-                raise NotAlike
+                return None
             if candidate.fits(memory):
                 return candidate
             self.note(attempt)
@@ -238,4 +237,4 @@ class StageMixes:
         leanest = laid.changed(search, pipelining, stage_costs=costs)
         long_program, batches = whole.program(program.laid.batches)
         recomputed = whole.regions.fixed | decided
-        return with_program(leanest, whole.folding, long_program, batches, recomputed)
+        return with_program(leanest, long_program, batches, recomputed)

@@ -1,7 +1,7 @@
 """Unfolded: a way to run a folded program, as one to run all of its blocks.
 
-unfolded(candidate)                                    # of the whole program
-with_program(candidate, folding, program, batches, regions)   # of one with more blocks
+unfolded(candidate)                                 # of the whole program
+with_program(candidate, program, batches, regions)  # of one with more of the same blocks
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.laid_out_program import LaidOutProgram
 from autopar.candidates.training_step import TrainingStep
-from autopar.capture.captured import Captured, Folding
+from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks, label_of
 from autopar.layout import Layout, ParameterPlacement, Placement
 from autopar.passes.microbatches import Microbatches, of_all_blocks
@@ -27,25 +27,23 @@ T = TypeVar("T")
 
 def unfolded(candidate: Candidate) -> Candidate:
     """Return the same way to run all blocks of the program."""
-    if (folding := candidate.captured.folding) is None:
+    if (whole := candidate.captured.unfolded) is None:
         return candidate
-    batches = candidate.batches and of_all_blocks(candidate.batches, folding.whole)
-    program = folding.whole if batches is None else batches.captured
-    regions = unfolded_regions(
-        candidate.decisions.recompute, candidate.captured, blocks(folding.whole)
+    batches = candidate.batches and of_all_blocks(candidate.batches, whole)
+    program = whole if batches is None else batches.captured
+    decided = candidate.decisions.recompute
+    regions = unfolded_regions(decided, candidate.captured, blocks(whole))
+    laid_out = replace(_laid_out(candidate, program, regions), folded=candidate.step.program)
+    return Candidate(TrainingStep(laid_out, batches), candidate.search).changed(
+        candidate.search, candidate.pipelining
     )
-    laid_out = replace(
-        _laid_out(candidate, folding, program, regions), folded=candidate.step.program
-    )
-    whole = Candidate(TrainingStep(laid_out, batches), candidate.search)
-    return whole.changed(candidate.search, candidate.pipelining)
 
 
 def _laid_out(
-    candidate: Candidate, folding: Folding, program: Captured, regions: Mapping[str, Recompute]
+    candidate: Candidate, program: Captured, regions: Mapping[str, Recompute]
 ) -> LaidOutProgram:
     """Return a program with more of the same blocks, as they are laid out."""
-    decisions = longer(candidate.decisions, candidate.captured, folding, program, regions)
+    decisions = longer(candidate.decisions, candidate.captured, program, regions)
     return LaidOutProgram.of(
         program, candidate.cluster, decisions, states=candidate.states, line=candidate.line
     )
@@ -53,14 +51,13 @@ def _laid_out(
 
 def with_program(
     candidate: Candidate,
-    folding: Folding,
     program: Captured,
     batches: Microbatches | None,
     regions: Mapping[str, Recompute],
 ) -> Candidate:
     """Return a way to run a `program` with more of the same blocks with the same layouts, states
     and stages, in as many micro-batches. `regions`: how those of it are recomputed."""
-    laid_out = _laid_out(candidate, folding, program, regions)
+    laid_out = _laid_out(candidate, program, regions)
     longer_candidate = Candidate(TrainingStep(laid_out, batches), candidate.search)
     if (cut := candidate.pipelining) is None:
         return longer_candidate
@@ -74,11 +71,7 @@ def with_program(
 
 
 def longer(
-    known: Decisions,
-    short: Captured,
-    folding: Folding,
-    program: Captured,
-    regions: Mapping[str, Recompute],
+    known: Decisions, short: Captured, program: Captured, regions: Mapping[str, Recompute]
 ) -> Decisions:
     """Return the decisions about a `program` with more of the same blocks, from those `known` about
     the short one. `regions`: how those of `program` are recomputed."""
@@ -89,7 +82,7 @@ def longer(
     apart = dict[str, ParameterPlacement]()
     ways, fallbacks = dict[tuple[str, str, int], tuple[Placement, ...]](), list[Fallback]()
     for node in program.graph.nodes:
-        twin = folding.twins.get(node.name, node.name)
+        twin = short.twins.get(node.name, node.name)
         if twin in known.placeholders:
             placeholders[node.name] = known.placeholders[twin]
         if twin in known.apart:
@@ -119,12 +112,12 @@ def unfolded_regions(
 ) -> dict[str, T]:
     """Return what is known of `regions` of the whole program, from what is `known` of those of the
     short one."""
-    if not known or short.folding is None:
+    if not known or short.unfolded is None:
         return {}
     nodes = {node.name: node for node in short.operators}
     twins: dict[str, str] = {}
-    for node in short.folding.whole.operators:
-        twin = nodes.get(short.folding.twins.get(node.name, node.name))
+    for node in short.unfolded.operators:
+        twin = nodes.get(short.twins.get(node.name, node.name))
         region = label_of(node, regions)
         if region and twin is not None and region not in twins:
             twins[region] = label_of(twin, known) or ""

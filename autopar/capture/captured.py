@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +22,7 @@ from autopar.capture.randomness import is_random
 from autopar.capture.writes import ValueRange, Write
 from autopar.errors import InvalidInput
 from autopar.precision import Precision
-from autopar.program.segments import Program, Segment
+from autopar.program.segments import Program
 from autopar.strategies import Rule, observed_rule, rule_of
 from autopar.strategies.node_info import info
 
@@ -82,7 +82,7 @@ class Captured:
     unread_annotations: Mapping[Annotation, str] = field(default_factory=dict)
     kept_bytes: int = 0  # of the tensors in these, on each rank and from step to step
     program: Program | None = None  # its segments, of the program of a whole batch
-    folding: Folding | None = None  # if one block stands for several: what it stands for
+    unfolded: Captured | None = None  # with all blocks, if one here stands for several
 
     def draw(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
         """The key of one step by placeholder, on the host if not told otherwise."""
@@ -128,7 +128,17 @@ class Captured:
     @property
     def is_folded(self) -> bool:
         """Whether some block of it stands for several."""
-        return self.folding is not None
+        return self.unfolded is not None
+
+    @cached_property
+    def twins(self) -> Mapping[str, str]:
+        """By name of each node of the program with all blocks what stands for it here."""
+        places = ((node.name, place) for node in self.graph.nodes if (place := info(node).block))
+        return {
+            place.blocks.node_name(place.name, place.number + later): name
+            for name, place in places
+            for later in range(place.count)
+        }
 
     @property
     def length(self) -> int:
@@ -162,40 +172,6 @@ class Captured:
     def random(self) -> tuple[fx.Node, ...]:
         """The calls that draw random numbers from torch's generator."""
         return tuple(filter(is_random, self.operators))
-
-
-@dataclass(frozen=True, eq=False)
-class Folding:
-    """The whole program that a folded one stands for."""
-
-    whole: Captured
-    segment: Segment  # of which a block stands for others
-    shown: Mapping[int, int]  # by block that is shown: for how many it stands
-
-    @property
-    def count(self) -> int:
-        """The blocks that one stands for, where it stands for most."""
-        return max(self.shown.values())
-
-    @cached_property
-    def twins(self) -> Mapping[str, str]:
-        """By name of each node of the whole program what stands for it; others have one name."""
-        segment = self.segment
-        return {
-            segment.node_name(name, block + later): segment.node_name(name, block)
-            for block, count in self.shown.items()
-            for later in range(count)
-            for name in segment.node_names
-        }
-
-    @cached_property
-    def blocks(self) -> Sequence[Sequence[str]]:
-        """The nodes of the whole program in each block."""
-        segment = self.segment
-        return [
-            [segment.node_name(name, block) for name in segment.node_names]
-            for block in range(segment.first, segment.first + segment.count)
-        ]
 
 
 def new_key() -> torch.Tensor:

@@ -2,7 +2,7 @@
 
     program = in_segments(captured)
     short = folded(captured)        # with a few blocks, one of which stands for many
-    in_runs(short.folding, [6, 90]) # with one for 6 blocks, that differ from the next 90
+    in_runs(captured, [[6, 90]])    # with one for 6 blocks, that differ from the next 90
 
 What a step takes is a sum over blocks: many ways to run one are weighed on the short program, and
 the one that is taken is made of the whole one.
@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.capture.captured import Captured, Folding
+from autopar.capture.captured import Captured
 from autopar.capture.hidden import Needed
 from autopar.capture.marker import ANNOTATE
 from autopar.program.names import path_above
@@ -35,28 +35,31 @@ def folded(captured: Captured) -> Captured:
     facts = [(node.target, info(node)) for node in captured.graph.nodes]
     if any(a.checkpoint is not None or a.on_host or to is ANNOTATE for to, a in facts):
         return captured
-    program = captured.program
-    segments = [] if program is None else [s for s in program.segments if s.count >= LEAST]
-    if program is None or not segments:
-        return captured
-    largest = max(segments, key=lambda segment: segment.count * len(segment.graph.nodes))
-    return _folded(captured, program, largest)
+    return captured if captured.program is None else _folded(captured, captured.program)
 
 
-def in_runs(folding: Folding, counts: Sequence[int]) -> Captured:
-    """Return the program where so many blocks in a row are alike, and so many after them."""
-    whole, segment = folding.whole, folding.segment
+def in_runs(whole: Captured, counts: Sequence[Sequence[int]]) -> Captured:
+    """Return a program of which so many blocks in a row are alike, and so many after them; `counts`
+    are of each segment that is folded."""
+    program = whole.program
+    assert program is not None
+    for segment, lengths in zip(worth_folding(program), counts, strict=True):
+        program = program.split(segment, lengths)
+    return _folded(whole, program)
+
+
+def worth_folding(program: Program) -> list[Segment]:
+    """Return the segments of which one block stands for others, where they are alike."""
+    return [segment for segment in program.segments if segment.count >= LEAST]
+
+
+def _folded(whole: Captured, program: Program) -> Captured:
     assert whole.program is not None
-    return _folded(whole, whole.program.split(segment, counts), segment)
-
-
-def _folded(whole: Captured, program: Program, segment: Segment) -> Captured:
-    graph = unfold(program, SHOWN, segment.graph)
-    places = [info(node).block for node in graph.nodes]
-    blocks = {p.number: p.count for p in places if p and p.blocks.graph is segment.graph}
-    if max(blocks.values()) == 1:
+    graphs = {segment.graph for segment in worth_folding(whole.program)}
+    graph = unfold(program, SHOWN, graphs)
+    if all(info(node).count == 1 for node in graph.nodes):
         return whole
-    return replace(_written(whole, graph), folding=Folding(whole, segment, blocks))
+    return replace(_written(whole, graph), program=program, unfolded=whole)
 
 
 def in_segments(captured: Captured, least: int, missing: Collection[str] = ()) -> Program:

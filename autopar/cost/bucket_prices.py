@@ -27,7 +27,7 @@ from autopar.cost.copy_groups import (
 from autopar.cost.host_kernels import HostKernels
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
-from autopar.strategies.node_info import info, times_of
+from autopar.strategies.node_info import info
 
 FIRST_BUCKET_BYTES = 4 * 2**20  # the first gradients wait for no more
 MIN_SHARDED_BYTES = 2 * 2**20  # fewer bytes that are cut do not pay for a collective
@@ -152,11 +152,8 @@ class PlannedBucket:
         return sum(gradient.whole for gradient in self.gradients)
 
 
-def program_buckets(
-    graph: fx.Graph, mesh: Mesh, travel: BucketConfig, times: int | None = None
-) -> list[PlannedBucket]:
-    """Return the buckets of a program's learning parameters. A parameter that stands for others
-    counts `times`, or as often as it says itself (None)."""
+def program_buckets(graph: fx.Graph, mesh: Mesh, travel: BucketConfig) -> list[PlannedBucket]:
+    """Return the buckets of a program's learning parameters."""
     copied = copied_parameters(graph.nodes, mesh)
     kinds = {n: _bucket_key(n, copied[n], mesh) for n in copied if info(n).learns}
     summed = {
@@ -165,7 +162,7 @@ def program_buckets(
         if kind.is_summed
     }
     gradients: list[tuple[ParameterGradient, _BucketKey]] = []
-    for count, nodes in groupby(copied, lambda node: times_of(node, times)):
+    for count, nodes in groupby(copied, lambda node: info(node).count):
         some_gradients = [summed[node] for node in nodes if node in summed]
         gradients += some_gradients
         for copy in range(1, count):

@@ -23,7 +23,7 @@ from autopar.cost.state_price import ParameterFacts
 from autopar.layout import Layout, ParameterPlacement, Place
 from autopar.mesh import Mesh
 from autopar.states import StateBytes
-from autopar.strategies.node_info import info, times_of
+from autopar.strategies.node_info import info
 
 # What parameters and buffers take all through a step.
 HELD_KINDS = ("parameters", "gradients", "optimizer", "buffers", "gathered")
@@ -161,11 +161,9 @@ def program_memory(
     graph: fx.Graph,
     mesh: Mesh,
     buffer_bytes: int,
-    times: int | None = None,
     known: SavedBytesCache | None = None,
 ) -> Memory:
-    """Return the memory of one rank of the rewritten `graph`. A block may stand for `times` blocks,
-    or for as many as its nodes say (None)."""
+    """Return the memory of one rank of the rewritten `graph`."""
     known = known or SavedBytesCache(mesh)
     inputs = 0.0
     for node in graph.nodes:
@@ -173,17 +171,15 @@ def program_memory(
             inputs += info(node).type.local_bytes(mesh)
     nodes = list(graph.nodes)
     used = live_copy_bytes(copy_groups_of_nodes(nodes, mesh, buffer_bytes), mesh)
-    activations = distinct_saved_bytes(nodes, known.through, times)
-    counts = {n: times_of(n, times) for n in nodes}
+    activations = distinct_saved_bytes(nodes, known.through)
+    counts = {n: info(n).count for n in nodes}
     working = peak_recomputed_bytes(nodes, mesh, known)
     memory = Memory.of(counts, mesh, activations, inputs=inputs, used=used, working=working)
-    on_host = distinct_saved_bytes(nodes, known.on_host, times)
+    on_host = distinct_saved_bytes(nodes, known.on_host)
     return replace(memory, host_activations=memory.host_activations + on_host)
 
 
-def distinct_saved_bytes(
-    nodes: Iterable[fx.Node], keeps: Callable[[fx.Node], SavedBytes], times: int | None = None
-) -> float:
+def distinct_saved_bytes(nodes: Iterable[fx.Node], keeps: Callable[[fx.Node], SavedBytes]) -> float:
     """Return the bytes that calls save, each storage once, times the number of blocks that the
     first saving call stands for."""
     seen, total = set[Storage](), 0.0
@@ -191,7 +187,7 @@ def distinct_saved_bytes(
         for key, size in keeps(node).items():
             if key not in seen:
                 seen.add(key)
-                total += size * times_of(node, times)
+                total += size * info(node).count
     return total
 
 

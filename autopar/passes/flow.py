@@ -25,6 +25,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.origins import taken_copies
 from autopar.errors import InvalidInput
 from autopar.program.equal_blocks import EqualBlocks
+from autopar.program.line import Line
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import WeightInputs, info
 from autopar.strategies.results import is_result, tensor_arguments, values_of
@@ -78,6 +79,7 @@ class Flow:
             "sources": moved(self.sources),
             "weight_inputs": moved(self.weight_inputs),
             "crossings": self.crossings,
+            "line": self.line,
             "_last_reader": moved(self._last_reader),
         }
         return Flow(graph, self.mutations, self.loss, facts)
@@ -137,6 +139,11 @@ class Flow:
             for index, node in enumerate(self.activations)
             for value in dict.fromkeys([node, *values_of(node)])
         }
+
+    @_fact
+    def line(self) -> Line:
+        """Return where the activations stand in the program that this one stands for."""
+        return Line.of(self.activations)
 
     @cached_property
     def statistics(self) -> tuple[fx.Node, ...]:

@@ -146,7 +146,6 @@ def of_all_blocks(batches: Microbatches, whole: Captured) -> Microbatches:
         return cut_batch(whole, batches.count)
     graph = write_out(small.graph)
     nodes, leaves = {node.name: node for node in graph.nodes}, small.output_leaves
-    twins = {} if small.folding is None else small.folding.twins
     captured = replace(
         small,
         graph=graph,
@@ -155,10 +154,10 @@ def of_all_blocks(batches: Microbatches, whole: Captured) -> Microbatches:
         classes={
             name: small.classes[twin]
             for name in nodes
-            if (twin := twins.get(name, name)) in small.classes
+            if (twin := small.twins.get(name, name)) in small.classes
         },
         output_leaves=tuple(nodes[o.name] if isinstance(o, fx.Node) else o for o in leaves),
-        folding=None,
+        unfolded=None,
     )
     return replace(batches, captured=captured, whole=whole)
 

@@ -39,6 +39,8 @@ class StageCut:
     # The stages that hold each parameter and buffer, by its name in the model, if another program
     # has decided that.
     held: Mapping[str, tuple[int, ...]] | None = None
+    # For how many blocks each run of the flow's line stands, if not as its nodes say.
+    counts: tuple[int, ...] = ()
 
     @classmethod
     def at(
@@ -177,6 +179,8 @@ def cut_stage(cut: StageCut, index: int) -> Stage:
     results = [*sent, *(flow.outputs[number] for number in outputs), *statistics]
     graph = copy_subgraph(flow.graph, [*results, *computed], received)
     copies = {node.name: node for node in graph.nodes}
+    if cut.counts:
+        flow.line.count_anew(graph.nodes, cut.counts)
     for node in received:
         info(copies[node.name]).origin = ("received", node.name)
     stay_received(graph)

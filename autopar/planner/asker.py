@@ -20,6 +20,7 @@ from torch import nn
 from autopar.candidates.alternative import Alternative
 from autopar.candidates.axis_roles import axis_roles, with_names
 from autopar.candidates.candidate import Candidate
+from autopar.candidates.mixed_problem import members_of
 from autopar.candidates.recomputation import Regions
 from autopar.candidates.request import Request
 from autopar.candidates.stage_mixes import MixedWay, StageMixes
@@ -32,7 +33,6 @@ from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.stages.stretch import NotAlike
 from autopar.planner.bounds import Bounds
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.mixed import mixed
@@ -121,8 +121,6 @@ class Asker:
             return TooSlow(cutoff if is_proved else self.bounds.seconds(question))
         except layout_search.DeadlinePassed:
             return OutOfTime()
-        except NotAlike:
-            return Unlike()
         except InvalidInput as error:
             return Refused(error.with_traceback(None))
 
@@ -141,10 +139,7 @@ class Asker:
         names = {} if self._request.mesh is not None else axis_roles(candidate)
         if (outline := self._outlines.get(id(candidate))) is not None:
             cutoff = candidate.seconds * (1 + _SLOWER)
-            try:
-                mixed = outline.mixes.real(outline.way, self._request.memory, cutoff)
-            except NotAlike:
-                return None
+            mixed = outline.mixes.real(outline.way, self._request.memory, cutoff)
             return mixed and with_names(mixed, names)
         return with_names(candidate, names)
 
@@ -163,12 +158,15 @@ class Asker:
         return replace(read_constraints(program, mesh, self._annotations), recompute=decided)
 
     def _short(self, captured: Captured) -> Captured:
-        """Return the folded program, if no single modules are annotated, or chosen by option."""
+        """Return the folded program, if no single modules are annotated, or chosen by option, and
+        each region is in one block."""
         model, request = self._model, self._request
         is_annotated = any(self._annotations) or any(self._pins) or any(marked_regions(model))
         if request.mode != "auto" or is_annotated or request.recompute.modules:
             return captured
-        return folded(captured)
+        short = folded(captured)
+        free = Regions(short, request.recompute).free if short.is_folded else ()
+        return captured if members_of(short, free) is None else short
 
     def _program_asker(self, program: Captured) -> _ProgramAsker:
         whole = self.whole if program is self.program else None
@@ -200,6 +198,8 @@ class _ProgramAsker:
         """Answer a question, or raise what layouts, stages and batches raise."""
         laid = self._laid_out(question, cutoff)
         if question.schedule is not None:
+            if laid.captured.is_folded and not laid.step.program.is_regular:
+                return Unlike()
             schedule = listed(question.schedule, question.stages, question.microbatches)
             return self._in_stages(question, laid, schedule, cutoff)
         if question.is_mixed:

@@ -7,7 +7,6 @@ from autopar.candidates.mixed_problem import Mix, members_of, mixed_problem
 from autopar.candidates.recomputation import KINDS, Regions
 from autopar.candidates.whole import Whole
 from autopar.cost.footprint import CONSTANT_KINDS
-from autopar.pipeline.stages.stretch import NotAlike
 from autopar.planner.question import Answer, Found, TooLarge, TooSlow
 from autopar.recompute import PLAIN
 from autopar.text.progress import Report
@@ -38,8 +37,7 @@ def mixed(
         return TooLarge(leanest.needed(memory), leanest)
     ways = {kind: laid.recomputed(regions.all(kind)) for kind in KINDS}
     members = members_of(laid.captured, regions.free)
-    if members is None:
-        raise NotAlike  # a region is in part in the block that stands for others
+    assert members is not None, "regions are in one block each, or the program is not folded"
     graphs = {}
     for kind, way in ways.items():
         report("memory", f"regions recomputed ({kind})")

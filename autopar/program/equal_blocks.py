@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import fx
 
@@ -102,36 +102,40 @@ def is_regular(graph: fx.Graph) -> bool:
     return all(row.is_regular for row in rows_of(graph))
 
 
+class Twin(NamedTuple):
+    """The node of which the same is known as of another, in a block that many others equal."""
+
+    node: fx.Node
+    row: ShownBlocks
+    start: int  # the first of the blocks of the row that are equal
+    later: int  # how many blocks the other node stands behind this one
+
+
 @dataclass(frozen=True)
 class EqualBlocks:
-    """A run of equal blocks of a program; of none, every node stands for itself."""
+    """The runs of equal blocks of a program; of none, every node stands for itself."""
 
-    row: ShownBlocks = ShownBlocks(())
-    start: int = 0
-    end: int = 0
-    twins: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    twins: dict[fx.Node, Twin] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: fx.Graph) -> EqualBlocks:
-        """Return the run in the longest row of a program."""
-        row = max(rows_of(graph), key=lambda row: len(row.place), default=None)
-        if row is None:
-            return cls()
-        start, end = row.standing, row.standing + 1
-        while start > 0 and row.are_equal(start - 1, row.standing):
-            start -= 1
-        while end < len(row.blocks) and row.are_equal(end, row.standing):
-            end += 1
-        twins = {
-            node: row.blocks[start + 1][name]
-            for block in row.blocks[start + 2 : end - 1]
-            for name, node in block.items()
-        }
-        return cls(row, start, end, twins)
+        """Return the run of each row of a program."""
+        twins = dict[fx.Node, Twin]()
+        for row in rows_of(graph):
+            start, end = row.standing, row.standing + 1
+            while start > 0 and row.are_equal(start - 1, row.standing):
+                start -= 1
+            while end < len(row.blocks) and row.are_equal(end, row.standing):
+                end += 1
+            shown = row.blocks[start + 1 : end - 1]
+            for later, block in enumerate(shown[1:], 1):
+                for name, node in block.items():
+                    twins[node] = Twin(shown[0][name], row, start, later)
+        return cls(twins)
 
     def twin(self, node: fx.Node) -> fx.Node:
         """Return the node of which the same is known."""
-        return self.twins.get(node, node)
+        return self.twins[node].node if node in self.twins else node
 
     def along(self, compute: Callable[[fx.Node], Known]) -> Callable[[fx.Node], Known]:
         """Return a function that says of a node what follows from it and its neighbours, computed
@@ -139,7 +143,7 @@ class EqualBlocks:
         known: dict[fx.Node, Known] = {}
 
         def compute_once(node: fx.Node) -> Known:
-            twin = self.twins.get(node, node)
+            twin = self.twin(node)
             if twin not in known:
                 known[twin] = compute(twin)
             return known[twin]
@@ -150,11 +154,9 @@ class EqualBlocks:
         """Return the node near `node` that is what `other` is near its twin.
 
         All blocks may read one that stands before them."""
-        at, name = self.row.place.get(other, (-1, ""))
-        if at < self.start:
-            return other
-        back = self.row.place[node][0] - self.row.place[self.twins[node]][0]
-        return self.row.blocks[at + back][name]
+        _, row, start, later = self.twins[node]
+        at, name = row.place.get(other, (-1, ""))
+        return other if at < start else row.blocks[at + later][name]
 
 
 NO_EQUAL_BLOCKS = EqualBlocks()

@@ -10,7 +10,7 @@ that are summed together) is the same for all blocks but the outer ones, which a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -21,12 +21,14 @@ from autopar.strategies.node_info import BlockPlace, info
 
 
 def unfold(
-    program: Program, shown: tuple[int, int] | None = None, folded: fx.Graph | None = None
+    program: Program,
+    shown: tuple[int, int] | None = None,
+    folded: Collection[fx.Graph] | None = None,
 ) -> fx.Graph:
     """Return the graph of a program.
 
     `shown`: where many blocks are equal, how many stand before and after the one that stands for
-    the others; this goes for segments of the graph `folded` alone, if one is given.
+    the others; this goes for segments of the graphs `folded` alone, if they are given.
     """
     return _Writer(program, shown, folded).written()
 
@@ -35,7 +37,7 @@ def unfold(
 class _Writer:
     program: Program
     shown: tuple[int, int] | None
-    folded: fx.Graph | None
+    folded: Collection[fx.Graph] | None
     graph: fx.Graph = field(default_factory=fx.Graph)
     # By the name in the first block: of the last block that was written.
     values: dict[str, fx.Node] = field(default_factory=dict)
@@ -69,7 +71,7 @@ class _Writer:
     def _blocks(self, segment: Segment) -> Iterator[tuple[int, int]]:
         """Yield the blocks of a segment that are written, and for how many each stands."""
         first, end = segment.first, segment.first + segment.count
-        is_folded = self.folded is None or self.folded is segment.graph
+        is_folded = self.folded is None or segment.graph in self.folded
         before, after = self.shown if self.shown and is_folded else (segment.count, 0)
         middle = segment.count - before - after
         if middle < 2:

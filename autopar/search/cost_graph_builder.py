@@ -159,23 +159,27 @@ class CostGraphBuilder:
                 self._add_operator(node)
             if len(self.uses.get(node.name, ())) > 1:
                 self._add_shares(node)
-        if self.captured.is_folded:
-            count = max(info(node).count for node in self.nodes.values())
-            self.built.graph.repeat(self._repeated(), count)
+        for (_, _, count), nodes in self._repeated().items():
+            self.built.graph.repeat(nodes, count)
         for name, uses in self.uses.items():
             self._connect(self.nodes[name], uses)
         self._add_results()
         return self.built
 
-    def _repeated(self) -> list[int]:
-        """Return the nodes of the block that stands for several."""
+    def _repeated(self) -> dict[tuple[int, int, int], list[int]]:
+        """Return the nodes of each block that stands for several, and for how many."""
         graph, groups = self.built, self.built.groups
-        numbers = []
-        for name in (node.name for node in self.nodes.values() if info(node).count > 1):
+        blocks = dict[tuple[int, int, int], list[int]]()
+        for name, node in self.nodes.items():
+            place = info(node).block
+            if place is None or place.count == 1:
+                continue
+            key = id(place.blocks.graph), place.number, place.count
+            numbers = blocks.setdefault(key, [])
             for variables in (graph.operators, graph.parameters, graph.values):
                 numbers += [variables[name].number] if name in variables else []
             numbers += [group.number for group in groups.get(name, ())]
-        return numbers
+        return blocks
 
     # Nodes
 

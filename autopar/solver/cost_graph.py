@@ -102,7 +102,7 @@ class CostGraph:
         self._nodes: list[int] = []
         self._edges: list[tuple[int, int, int]] = []
         self._packed: PackedGraph | None = None
-        self._repeated: tuple[Sequence[int], int] = (), 1
+        self._repeated: list[tuple[Sequence[int], int]] = []
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -141,10 +141,10 @@ class CostGraph:
         self._edges.append((first, second, number))
 
     def repeat(self, nodes: Sequence[int], times: int) -> None:
-        """Let these nodes, a block between equal blocks, stand for `times` blocks.
-        A choice is then the same in all of these."""
+        """Let these nodes, a block between equal blocks, stand for `times` blocks, behind those
+        that are repeated before. A choice is then the same in all of these."""
         self._packed = None
-        self._repeated = nodes, times
+        self._repeated.append((nodes, times))
 
     def strategies(self, node: int) -> int:
         """Return the number of strategies of `node`."""
@@ -160,8 +160,8 @@ class CostGraph:
         """Return the graph as arrays; built once."""
         if self._packed is None:
             self._packed = _pack(self)
-            if self._repeated[1] > 1:
-                self._packed = _repeated(self._packed, *self._repeated)
+            for nodes, times in self._repeated:
+                self._packed = _repeated(self._packed, nodes, times)
         return self._packed
 
     def tables(self) -> GraphTables:
@@ -258,9 +258,9 @@ def _repeated(packed: PackedGraph, nodes: Sequence[int], times: int) -> PackedGr
     ]
     sorting = np.lexsort((edges[2], edges[0], edges[1]))
     low, high, table = (array[sorting] for array in edges)
-    row = BlockRow(start, period, times)
+    rows = *packed.rows, BlockRow(start, period, times)
     repeated = replace(
-        packed, node_table=packed.node_table[node], origin=packed.origin[node], row=row
+        packed, node_table=packed.node_table[node], origin=packed.origin[node], rows=rows
     )
     return replace(repeated, low=low, high=high, edge_table=table)
 

@@ -99,9 +99,9 @@ class _EdgeRows:
 
     def lags(self, begin: int, end: int) -> list[int]:
         """Likely periods: how far apart equal stretches of the program stand."""
-        row = self.packed.row
-        if row is not None and begin <= row.start and row.end <= end:
-            return [row.period]
+        inside = [row for row in self.packed.rows if begin <= row.start and row.end <= end]
+        if inside:
+            return [max(inside, key=lambda row: row.count * row.period).period]
         code, lags = self.code[begin:end], []
         gram, length = code, 1
         for wanted in _GRAMS:

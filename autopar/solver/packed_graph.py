@@ -75,7 +75,7 @@ class PackedGraph:
     edge_table: Integers
     origin: Integers
     strategy: list[Integers]
-    row: BlockRow | None = None  # of equal blocks, which the caller has one of
+    rows: tuple[BlockRow, ...] = ()  # of equal blocks, of which the caller has one each
 
     def __len__(self) -> int:
         return len(self.node_table)
@@ -173,26 +173,23 @@ class PackedGraph:
         return answer
 
     def alike(self, choice: Integers, limit: float) -> Integers:
-        """Return the best choice within `limit` that is equal in all blocks of the row.
+        """Return the best choice within `limit` that is equal in all blocks of each row.
         Each is taken from a block of `choice`. If none is within the limit: the nearest to it."""
-        if self.row is None:
-            return choice
-        start, end = self.row.start, self.row.end
-        blocks = np.unique(choice[start:end].reshape(self.row.count, -1), axis=0)
-        if len(blocks) == 1:
-            return self._spread(choice, limit)
-        options = []
-        for block in blocks:
-            option = choice.copy()
-            option[start:end] = np.tile(block, self.row.count)
-            seconds, size = self.evaluate(option)
-            options.append(((max(0.0, size - limit), seconds), option))
-        return self._spread(min(options, key=lambda way: way[0])[1], limit)
+        for row in self.rows:
+            options = []
+            blocks = np.unique(choice[row.start : row.end].reshape(row.count, -1), axis=0)
+            for block in blocks if len(blocks) > 1 else ():
+                option = choice.copy()
+                option[row.start : row.end] = np.tile(block, row.count)
+                seconds, size = self.evaluate(option)
+                options.append(((max(0.0, size - limit), seconds), option))
+            best = min(options, key=lambda way: way[0])[1] if options else choice
+            choice = self._spread(row, best, limit)
+        return choice
 
-    def _spread(self, choice: Integers, limit: float) -> Integers:
-        """Copy the row's strategies to the equal blocks next to it, where that is as good."""
-        assert self.row is not None
-        start, period, count = self.row.start, self.row.period, self.row.count
+    def _spread(self, row: BlockRow, choice: Integers, limit: float) -> Integers:
+        """Copy a row's strategies to the equal blocks next to it, where that is as good."""
+        start, period, count = row.start, row.period, row.count
         block_tables = self.node_table[start : start + period]
         block = choice[start : start + period]
         seconds, size = self.evaluate(choice)

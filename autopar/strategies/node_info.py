@@ -200,12 +200,6 @@ class NodeInfo:
 info = NodeInfo  # info(node).type is read as "the type of node"
 
 
-def times_of(node: fx.Node, times: int | None = None) -> int:
-    """Return how often a node counts: its `times`, or the given one if it stands for others."""
-    stored = info(node).count
-    return stored if times is None or stored == 1 else times
-
-
 def name_beside(
     node: fx.Node, kind: str, taken: Container[str] = ()
 ) -> tuple[str, BlockPlace | None]:

@@ -66,7 +66,7 @@ def laid(model: str) -> Both:
     case = MAKERS[model](layers=LAYERS)
     captured = capture(case.model, case.args, case.kwargs)
     short = folded(captured)
-    assert short.folding is not None
+    assert short.is_folded
     small, large = cut_batch(short, 2), cut_batch(captured, 2)
     search = LayoutSearch(small.captured, CLUSTER, lambda mesh: Constraints(), microbatches=2)
     decided = search.run([MESH]).decisions
@@ -76,11 +76,11 @@ def laid(model: str) -> Both:
         Candidate.laid_out(
             large.captured,
             CLUSTER,
-            longer(decided, short, short.folding, large.captured, {}),
+            longer(decided, short, large.captured, {}),
             large,
             **about,
         ),
-        short.folding.count,
+        max(info(node).count for node in short.graph.nodes),
     )
 
 
@@ -140,9 +140,9 @@ def test_buckets_and_groups_of_any_size_are_the_same(
     assert_as_large(held(both.short), held(both.long))
 
 
-def between(candidate: Candidate, start: int, end: int) -> Stage:
+def between(candidate: Candidate, start: int, end: int, counts: tuple[int, ...] = ()) -> Stage:
     """The blocks from one to another, the first with what comes before them, the last with what
-    comes after."""
+    comes after; a block may stand for another number of them."""
     flow = candidate.flow
 
     def place(block: int) -> int:
@@ -150,8 +150,8 @@ def between(candidate: Candidate, start: int, end: int) -> Stage:
         return next(at for at, module in enumerate(modules) if f".{block}." in module)
 
     points = [0, *(place(block) for block in (start, end) if 0 < block < LAYERS)]
-    cut = StageCut(flow, (*points, len(flow.activations)), (tuple(range(len(points))),))
-    return cut_stage(cut, 1 if start else 0)
+    ends, places = (*points, len(flow.activations)), (tuple(range(len(points))),)
+    return cut_stage(StageCut(flow, ends, places, counts=counts), 1 if start else 0)
 
 
 @pytest.mark.parametrize("is_split", [False, True])
@@ -162,7 +162,6 @@ def test_stages_take_the_same(model: str, recompute: str, states: str, is_split:
     # Of the short program, from where to where; of the long one, with how many blocks less.
     for start, end, less in (1, LAYERS - 2, 9), (0, LAYERS - 1, 8), (2, LAYERS, 11):
         ends = (start, end - less) if end < LAYERS else (start + less, end)
-        found = StageMemory.of_stage(
-            between(short, start, end), MESH, **options, times=times - less
-        )
+        stage = between(short, start, end, (times - less,))
+        found = StageMemory.of_stage(stage, MESH, **options)
         assert_same(found, StageMemory.of_stage(between(long, *ends), MESH, **options))

@@ -47,22 +47,17 @@ class StageMemories:
         self.mesh, self.travel = mesh, travel
         self._known = {} if known is None else known
 
-    def __call__(
-        self, cut: StageCut, index: int, is_split: bool, times: int | None = None
-    ) -> StageMemory:
-        """`times`: how often what stands for several comes in it, if not as often as nodes say."""
+    def __call__(self, cut: StageCut, index: int, is_split: bool) -> StageMemory:
         cls = type(self)
         if cls._size > MOST_KNOWN:
             cls._forms.clear()
             cls._seen.clear()
             cls._size = 0
         described, names = self._described(cut, index)
-        key = self.mesh, self.travel, is_split, times, described
+        key = self.mesh, self.travel, is_split, cut.counts, described
         if key not in cls._seen:
             stage = cut_stage(cut, index)
-            seen = StageMemory.of_stage(
-                stage, self.mesh, self.travel, is_split=is_split, times=times
-            )
+            seen = StageMemory.of_stage(stage, self.mesh, self.travel, is_split=is_split)
             cls._seen[key] = seen, names
             cls._size += len(stage.graph.nodes)
         memory, before = cls._seen[key]

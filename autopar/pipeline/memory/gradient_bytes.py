@@ -29,12 +29,9 @@ Key = tuple[fx.Node, int]  # a parameter, and the number of its copy if it stand
 class GradientBytes:
     """Follow the bytes of a program's parameter gradients through backward."""
 
-    def __init__(
-        self, graph: fx.Graph, mesh: Mesh, travel: BucketConfig, times: int | None = None
-    ) -> None:
-        """`times`: the count of blocks that repeated parameters stand for; None: as nodes say."""
+    def __init__(self, graph: fx.Graph, mesh: Mesh, travel: BucketConfig) -> None:
         self._mesh = mesh
-        self._sums = program_buckets(graph, mesh, travel, times)
+        self._sums = program_buckets(graph, mesh, travel)
         self._last = self._sums[-1] if self._sums else None
         self._sum_of = {_key(g): (bucket, g) for bucket in self._sums for g in bucket.gradients}
         self._missing = {bucket: {_key(g) for g in bucket.gradients} for bucket in self._sums}

@@ -24,11 +24,12 @@ def taken_by_long_stages(
     """What each stage takes in a step; those that start and end alike are `known`."""
     made, found = pipelining.schedule, {}
     for index, bounds in enumerate(_bounds(costs, pipelining)):
-        start, end, times = costs.stretch.stage(*bounds)
+        start, end, counts = costs.flow.line.stage(*bounds)
         cut, own = in_three(costs.flow, start, end, made, index), int(start > 0)
-        key = cut.bounds(own), cut.shared(own), index in made.split_stages, times
+        cut = replace(cut, counts=counts)
+        key = cut.bounds(own), cut.shared(own), index in made.split_stages, counts
         if key not in known:
-            known[key] = _shared(look_at(cut, own, index in made.split_stages, times), cut)
+            known[key] = _shared(look_at(cut, own, index in made.split_stages), cut)
         found[index] = known[key]
     return found
 

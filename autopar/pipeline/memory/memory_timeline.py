@@ -37,7 +37,7 @@ from autopar.pipeline.memory.moments import (
     RepeatBoundary,
 )
 from autopar.pipeline.memory.value_uses import first_readers, last_needed_by, made_of_parameters
-from autopar.strategies.node_info import RecomputeRegion, info, times_of
+from autopar.strategies.node_info import RecomputeRegion, info
 from autopar.strategies.results import is_result, maker, tensor_arguments, values_of
 
 
@@ -52,18 +52,16 @@ class MemoryTimeline:
         travel: BucketConfig,
         *,
         is_split: bool = False,
-        times: int | None = None,
         known: SavedBytesCache | None = None,
     ) -> None:
-        """`roots`: the results with whose gradients backward begins. `times`: the count of blocks
-        for which repeated calls stand; None: as they say. `known`: saved tensors of calls."""
+        """`roots`: the results with whose gradients backward begins. `known`: saved tensors."""
         self.graph, self.mesh = graph, mesh
         self._calls = CallMemories(mesh, travel.kernels)
         calls = [n for n in graph.nodes if n.op == "call_function" and not is_result(n)]
         # Linears with a joint backward, by the last of them.
         self._joint = {} if is_split else {group[-1]: group for group in mergeable_linears(calls)}
         self._nodes = _in_order(calls, self._joint.values())
-        self._rows = _repeated_calls(self._nodes, times)
+        self._rows = _repeated_calls(self._nodes)
         self._values, self._flowing = LiveBytes(), LiveBytes()
         self._saved: dict[fx.Node, list[Hashable]] = {}
         self._gradient_of: dict[fx.Node, Hashable] = {}
@@ -76,7 +74,7 @@ class MemoryTimeline:
         self._again: set[Hashable] = set()  # tensors that were recomputed
         # For each region, the recomputed tensors that are read, by the calls that compute them.
         self._read: dict[RecomputeRegion, dict[fx.Node, dict[Storage, float]]] = {}
-        self._times, self._sums = times, GradientBytes(graph, mesh, travel, times)
+        self._sums = GradientBytes(graph, mesh, travel)
         self.copies = CopyLifetimes(graph, mesh, travel.buffer_bytes)
         self._is_late = False  # deferred gradients are being computed
         self._count = 0
@@ -147,7 +145,7 @@ class MemoryTimeline:
                 yield RepeatBoundary(self._values.bytes, self._flowing.bytes)
 
     def _is_one(self, parameter: fx.Node) -> bool:
-        return times_of(parameter, self._times) == 1
+        return info(parameter).count == 1
 
     def _run(self, node: fx.Node) -> Iterator[Event]:
         more = 0
@@ -424,12 +422,11 @@ class _RepeatedCalls:
     more: int
 
 
-def _repeated_calls(calls: Sequence[fx.Node], times: int | None) -> dict[fx.Node, _RepeatedCalls]:
+def _repeated_calls(calls: Sequence[fx.Node]) -> dict[fx.Node, _RepeatedCalls]:
     """Return the row of each call that stands for several."""
     rows = dict[fx.Node, _RepeatedCalls]()
     for is_marked, row in groupby(calls, lambda call: info(call).count > 1):
         if is_marked:
             marked = [*row]
-            more = times_of(marked[0], times) - 1
-            rows |= dict.fromkeys(marked, _RepeatedCalls(more))
+            rows |= dict.fromkeys(marked, _RepeatedCalls(info(marked[0]).count - 1))
     return rows

@@ -72,17 +72,13 @@ class StageMemory:
         is_split: bool = False,
         sends: Sequence[fx.Node] = (),
         statistics: Sequence[fx.Node] = (),
-        times: int | None = None,
         known: SavedBytesCache | None = None,
     ) -> StageMemory:
         """Return the memory of a program whose backward begins at `roots`.
 
-        `sends`, `statistics`: results that a stage sends, and that change buffers. `times`: the
-        count of blocks for which repeated calls stand; None: as the nodes say.
+        `sends`, `statistics`: results that a stage sends, and that change buffers.
         """
-        timeline = MemoryTimeline(
-            graph, mesh, roots, travel, is_split=is_split, times=times, known=known
-        )
+        timeline = MemoryTimeline(graph, mesh, roots, travel, is_split=is_split, known=known)
         placeholders = graph.find_nodes(op="placeholder")
         received = [n for n in placeholders if info(n).origin[0] == "received"]
         early = sum(timeline.learned[name] for name in timeline.at_once)
@@ -113,7 +109,7 @@ class StageMemory:
         if is_split:
             by_item[MemoryItem.W : MemoryItem.W_ONLY + 1] = _peaks_by_run(timeline.weights)
             by_item[[MemoryItem.W, MemoryItem.W_ONLY], KINDS.index("gradients")] -= early
-        host = distinct_saved_bytes(graph.nodes, timeline.once.on_host, times)
+        host = distinct_saved_bytes(graph.nodes, timeline.once.on_host)
         of_forward, of_backward = (
             tuple(map(left.index, groups))
             for groups in (copies.after_forward, copies.after_backward)
@@ -129,7 +125,6 @@ class StageMemory:
         travel: BucketConfig,
         *,
         is_split: bool,
-        times: int | None = None,
     ) -> StageMemory:
         """Return the memory of a stage of a pipeline."""
         results: Sequence[fx.Node] = stage.graph.output_node().args[0]  # type: ignore[assignment]
@@ -145,7 +140,6 @@ class StageMemory:
             is_split=is_split,
             sends=results[:count],
             statistics=results[count + len(stage.outputs) :],
-            times=times,
         )
 
 

@@ -17,7 +17,6 @@ from autopar.cost.saved_tensors import (
 from autopar.passes.flow import Flow
 from autopar.pipeline.memory.call_memory import HANDED_ON, CallMemories
 from autopar.pipeline.stages.spans import Spans
-from autopar.pipeline.stages.stretch import Stretch
 from autopar.strategies.node_info import RecomputeRegion, info
 from autopar.strategies.results import is_result, values_of
 
@@ -121,10 +120,8 @@ class RegionSpan(NamedTuple):
 class RecomputedBytes:
     """Estimate the bytes that stages of a program recompute in backward."""
 
-    def __init__(
-        self, flow: Flow, known: SavedBytesCache, halves: WeightHalfBytes, stretch: Stretch
-    ) -> None:
-        self.flow, self._known, self._halves, self._stretch = flow, known, halves, stretch
+    def __init__(self, flow: Flow, known: SavedBytesCache, halves: WeightHalfBytes) -> None:
+        self.flow, self._known, self._halves = flow, known, halves
         inside: dict[RecomputeRegion, list[fx.Node]] = {}
         for node in flow.graph.nodes:
             region = info(node).region
@@ -133,7 +130,7 @@ class RecomputedBytes:
         self.regions = [
             RegionSpan(*ends, region.size)
             for region in map(self._span, inside.values())
-            for ends in stretch.span(region.first, region.last)
+            for ends in flow.line.spans(region.first, region.last)
         ]
         self._cache: dict[tuple[int, int, bool], float] = {}
 
@@ -152,7 +149,7 @@ class RecomputedBytes:
         """
         if not self.regions:
             return 0.0
-        start, end, _ = self._stretch.stage(start, end)
+        start, end, _ = self.flow.line.stage(start, end)
         key = start, end, is_split
         if key not in self._cache:
             stage, known = self.flow.made_in(start, end), self._known

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from autopar.pipeline.stages.stage_cost import StageCost
 from autopar.pipeline.stages.stage_hardware import StageHardware
 from autopar.pipeline.stages.stage_tables import StageCosts, StagePiece
-from autopar.pipeline.stages.stretch import NotAlike
 from autopar.pipeline.stages.table import StageTable
 from autopar.strategies.node_info import info
 
@@ -47,16 +46,14 @@ def regions_of(
     `whole_names`: what they are called in the program that the line stands for.
     """
     names, places = frozenset(names), dict[tuple[str, int, int], list[int]]()
-    for place in range(line.count):
+    for place, later in zip(range(line.count), line.flow.line.later.tolist()):
         region = info(line.node(place)).region
         if region is not None and region.name in names:
-            key = region.name, region.number, line.stretch.copy(place)
+            key = region.name, region.number, later
             places.setdefault(key, [place, place])[1] = place + 1
-    if line.stretch.more == 0:
-        return [LineRegion(name, *ends) for (name, _, _), ends in places.items()]
-    if len(places) != len(whole_names) or any(number for _, number, _ in places):
-        raise NotAlike
-    return [LineRegion(name, *ends) for name, ends in zip(whole_names, places.values())]
+    short_names = dict.fromkeys((name, later) for name, _, later in places)
+    of_whole = dict(zip(short_names, whole_names, strict=True))
+    return [LineRegion(of_whole[name, later], *ends) for (name, _, later), ends in places.items()]
 
 
 @dataclass(frozen=True)

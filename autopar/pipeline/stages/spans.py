@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.pipeline.stages.stretch import Stretch
+from autopar.program.line import Line
 
 
 class Spans:
@@ -37,13 +37,13 @@ class Spans:
         # A stage with k of them has k - 1 pairs of neighbours.
         self._rows += [(position, after, -size) for position, after in pairwise(ordered)]
 
-    def stretched(self, stretch: Stretch) -> Spans:
-        """Return the spans of the long program for which a short one stands."""
-        if not stretch.more:
+    def written_out(self, line: Line) -> Spans:
+        """Return the spans of the long row that a line of activations stands for."""
+        if not line.runs:
             return self
         spans = Spans()
         for first, last, size in self._rows:
-            spans._rows += [(*ends, size) for ends in stretch.span(first, last)]
+            spans._rows += [(*ends, size) for ends in line.spans(first, last)]
         return spans
 
     def bytes(self, start: int, end: int) -> int:

@@ -39,7 +39,6 @@ from autopar.pipeline.stages.stage_cost import (
     cost_columns,
 )
 from autopar.pipeline.stages.stage_hardware import ANYWHERE, StageHardware
-from autopar.pipeline.stages.stretch import Stretch
 from autopar.pipeline.stages.table import StageTable
 from autopar.strategies.node_info import BlockPlace, info
 from autopar.text.units import counted
@@ -99,22 +98,21 @@ class StageCosts:
             )
         self.flow, self.mesh = flow, mesh
         known = same_program or same_layouts
-        self.stretch: Stretch = Stretch.of(flow) if known is None else known.stretch
-        stretch = self.stretch
         if same_program is None:
             once = SavedBytesCache(mesh, flow.equal_blocks)
             halves = WeightHalfBytes(flow, once)
             both = kept_by_stages(flow, once, halves)
-            self.kept, self.weight_halves = (spans.stretched(stretch) for spans in both)
-            self._remade_in = RecomputedBytes(flow, once, halves, stretch)
+            self.kept, self.weight_halves = (spans.written_out(flow.line) for spans in both)
+            self._remade_in = RecomputedBytes(flow, once, halves)
         else:
             self.kept, self.weight_halves = same_program.kept, same_program.weight_halves
             self._remade_in = same_program._remade_in
-        self.count = len(flow.activations) + stretch.moved  # of activations
-        self.crossings = stretch.row(flow.crossings)
+        self.count = flow.line.count  # of activations
+        self.crossings = flow.line.written_out(flow.crossings)
         if known is None:
             parameters = [_parameters(flow, node) for node in flow.activations]
-            self._parameters = stretch.row([{node.name for node in row} for row in parameters])
+            named = [{node.name for node in row} for row in parameters]
+            self._parameters = flow.line.written_out(named)
             self._crossing: dict[int, int] = {}
         else:
             self._parameters, self._crossing = known._parameters, known._crossing
@@ -138,7 +136,7 @@ class StageCosts:
 
     def node(self, place: int) -> fx.Node:
         """Return the activation at a place, or the one that stands for it."""
-        return self.flow.activations[self.stretch.short(place)]
+        return self.flow.activations[self.flow.line.shown[place]]
 
     def _name(self, place: int) -> str:
         """Return the name of the activation at a place."""
@@ -149,7 +147,7 @@ class StageCosts:
         """Return where the activation at a place stands among equal blocks."""
         block = info(self.node(place)).block
         is_many = block is not None and block.count > 1
-        return block.later(self.stretch.copy(place)) if block and is_many else block
+        return block.later(int(self.flow.line.later[place])) if block and is_many else block
 
     def shared_sums(self, stages: Sequence[StageCost]) -> tuple[SharedSum, ...]:
         """Return the gradient sums that stages with these starts share with one another."""
@@ -186,12 +184,12 @@ class StageCosts:
         return self._sum(alone), [
             (np.array(readers), rows)
             for short, rows in shared.items()
-            for readers in self.stretch.readers(short)
+            for readers in self.flow.line.readers(short)
         ]
 
     def _sum(self, alone: Array) -> Array:
-        """Return the sum before each cut point of rows for the activations of the short flow."""
-        return np.concatenate([alone[:1], self.stretch.along(alone[1:])]).cumsum(axis=0)
+        """Return the sum before each cut point of rows for the activations that are shown."""
+        return np.concatenate([alone[:1], alone[1:][self.flow.line.shown[:-1]]]).cumsum(axis=0)
 
     def _rows_of(self, node: fx.Node, costs: Sequence[PriceOf]) -> ColumnRows:
         """Return the columns of one node, for each kind of machines."""
@@ -227,7 +225,7 @@ class StageCosts:
             if len(readers) == 1:
                 change[readers[0] + 1] += more
             elif more.any():
-                shared += [(np.array(at), more) for at in self.stretch.readers(readers)]
+                shared += [(np.array(at), more) for at in self.flow.line.readers(readers)]
         costs_there._alone, costs_there._shared = self._alone + self._sum(change), shared
         costs_there.are_tied = self.are_tied and not places
         return costs_there
@@ -275,7 +273,7 @@ class StageCosts:
 
     def received(self, point: int) -> int:
         """Return the bytes that cross a cut point."""
-        point = self.stretch.short(point)
+        point = int(self.flow.line.shown[point])
         if point not in self._crossing:
             crossing = self.flow.crossing(point) if point else []
             self._crossing[point] = sum(_bytes(node, self.mesh) for node in crossing)
@@ -385,8 +383,9 @@ class StageCosts:
     @cached_property
     def _borders(self) -> list[int]:
         """Return the cut points between layers."""
-        layers = self.stretch.row([_layer(info(n).module) for n in self.flow.activations])
-        at = list(zip(layers, map(self.stretch.copy, range(self.count))))
+        line = self.flow.line
+        layers = line.written_out([_layer(info(n).module) for n in self.flow.activations])
+        at = list(zip(layers, line.later.tolist()))
         return [place for place in range(1, self.count) if at[place] != at[place - 1]]
 
     def cut_points(self, count: int, fixed: Mapping[int, int]) -> list[int]:
