@@ -54,6 +54,7 @@ CLUSTER = roomy(Cluster.preset("dgx-h100"))  # whose host is at the end of a lin
 MAKERS = {
     "gpt2": partial(models.gpt2, batch=16),
     "llama": partial(models.llama, batch=16),
+    "t5": partial(models.t5, batch=16),  # two rows of blocks, of which one reads the other
     # Its sequence is cut, and with it what all blocks know of places.
     "long": partial(large_models.llama3_70b, batch=PARTS),
 }
@@ -127,6 +128,8 @@ WAYS = [
     ("llama", "zero2", "full", SCHEDULES[0]),
     ("llama", "zero3", "selective", SCHEDULES[0]),
     ("llama", "whole", "full, cut", SCHEDULES[1]),
+    ("t5", "zero1", "full", SCHEDULES[0]),
+    ("t5", "zero3", "selective", SCHEDULES[1]),
 ]
 
 
@@ -190,6 +193,7 @@ MIXES = [
     [
         *itertools.product(("gpt2", "llama"), ("whole", "zero3"), MIXES),
         ("long", "zero3", [(9, HOSTED), (10, PLAIN), (9, HOSTED)]),
+        ("t5", "zero3", [(20, FULL), (57, PLAIN), (30, SELECTIVE), (33, FULL)]),
     ],
 )
 def test_blocks_that_are_treated_alike_stand_for_each_other(
