@@ -193,6 +193,24 @@ def test_files_are_written_in_one_place():
     assert all("os.rename(" in call for path, call in calls if path == FOLDERS), calls
 
 
+DESCRIBED = re.compile(r"(str|repr)\([^\n]*map_arg")
+OF_A_CALL = {
+    "program/equality.py",
+    "capture/graph_builder.py",  # of one operator on fake tensors, so that it runs once
+    "pipeline/memory/call_memory.py",  # of one rank's call of it, likewise
+}
+
+
+def test_equal_blocks_are_recognised_in_one_place():
+    """Elsewhere a node says in which block it stands, and `equality.py` whether two are equal."""
+    for path in FILES:
+        text, name = path.read_text(), str(path.relative_to(HOUSE))
+        assert name in OF_A_CALL or not DESCRIBED.search(text), name
+        is_here = name.startswith("program/") or name == "strategies/node_info.py"
+        assert is_here or " BlockPlace(" not in text, name
+        assert name == "program/equality.py" or "def facts_of_call(" not in text, name
+
+
 def test_what_tensors_hide_is_read_in_one_place():
     """Whatever of torch's private attributes has a function in `_torch/` is read there alone."""
     for path in FILES:

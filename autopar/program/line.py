@@ -180,6 +180,15 @@ class Line:
                 info(node).block = place and replace(place, count=count_of.get(block, place.count))
 
 
+def repeated_blocks(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
+    """Return the nodes of each block that stands for several, in order."""
+    blocks: dict[tuple[int, int], list[fx.Node]] = {}
+    for node in nodes:
+        if (block := _repeated_block(node)) is not None:
+            blocks.setdefault(block, []).append(node)
+    return [*blocks.values()]
+
+
 def _repeated_block(node: fx.Node) -> tuple[int, int] | None:
     """Return the block of a node that stands for several. None: the node stands for itself."""
     place = info(node).block

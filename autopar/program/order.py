@@ -1,11 +1,11 @@
-"""Order: numbers that a program gives in the order in which it runs, to draws and checkpoints."""
+"""Order: what a node is called and numbered by where its block stands in a program."""
 
 from __future__ import annotations
 
 from torch import fx
 
 from autopar.strategies.kernels.keyed_draws import DrawPlace
-from autopar.strategies.node_info import info
+from autopar.strategies.node_info import BlockPlace, info
 
 
 def draw_number(node: fx.Node) -> int | None:
@@ -17,6 +17,19 @@ def draw_number(node: fx.Node) -> int | None:
 def checkpoint_number(node: fx.Node) -> int | None:
     """Return the number of the user's checkpoint that a call stands in."""
     return info(node).checkpoint
+
+
+def put_in_block(node: fx.Node, place: BlockPlace, before: int = 0) -> None:
+    """Let a copy of a node of the block `before` stand in another block: all names and numbers of
+    it follow."""
+    blocks, known = place.blocks, info(node)
+    known.block = place
+    known.module = blocks.moved(known.module, before, place.number)
+    if "origin" in node.meta:
+        kind, name = known.origin
+        known.origin = kind, blocks.moved(name, before, place.number)
+    later = place.number - before
+    move(node, later * blocks.draws, later * blocks.checkpoints)
 
 
 def move(node: fx.Node, draws: int, checkpoints: int) -> None:

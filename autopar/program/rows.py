@@ -1,7 +1,7 @@
 """Rows: equal blocks, one after another, among the calls of a program.
 
-    row = longest_row(calls, facts, held)
-    row.start, row.period, row.count       # blocks of `period` calls, from the place `start` on
+    for row in rows(calls, facts, held):
+        row.start, row.period, row.count   # blocks of `period` calls, from the place `start` on
 
 Two calls are equal when what the caller says of them is, and where the calls that they read, and
 those that read them, stand from there. Parameters are as those who read them.
@@ -38,18 +38,6 @@ class Row:
         """Return the calls of all blocks."""
         return self.calls[self.start : self.end]
 
-    def twins(self, first: int, last: int) -> dict[fx.Node, fx.Node]:
-        """Return the twin in the block that begins at the place `first` of each call behind it, up
-        to the place `last`, and of each parameter that these calls read."""
-        twins = dict[fx.Node, fx.Node]()
-        for at in range(first + self.period, last):
-            node, twin = self.calls[at], self.calls[first + (at - first) % self.period]
-            twins[node] = twin
-            for value, other in zip(node.all_input_nodes, twin.all_input_nodes):
-                if value.op == "placeholder" and value is not other:
-                    twins[value] = other
-        return twins
-
 
 def rows(calls: Sequence[fx.Node], facts: Describe, held: Describe) -> Iterator[Row]:
     """Yield the longest row of a program, then the longest before and after it, and so on.
@@ -63,11 +51,6 @@ def rows(calls: Sequence[fx.Node], facts: Describe, held: Describe) -> Iterator[
         if (row := comparison.longest_row(begin, end)) is not None:
             yield row
             spans += [(begin, row.start), (row.end, end)]
-
-
-def longest_row(calls: Sequence[fx.Node], facts: Describe, held: Describe) -> Row | None:
-    """Return the longest row of a program; None: nothing is repeated."""
-    return next(rows(calls, facts, held), None)
 
 
 class _Comparison:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autopar.program.order import move
+from autopar.program.order import put_in_block
 from autopar.program.segments import OwnInputs, Program, Segment
-from autopar.strategies.node_info import BlockPlace, info
+from autopar.strategies.node_info import BlockPlace
 
 
 def unfold(
@@ -111,12 +111,8 @@ class _Writer:
     def _mark(
         self, node: fx.Node, source: fx.Node, segment: Segment, block: int, count: int
     ) -> None:
-        if not segment.names:
-            return
-        info(node).block = BlockPlace(segment, source.name, block, count)
-        if path := info(source).module:
-            info(node).module = segment.name(path, block)
-        move(node, block * segment.draws, block * segment.checkpoints)
+        if segment.names:
+            put_in_block(node, BlockPlace(segment, source.name, block, count))
 
 
 def _require_name(node: fx.Node, name: str) -> None:

@@ -15,7 +15,7 @@ from itertools import groupby
 
 from torch import fx
 
-from autopar.program.order import move
+from autopar.program.order import put_in_block
 from autopar.strategies.node_info import BlockPlace, info
 
 
@@ -51,15 +51,10 @@ class _WholeWriter:
     def _write(self, node: fx.Node, number: int) -> None:
         stands_for = info(node).block
         assert stands_for is not None
-        blocks, later = stands_for.blocks, number - stands_for.number
-        place = stands_for.later(later)
+        place = stands_for.later(number - stands_for.number)
         copy = self._copy(node, place.node_name, place)
-        info(copy).module = place.path_of(node)
-        if "origin" in node.meta:
-            kind, path = info(node).origin
-            info(copy).origin = kind, blocks.moved(path, stands_for.number, number)
-        move(copy, later * blocks.draws, later * blocks.checkpoints)
-        self.copies[id(blocks.graph), place.name, number] = copy
+        put_in_block(copy, place, before=stands_for.number)
+        self.copies[id(place.blocks.graph), place.name, number] = copy
 
     def _copy(self, node: fx.Node, name: str, place: BlockPlace | None) -> fx.Node:
         target = name if node.op == "placeholder" else node.target
@@ -78,8 +73,6 @@ class _WholeWriter:
         copy.meta = dict(node.meta)
         for fact in ("region", "remade", "dropped", "away"):
             copy.meta.pop(fact, None)
-        if place is not None:
-            info(copy).block = place
         return copy
 
     def _value(self, value: fx.Node, reader: fx.Node, at: BlockPlace | None) -> fx.Node:

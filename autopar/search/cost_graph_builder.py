@@ -10,7 +10,7 @@ shortest redistribution.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -37,6 +37,7 @@ from autopar.cost.state_price import OverlappedWork
 from autopar.errors import InvalidInput
 from autopar.layout import ParameterPlacement, Parts, Placement
 from autopar.mesh import Mesh
+from autopar.program.line import repeated_blocks
 from autopar.search.candidates import Candidates, NodeClasses, storage_states, uncut
 from autopar.search.constraints import Constraints
 from autopar.search.counted_bytes import Use, bytes_of, count_moments, uses_of_input
@@ -159,27 +160,21 @@ class CostGraphBuilder:
                 self._add_operator(node)
             if len(self.uses.get(node.name, ())) > 1:
                 self._add_shares(node)
-        for (_, _, count), nodes in self._repeated().items():
-            self.built.graph.repeat(nodes, count)
+        for block in repeated_blocks(self.nodes.values()):
+            self.built.graph.repeat(self._numbers(block), info(block[0]).count)
         for name, uses in self.uses.items():
             self._connect(self.nodes[name], uses)
         self._add_results()
         return self.built
 
-    def _repeated(self) -> dict[tuple[int, int, int], list[int]]:
-        """Return the nodes of each block that stands for several, and for how many."""
-        graph, groups = self.built, self.built.groups
-        blocks = dict[tuple[int, int, int], list[int]]()
-        for name, node in self.nodes.items():
-            place = info(node).block
-            if place is None or place.count == 1:
-                continue
-            key = id(place.blocks.graph), place.number, place.count
-            numbers = blocks.setdefault(key, [])
+    def _numbers(self, block: Iterable[fx.Node]) -> list[int]:
+        """Return the nodes of the cost graph that stand for those of a block."""
+        graph, numbers = self.built, list[int]()
+        for name in (node.name for node in block):
             for variables in (graph.operators, graph.parameters, graph.values):
                 numbers += [variables[name].number] if name in variables else []
-            numbers += [group.number for group in groups.get(name, ())]
-        return blocks
+            numbers += [group.number for group in graph.groups.get(name, ())]
+        return numbers
 
     # Nodes
 

@@ -17,6 +17,7 @@ from autopar.cost.saved_tensors import (
 from autopar.passes.flow import Flow
 from autopar.pipeline.memory.call_memory import HANDED_ON, CallMemories
 from autopar.pipeline.stages.spans import Spans
+from autopar.program.equality import constants_of
 from autopar.strategies.node_info import RecomputeRegion, info
 from autopar.strategies.results import is_result, values_of
 
@@ -99,7 +100,7 @@ class WeightHalfBytes:
             return movement.hands_back
         inputs = reader.all_input_nodes
         names = {node: f"%{place}" for place, node in enumerate(inputs)}
-        call = str(fx.map_arg((reader.args, reader.kwargs), names.__getitem__))
+        call = constants_of(reader, names)
         types = (*((info(node).type, info(node).differentiable) for node in inputs),)
         key = reader.target, call, types, names[value]
         if key not in self._hands_on_cache:
