@@ -5,17 +5,17 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from collections import Counter
-from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 import torch
 
-from autopar.candidates.patience import SECONDS, Patience
 from tests import sampling
 from tests.cpu_seconds import CpuSeconds, law_of, recorded
+from tests.unhurried import weigh_all
 
+weigh_all()
 torch.set_num_threads(1)  # tiny tensors: threads only cost
 gc.set_threshold(20_000, 50, 100)  # of the many small objects of graphs few are in cycles
 # What starts processes begins: their time is not that of the test's own.
@@ -64,19 +64,6 @@ def pytest_collection_finish() -> None:
 def pytest_make_parametrize_id(config, val, argname):
     """Functions are named: their addresses would differ between the processes of one run."""
     return getattr(val, "__name__", None) if callable(val) else None
-
-
-@pytest.fixture(scope="session", autouse=True)
-def all_is_weighed() -> Iterator[None]:
-    """The seconds that a choice has by default end none: what is found depends on no machine."""
-    is_over = Patience.is_over
-
-    def is_over_if_given(patience: Patience) -> bool:
-        return patience.seconds != SECONDS and is_over(patience)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Patience, "is_over", is_over_if_given)
-        yield
 
 
 @pytest.fixture(scope="session")

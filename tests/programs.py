@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from tests.unhurried import weigh_all
+
 STREAMS = {"out": 1, "err": 2}
 Environment = dict[str, str]
 
@@ -68,6 +70,7 @@ def _process(
     """What Python does with a file, or `-m` and a module, and arguments."""
     os.chdir(where)
     os.environ.update(environment, OMP_NUM_THREADS="1")
+    weigh_all()
     torch.set_num_threads(1)  # who is forked has read how many already
     for name, stream in STREAMS.items():
         os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)

@@ -11,7 +11,9 @@ import torch
 import tests.distributed.checks  # noqa: F401
 from autopar import planning
 from tests import models
+from tests.unhurried import weigh_all
 
+weigh_all()
 torch.set_num_threads(1)  # no threads before a fork
 _case = models.gpt(layers=1)
 planning.capture(_case.model, _case.args, _case.kwargs)
