@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from autopar.annotate import shard
     from autopar.api import parallelize
     from autopar.cluster import Cluster
+    from autopar.eager_region import region
     from autopar.errors import AutoparError, ExecutionError, InvalidInput
     from autopar.layout import Layout
     from autopar.mesh import Mesh
@@ -61,6 +62,7 @@ __all__ = [
     "parallelize",
     "pipeline",
     "plan",
+    "region",
     "register_rule",
     "save",
     "save_safetensors",
@@ -80,6 +82,7 @@ _NAMES_OF = {
     "plans.plan": "Plan",
     "precision": "Precision",
     "recompute": "Recompute",
+    "eager_region": "region",
     "runtime.checkpoints.saving": "is_saved load save",
     "runtime.checkpoints.whole_model_files": "save_safetensors",
     "runtime.module.data_loader": "shard_loader",

@@ -210,7 +210,7 @@ def _shard_function(function: Callable, marks: _Marks) -> Callable:
         if torch.compiler.is_exporting():
             return marked(args, kwargs)
         if _any_dtensor(args, kwargs):
-            from autopar.region import run_region
+            from autopar.eager_region import run_region
 
             return run_region(regions, marked, args, kwargs)
         return function(*args, **kwargs)

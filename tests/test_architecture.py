@@ -49,7 +49,16 @@ FLOORS = (
     {"verification"},
     {"runtime"},
     {
-        *("annotate", "region", "options", "admission", "planning", "api", "verifying", "examples"),
+        *(
+            "annotate",
+            "eager_region",
+            "options",
+            "admission",
+            "planning",
+            "api",
+            "verifying",
+            "examples",
+        ),
         *("commands", "cli", "__init__", "__main__"),
     },
 )

@@ -104,9 +104,8 @@ class CostGraphBuilder:
     @deferred_collection()
     def __post_init__(self) -> None:
         price = ClusterPrice(self.cluster, self.mesh, self.states.buffer_bytes)
-        self.classes = NodeClasses(
-            self.captured, self.mesh, self.cluster.device, price, self.microbatches
-        )
+        device = self.cluster.device
+        self.classes = NodeClasses(self.captured, self.mesh, device, price, self.microbatches)
         fixed, names = self.constraints.parameters, self.captured.parameters
         parts = {node: fixed[name].layout.parts for node, name in names.items() if name in fixed}
         self.edges = EdgeCosts(
@@ -215,7 +214,8 @@ class CostGraphBuilder:
             candidates = candidates.taken([uncut(candidates)])
         cost = candidates.cost
         for position, value in enumerate(self.classes.inputs(node)):
-            if is_whole(value, self.captured, self.prologue):
+            is_free = value.name not in self.constraints.inputs
+            if is_free and is_whole(value, self.captured, self.prologue):
                 cost = cost + self.edges.from_whole(candidates, position, value)
             else:
                 use = Use(value.name, node.name, position)
@@ -260,9 +260,10 @@ class CostGraphBuilder:
             self.built.fixed_bytes += size / (self.mesh.size if uses else 1)
 
     def _add_input(self, node: fx.Node) -> None:
-        """Add an input of the model that wants a gradient: whole on every rank."""
-        whole = Placements([Placement.whole(info(node).val.ndim)])
-        self.producers[node.name] = self._share(node.name, whole)
+        """Add an input that is fixed, or wants a gradient: then it is whole on every rank."""
+        fixed, ndim = self.constraints.inputs.get(node.name), info(node).val.ndim
+        placement = Placement.whole(ndim) if fixed is None else Placement(fixed.layout)
+        self.producers[node.name] = self._share(node.name, Placements([placement]))
 
     def _add_shares(self, value: fx.Node) -> None:
         """Add a node for the layout that the readers of a value share, and one for each group."""

@@ -31,6 +31,8 @@ def decide(cost_graph: MeshCostGraph, choice: Sequence[int]) -> Decisions:
     for name, node in nodes.items():
         if name in cost_graph.parameters:
             placeholders[name] = cost_graph.parameters[name].chosen(choice).layout
+        elif name in cost_graph.constraints.inputs:
+            placeholders[name] = cost_graph.constraints.inputs[name].layout
         elif node.op == "placeholder":
             placeholders[name] = _as_read(captured, node, wants).layout
     ways: dict[tuple[str, str, int], tuple[Placement, ...]] = {}

@@ -7,6 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -910,6 +911,38 @@ def runs_eager_regions() -> None:
         assert_close(part.grad.full_tensor(), value.grad)
 
 
+def runs_regions_that_plan_themselves() -> None:
+    """Each rank knows other machines; the layouts are those that the first one has chosen."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    random = torch.Generator().manual_seed(0)
+    shapes = (8, 16), (16, 64), (64, 16)
+    whole = [torch.randn(s, dtype=torch.float64, generator=random).requires_grad_() for s in shapes]
+    node = ap.Cluster.local(4, measure=False).nodes[0]
+    link = replace(node.link, bandwidth=node.link.bandwidth * 1000 ** -dist.get_rank())
+    slower = ap.Cluster((replace(node, link=link),), link)
+
+    @ap.region(mode="auto", cluster=slower)
+    def feed_forward(x: Tensor, up: Tensor, down: Tensor) -> dict[str, Tensor]:
+        return {"y": torch.relu(x @ up) @ down, "mean": x.mean()}
+
+    for up, down in ((Shard(1), Shard(0)), (Replicate(), Shard(1))):
+        placed = [[Shard(0), Replicate()], [Replicate(), up], [Replicate(), down]]
+        parts = [
+            distribute_tensor(value.detach(), mesh, where).requires_grad_()
+            for value, where in zip(whole, placed)
+        ]
+        found, expected = feed_forward(*parts), feed_forward(*whole)
+        assert isinstance(found["y"], DTensor)
+        assert_close(found["y"].full_tensor(), expected["y"])
+        assert_close(found["mean"].full_tensor(), expected["mean"])
+        (found["y"].full_tensor().square().sum() + found["mean"].full_tensor()).backward()
+        gradients = torch.autograd.grad(expected["y"].square().sum() + expected["mean"], whole)
+        for part, where, gradient in zip(parts, placed, gradients):
+            assert isinstance(part.grad, DTensor)
+            assert part.grad.placements == tuple(where)
+            assert_close(part.grad.full_tensor(), gradient)
+
+
 def runs_regions_on_parts_of_the_world() -> None:
     """On each row of a mesh, though its ranks have seen different numbers of groups before."""
     if dist.get_rank() in (1, 2):
@@ -1021,6 +1054,7 @@ CHECKS = [
     follows_its_tree,
     holds_pieces_alone,
     runs_eager_regions,
+    runs_regions_that_plan_themselves,
     runs_regions_on_parts_of_the_world,
     refuses_a_mesh_of_another_size,
     takes_a_device_mesh,

@@ -1,7 +1,9 @@
-"""Region: a function wrapped by shard(), called eagerly on DTensors, as one parallel graph.
+"""Region: a function that is called eagerly on DTensors, and runs as one parallel graph.
 
     attention = ap.shard(scores, (("dp", "tp", None, None),) * 3)
     y = attention(q, k, v)              # q, k, v are DTensors, and so is y
+
+    feed_forward = ap.region(feed_forward, mode="auto", cluster=cluster)
 
 The function is captured once for each kind of call (shapes, dtypes, placements), planned around
 the placements that came in and the annotations, and run on the local tensors; autograd goes
@@ -10,10 +12,11 @@ through it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,8 +26,9 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import capture
 from autopar.capture.effects import carry_out_all
+from autopar.cluster import Cluster
 from autopar.collectives import LinkPrice
-from autopar.errors import InvalidInput
+from autopar.errors import InvalidInput, require_one_of
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes import localize, rewrite
@@ -35,12 +39,51 @@ from autopar.runtime.backends.process_groups import Groups, equalize_group_count
 from autopar.runtime.execution.eager_program import compile_graph
 from autopar.runtime.parameters.placing import dtensor_wrapper
 from autopar.search.constraints import Constraints, LayoutConstraint, read_constraints
+from autopar.search.layout_search import LayoutSearch
 from autopar.search.propagation import propagate
 from autopar.strategies.node_info import info
 
+RegionMode = Literal["auto", "propagate"]
+
+
+def region(
+    function: Callable | None = None, *, mode: RegionMode = "auto", cluster: Cluster | None = None
+) -> Callable:
+    """Return a function that plans itself: called on DTensors, it runs as one parallel graph.
+
+    It can be a decorator, `@ap.region(mode="auto", cluster=cluster)`. Annotations of `ap.shard`
+    inside hold. Called on plain tensors, it is the function itself.
+
+    Args:
+        function: Takes and gives tensors, or trees of them.
+        mode: "auto" looks for the layouts of its operators by which forward and backward are
+            fastest, from the placements that come in; "propagate" spreads these and what is
+            annotated.
+        cluster: The machines that layouts are chosen for, as the first rank of the mesh knows
+            them. None: this machine, without measuring it.
+    """
+    require_one_of("mode", mode, get_args(RegionMode))
+    if function is None:
+        return functools.partial(region, mode=mode, cluster=cluster)
+    regions: dict[Any, Any] = {}  # compiled, by kind of call
+
+    @functools.wraps(function, updated=())
+    def called(*args: Any, **kwargs: Any) -> Any:
+        is_distributed = any(isinstance(x, DTensor) for x in pytree.tree_leaves((args, kwargs)))
+        if torch.compiler.is_exporting() or not is_distributed:
+            return function(*args, **kwargs)
+        return run_region(regions, lambda a, k: function(*a, **k), args, kwargs, mode, cluster)
+
+    return called
+
 
 def run_region(
-    regions: dict[Any, Any], function: Callable, args: tuple, kwargs: Mapping[str, Any]
+    regions: dict[Any, Any],
+    function: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    mode: RegionMode = "propagate",
+    cluster: Cluster | None = None,
 ) -> Any:
     """Run `function(args, kwargs)` as a parallel graph, kept in `regions` for the next call."""
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
@@ -54,7 +97,7 @@ def run_region(
         )
     key = (spec, device_mesh, tuple(map(_kind, leaves)))
     if key not in regions:
-        regions[key] = _compile(function, leaves, spec, device_mesh)
+        regions[key] = _compile(function, leaves, spec, device_mesh, mode, cluster)
     return regions[key](leaves)
 
 
@@ -110,7 +153,12 @@ class _Function(nn.Module):
 
 
 def _compile(
-    function: Callable, leaves: list[Any], spec: pytree.TreeSpec, device_mesh: DeviceMesh
+    function: Callable,
+    leaves: list[Any],
+    spec: pytree.TreeSpec,
+    device_mesh: DeviceMesh,
+    mode: RegionMode,
+    cluster: Cluster | None,
 ) -> _CompiledRegion:
     mesh = Mesh.from_device_mesh(device_mesh)
     examples = tuple(_example(leaf) for leaf in leaves)
@@ -123,7 +171,12 @@ def _compile(
         if name is not None
     }
     constraints = Constraints(constraints.values, inputs=inputs, bound=constraints.bound)
-    decisions = propagate(captured, mesh, constraints, batch=False)
+    if mode == "auto":
+        machines = _of_first_rank(cluster or Cluster.local(mesh.size, measure=False), device_mesh)
+        machines.require_room(mesh)
+        decisions = LayoutSearch(captured, machines, lambda _: constraints).run([mesh]).decisions
+    else:
+        decisions = propagate(captured, mesh, constraints, batch=False)
     graph = rewrite(captured, decisions, LinkPrice.uniform(mesh))
     ranks = device_mesh.mesh.flatten().tolist()
     rank = ranks.index(torch.distributed.get_rank())
@@ -135,6 +188,15 @@ def _compile(
     program = RuntimeProgram(captured, decisions, graph)
     constants = tuple(value.to(device) for value in captured.constants.values())
     return _CompiledRegion(program, compile_graph(local), constants, device_mesh, module)
+
+
+def _of_first_rank(cluster: Cluster, device_mesh: DeviceMesh) -> Cluster:
+    """Return the machines as the first rank of a mesh has them: all ranks choose alike."""
+    known = [cluster]
+    for dim in range(device_mesh.ndim):
+        group = device_mesh.get_group(dim)
+        torch.distributed.broadcast_object_list(known, group=group, group_src=0)
+    return known[0]
 
 
 @lru_cache(maxsize=4096)
