@@ -151,12 +151,12 @@ def shared_searches() -> Iterator[None]:
             short[key] = make_short(captured, *beside)
         return short[key]
 
-    make_short = asker.folded
+    make_short = asker.fold
     with (
         patch.object(Layouts, "_searched", once),
         patch.object(Layouts, "_graphs", graphs),
         patch.object(asker, "cut_batch", cut),
-        patch.object(asker, "folded", folded),
+        patch.object(asker, "fold", folded),
     ):
         yield
 

@@ -19,7 +19,7 @@ from autopar import Cluster, Mesh
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.mixed_problem import (
     MixedProblem,
-    Offer,
+    RecomputeOption,
     grouped,
     members_of,
     mixed_problem,
@@ -27,7 +27,7 @@ from autopar.candidates.mixed_problem import (
 from autopar.candidates.recomputation import FULL, KINDS, PLAIN, AskedRecomputation, Regions
 from autopar.capture import capture
 from autopar.capture.captured import Captured
-from autopar.capture.folding import folded
+from autopar.capture.folding import fold
 from autopar.capture.regions import blocks
 from autopar.program.equal_blocks import NO_EQUAL_BLOCKS
 from autopar.recompute import Recompute
@@ -39,7 +39,7 @@ HOST = Recompute("full", "host")
 WAYS = PLAIN, FULL, HOST
 MESH = Mesh(dp=2, tp=2)
 CLUSTER = Cluster.preset("dgx-a100")
-Offers = Mapping[Recompute, Offer]
+Offers = Mapping[Recompute, RecomputeOption]
 
 
 def fits(row: Sequence[Offers], kinds: Sequence[Recompute], problem: dict, memory: float) -> bool:
@@ -61,9 +61,9 @@ def seconds(row: Sequence[Offers], kinds: Sequence[Recompute]) -> float:
 def test_groups_give_what_all_ways_give(seed: int) -> None:
     draw = random.Random(seed)
 
-    def offer(kind: Recompute) -> Offer:
+    def offer(kind: Recompute) -> RecomputeOption:
         some = [float(draw.randint(0, 9)) for _ in range(3)]
-        return Offer(*some, on_host=float(draw.randint(0, 4)) if kind == HOST else 0.0)
+        return RecomputeOption(*some, on_host=float(draw.randint(0, 4)) if kind == HOST else 0.0)
 
     kinds = [{way: offer(way) for way in WAYS} for _ in range(draw.choice([1, 1, 2]))]
     row = [one for one in kinds for _ in range(draw.randint(1, 6 // len(kinds)))]
@@ -87,11 +87,11 @@ def test_groups_give_what_all_ways_give(seed: int) -> None:
 
 
 def test_neighbours_that_are_alike_are_counted() -> None:
-    one = {PLAIN: Offer(0.0, 4.0, 0.0), FULL: Offer(3.0, 1.0, 2.0)}
+    one = {PLAIN: RecomputeOption(0.0, 4.0, 0.0), FULL: RecomputeOption(3.0, 1.0, 2.0)}
     near = {
         kind: replace(offer, seconds=offer.seconds * (1 + 1e-12)) for kind, offer in one.items()
     }
-    other = one | {FULL: Offer(2.0, 1.0, 2.0)}
+    other = one | {FULL: RecomputeOption(2.0, 1.0, 2.0)}
     row = [one, near, one, other, one, one, one]
     found = grouped(row, [0.0, 5.0, 10.0, 10.0, 11.0, 12.0, 12.0])
     assert [(group.count, group.before, group.step) for group in found] == [
@@ -102,7 +102,7 @@ def test_neighbours_that_are_alike_are_counted() -> None:
     mix = problem.solve(9.0, 0.0)
     assert mix is not None
     assert mix.runs == [(1, FULL), (2, PLAIN)]
-    assert mix.own == {"0": FULL}
+    assert mix.for_short_program == {"0": FULL}
 
 
 class Part(nn.Module):
@@ -175,7 +175,7 @@ def test_regions_that_repeat_are_looked_at_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_short_program_has_the_problem_of_the_long_one(name: str) -> None:
-    short = folded(captured(name))
+    short = fold(captured(name))
     assert max(info(node).count for node in short.graph.nodes) > 4
     (found, own), (expected, whole) = problem_of(short), whole_problem(name)
     assert replace(found, members=()) == replace(expected, members=())
@@ -188,10 +188,10 @@ def test_a_short_program_has_the_problem_of_the_long_one(name: str) -> None:
         assert mix is not None
         assert same is not None
         assert mix.runs == same.runs
-        assert mix.of(whole.free) == same.own
-        is_said.add(mix.own is not None)
-        if mix.own is not None:
-            kinds = [mix.own.get(name, PLAIN) for name in found.members]
+        assert mix.for_regions(whole.free) == same.for_short_program
+        is_said.add(mix.for_short_program is not None)
+        if mix.for_short_program is not None:
+            kinds = [mix.for_short_program.get(name, PLAIN) for name in found.members]
             assert kinds == list(mix.kinds)
     assert is_said == {True, False}
 
@@ -217,7 +217,7 @@ class Layers(nn.Module):
 
 
 def test_regions_of_several_blocks_do_not_stand_for_others() -> None:
-    short = folded(capture(Layers(), (torch.zeros(2, 4),)))
+    short = fold(capture(Layers(), (torch.zeros(2, 4),)))
     assert short.unfolded is not None
     regions = Regions(short, AskedRecomputation())
     assert members_of(short, regions.free) is None

@@ -13,7 +13,7 @@ import pytest
 
 from autopar import Cluster, Mesh
 from autopar.candidates.candidate import Candidate
-from autopar.candidates.mixed_problem import Mix
+from autopar.candidates.mixed_problem import RecomputeAssignment
 from autopar.candidates.recomputation import AskedRecomputation, Regions
 from autopar.candidates.request import Request
 from autopar.candidates.staged import KnownLines, StagedProgram
@@ -21,7 +21,7 @@ from autopar.candidates.unfolded import unfolded
 from autopar.candidates.whole import Whole
 from autopar.capture import capture
 from autopar.capture.captured import Captured
-from autopar.capture.folding import folded
+from autopar.capture.folding import fold
 from autopar.capture.regions import blocks
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.cost.footprint import Memory
@@ -82,7 +82,7 @@ class Program(NamedTuple):
 def program(name: str, layers: int = LAYERS) -> Program:
     case = MAKERS[name](layers=layers)
     captured = capture(case.model, case.args, case.kwargs)
-    short = folded(captured)
+    short = fold(captured)
     assert short.is_folded
     return Program(case, captured, short)
 
@@ -202,7 +202,7 @@ def test_blocks_that_are_treated_alike_stand_for_each_other(
     own = program(name, 28).whole
     way = laid(name, 28).with_program(line=None).placed(States.of(states))
     kinds = [kind for count, kind in runs for _ in range(count)]
-    short = own.mixed(way, Mix(own.regions.free, kinds, 0.0))
+    short = own.mixed(way, RecomputeAssignment(own.regions.free, kinds, 0.0))
     decided = {region: kind for region, kind in zip(own.regions.free, kinds) if not kind.is_plain}
     whole = unfolded(way).recomputed(decided)
     assert short.decisions.recompute == decided
@@ -232,7 +232,7 @@ def test_the_choice_is_that_of_the_whole_program(part: float | None) -> None:
 
 def of_whole(own: Program, request: Request) -> Candidate:
     """The choice without a short program."""
-    with patch.object(asker, "folded", lambda captured, *_: captured):
+    with patch.object(asker, "fold", lambda captured, *_: captured):
         return Planner(own.case.model, own.captured, request, quiet).best()[0]
 
 

@@ -4,8 +4,8 @@
     problem = mixed_problem(graphs, members, prices)
     mix = problem.solve(memory, host)   # bytes of both; None: none fits
     mix.runs                        # (how many, in which way), in the order in which they run
-    mix.own                         # by name of the regions of this program
-    mix.of(names)                   # by name of the regions of the whole program
+    mix.for_short_program           # by name of the regions of this program
+    mix.for_regions(names)          # by name of the regions of the whole program
 
 At the end of forward, and while the backward of any region runs, what is kept stays below the
 limit. Of all ways to give each region a kind, the fastest is found exactly, by CP-SAT. Neighbours
@@ -38,7 +38,7 @@ from autopar.cost.saved_tensors import (
 from autopar.cost.time_report import NodePrices
 from autopar.mesh import Mesh
 from autopar.program.equal_blocks import NO_EQUAL_BLOCKS, EqualBlocks
-from autopar.program.line import Line
+from autopar.program.place_map import PlaceMap
 from autopar.recompute import Keep, Recompute
 from autopar.solver.cp_sat import new_model, new_solver, outcome, weighted_sum
 from autopar.strategies.node_info import info
@@ -52,7 +52,7 @@ _RANGE = 1 << 24  # of seconds in whole numbers
 
 
 @dataclass(frozen=True)
-class Offer:
+class RecomputeOption:
     """One region, treated in one way."""
 
     seconds: float  # of what runs again
@@ -60,7 +60,7 @@ class Offer:
     remade: float  # bytes, while its backward runs
     on_host: float = 0.0  # bytes that are kept there
 
-    def is_like(self, other: Offer) -> bool:
+    def is_like(self, other: RecomputeOption) -> bool:
         figures, other_figures = asdict(self).values(), asdict(other).values()
         return all(math.isclose(a, b, rel_tol=EQUAL) for a, b in zip(figures, other_figures))
 
@@ -70,7 +70,7 @@ class Group:
     """Neighbouring regions that are alike."""
 
     count: int
-    offers: Mapping[Recompute, Offer]
+    offers: Mapping[Recompute, RecomputeOption]
     # Bytes that are there whatever their kinds are, until the first has gone backward; until each
     # later one has, so many more.
     before: float
@@ -89,7 +89,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Mix:
+class RecomputeAssignment:
     """A kind for every region of a program, or of the one that it stands for, in order."""
 
     members: Sequence[str]  # from `members_of`
@@ -102,14 +102,14 @@ class Mix:
         return [(len(list(run)), kind) for kind, run in groupby(self.kinds)]
 
     @cached_property
-    def own(self) -> dict[str, Recompute] | None:
+    def for_short_program(self) -> dict[str, Recompute] | None:
         """Return the decisions about regions of the program itself. None: one of them stands for
         several that are not treated alike."""
         decided = dict(zip(self.members, self.kinds))
         is_said = all(decided[name] == kind for name, kind in zip(self.members, self.kinds))
         return _not_plain(decided) if is_said else None
 
-    def of(self, names: Sequence[str]) -> dict[str, Recompute]:
+    def for_regions(self, names: Sequence[str]) -> dict[str, Recompute]:
         """Return the decisions about the regions of the whole program, all `names` in order."""
         return _not_plain(dict(zip(names, self.kinds, strict=True)))
 
@@ -126,7 +126,7 @@ class MixedProblem:
     groups: Sequence[Group]
     rest: float
 
-    def solve(self, memory: float, host: float) -> Mix | None:
+    def solve(self, memory: float, host: float) -> RecomputeAssignment | None:
         """Return the fastest mix that keeps within `memory`, and within what the `host` has for it.
         None: none does."""
         if host < 0:
@@ -174,10 +174,12 @@ class MixedProblem:
         offers = [group.offers[kind] for group in self.groups for kind in group.order]
         seconds = sum(count * offer.seconds for count, offer in zip(solved, offers))
         chosen = [kind for kind, count in zip(kinds, solved) for _ in range(count)]
-        return Mix(self.members, chosen, seconds)
+        return RecomputeAssignment(self.members, chosen, seconds)
 
 
-def grouped(offers: Sequence[Mapping[Recompute, Offer]], before: Sequence[float]) -> list[Group]:
+def grouped(
+    offers: Sequence[Mapping[Recompute, RecomputeOption]], before: Sequence[float]
+) -> list[Group]:
     """Return groups of neighbours that are alike, in order, as long as each has as many bytes more
     before it as the one before, and none has fewer."""
     groups: list[Group] = []
@@ -193,7 +195,9 @@ def grouped(offers: Sequence[Mapping[Recompute, Offer]], before: Sequence[float]
     return groups
 
 
-def _are_alike(first: Mapping[Recompute, Offer], second: Mapping[Recompute, Offer]) -> bool:
+def _are_alike(
+    first: Mapping[Recompute, RecomputeOption], second: Mapping[Recompute, RecomputeOption]
+) -> bool:
     return first is second or all(offer.is_like(second[kind]) for kind, offer in first.items())
 
 
@@ -230,21 +234,21 @@ def mixed_problem(
         if region is not None and region.name in inside:
             inside[region.name].append(plain[node.name])
     calls = list(plain.values())
-    line, place = Line.of(calls), {node: at for at, node in enumerate(calls)}
+    place_map, place = PlaceMap.of(calls), {node: at for at, node in enumerate(calls)}
     base = _kept_outside(calls, {node for row in inside.values() for node in row}, mesh)
     additions = sorted(
         (kept_at, size)
         for (maker, _), (keeper, size) in base.items()
-        for _, kept_at in line.spans(place[maker], keeper)
+        for _, kept_at in place_map.spans(place[maker], keeper)
     )
     sizes = np.cumsum([0.0, *(size for _, size in additions)])
-    ends = {name: iter(line.places(place[row[-1]])) for name, row in inside.items()}
+    ends = {name: iter(place_map.places(place[row[-1]])) for name, row in inside.items()}
     ended = [next(ends[name]) for name in members]  # the place where each goes backward first
     before = sizes[np.searchsorted([at for at, _ in additions], ended, side="right")]
     nodes = {kind: {node.name: node for node in graph.nodes} for kind, graph in graphs.items()}
     keys = {_name_and_index(key) for key in base}
-    known: dict[tuple[tuple[fx.Node, int], ...], dict[Recompute, Offer]] = {}
-    offers: dict[str, dict[Recompute, Offer]] = {}
+    known: dict[tuple[tuple[fx.Node, int], ...], dict[Recompute, RecomputeOption]] = {}
+    offers: dict[str, dict[Recompute, RecomputeOption]] = {}
     for name, row in inside.items():
         alike = tuple((blocks.twin(node), place[node] - place[row[0]]) for node in row)
         if alike not in known:
@@ -279,7 +283,7 @@ def _kept_outside(
 
 def _offer(
     region: Sequence[fx.Node], base: set[tuple[str, object]], keep: Keep, prices: NodePrices
-) -> Offer:
+) -> RecomputeOption:
     """Return the offer of a region, whose calls, as given, keep all of it on the device."""
     storages, mesh = dict[Storage, float](), prices.mesh
     for node in region:
@@ -296,7 +300,9 @@ def _offer(
         seconds += price.forward + price.backward
         held, on_host = (held, on_host + piece) if keep == "host" else (held + piece, on_host)
         returned.append(size)
-    return Offer(seconds, held, peak_recomputed_bytes(region, mesh) + max(returned), on_host)
+    return RecomputeOption(
+        seconds, held, peak_recomputed_bytes(region, mesh) + max(returned), on_host
+    )
 
 
 def _name_and_index(key: Storage) -> tuple[str, object]:

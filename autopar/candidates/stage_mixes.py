@@ -123,7 +123,6 @@ class StageMixes:
     def outline(self, way: MixedWay) -> Candidate:
         """Return a stand-in for the real program, with the seconds and bytes of the mix."""
         leanest = self._program.fastest(way.pipelining.schedule, LEANEST_FIRST[0]).candidate
-        stand_in = leanest.changed(leanest.search, way.pipelining, timeline=way.timeline)
         memories = [
             replace(
                 memory,
@@ -131,8 +130,8 @@ class StageMixes:
             )
             for memory, more in zip(leanest.memories, (way.expected - _peaks(leanest)).tolist())
         ]
-        vars(stand_in.step).update(memories=memories)
-        return stand_in
+        stand_in = leanest.changed(leanest.search, way.pipelining, timeline=way.timeline)
+        return replace(stand_in, step=replace(stand_in.step, known_memories=memories))
 
     def note(self, way: MixedWay) -> None:
         """Remember what the real program needs beyond what was expected."""

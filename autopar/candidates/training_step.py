@@ -8,6 +8,7 @@ What is known of the pipeline already is given, so that it is not computed again
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -46,6 +47,8 @@ class TrainingStep:
     known_timeline: Timeline | None = field(default=None, compare=False, repr=False)
     known_stage_costs: StageCosts | None = field(default=None, compare=False, repr=False)
     known_cut: StageCut | None = field(default=None, compare=False, repr=False)
+    # What is held at each place of the pipeline, where that is known without a program.
+    known_memories: Sequence[Memory] | None = field(default=None, compare=False, repr=False)
     # A step with other names of axes alone, whose figures are those of this one.
     renamed: TrainingStep | None = field(default=None, compare=False, repr=False)
 
@@ -96,8 +99,10 @@ class TrainingStep:
         return Memory.fullest(self.memories)
 
     @cached_property
-    def memories(self) -> list[Memory]:
+    def memories(self) -> Sequence[Memory]:
         """Return the predicted bytes of a rank at each place of the pipeline, or of all ranks."""
+        if self.known_memories is not None:
+            return self.known_memories
         if self.renamed is not None:
             return self.renamed.memories
         program, size = self.program, self.program.states.buffer_bytes

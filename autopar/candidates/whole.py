@@ -15,12 +15,12 @@ from torch import fx
 
 from autopar.candidates.alternative import Alternative
 from autopar.candidates.candidate import Candidate
-from autopar.candidates.mixed_problem import Mix
+from autopar.candidates.mixed_problem import RecomputeAssignment
 from autopar.candidates.recomputation import Regions
 from autopar.candidates.request import Request
 from autopar.candidates.unfolded import unfolded_regions, with_program
 from autopar.capture.captured import Captured
-from autopar.capture.folding import in_runs, worth_folding
+from autopar.capture.folding import fold_in_runs, worth_folding
 from autopar.capture.regions import label_of
 from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.recompute import Recompute, summary
@@ -57,10 +57,10 @@ class Whole:
         """Return the decisions about regions of the whole program, from those of the short one."""
         return unfolded_regions(decided, self.short, self._names)
 
-    def mixed(self, candidate: Candidate, mix: Mix) -> Candidate:
+    def mixed(self, candidate: Candidate, mix: RecomputeAssignment) -> Candidate:
         """Return a candidate whose regions are treated as in a mix. A block stands for others in
         each run of blocks that are treated alike."""
-        decided = self.regions.fixed | mix.of(self.regions.free)
+        decided = self.regions.fixed | mix.for_regions(self.regions.free)
         counts = tuple(
             tuple(len([*run]) for _, run in groupby(tuple(map(decided.get, n)) for n in blocks))
             for blocks in self._blocks
@@ -103,6 +103,6 @@ class Whole:
     def _program_in_runs(
         self, counts: tuple[tuple[int, ...], ...], microbatches: int | None
     ) -> tuple[Captured, Microbatches | None]:
-        program = in_runs(self.whole, counts)
+        program = fold_in_runs(self.whole, counts)
         batches = None if microbatches is None else cut_batch(program, microbatches)
         return program if batches is None else batches.captured, batches

@@ -61,7 +61,7 @@ from autopar.capture.fake import (
     outside_fake_mode,
 )
 from autopar.capture.flatten import flatten
-from autopar.capture.folding import whole_of
+from autopar.capture.folding import complete_program
 from autopar.capture.functions import own_backwards_kept
 from autopar.capture.fused import mark_parts
 from autopar.capture.generators import generators_kept
@@ -191,7 +191,7 @@ def _captured(
         normalise(builder)
         require_rows(builder)
         example = Example(copy, call[0], call[1], device, precision, autocasts)
-        captured = whole_of(_freeze(builder, example), held, left_out)
+        captured = complete_program(_freeze(builder, example), held, left_out)
         require_no_overlaps(model, captured)
         decisions = by_placeholder(decided, captured.inputs)
         writes = writes_to(builder.writes, captured.inputs)

@@ -1,8 +1,8 @@
 """Folding: a captured program of equal blocks as segments, and written out again.
 
-    program = in_segments(captured)
-    short = folded(captured)        # with a few blocks, one of which stands for many
-    in_runs(captured, [[6, 90]])    # with one for 6 blocks, that differ from the next 90
+    program = recognise_segments(captured, least)
+    short = fold(captured)          # with a few blocks, one of which stands for many
+    fold_in_runs(captured, [[6, 90]])  # with one for 6 blocks, that differ from the next 90
 
 What a step takes is a sum over blocks: many ways to run one are weighed on the short program, and
 the one that is taken is made of the whole one.
@@ -19,65 +19,67 @@ from autopar.capture.captured import Captured
 from autopar.capture.hidden import Needed
 from autopar.capture.marker import ANNOTATE
 from autopar.program.names import path_above
-from autopar.program.recognition import recognised
+from autopar.program.recognition import recognise
 from autopar.program.segments import Program, Segment
 from autopar.program.unfolding import unfold
 from autopar.strategies.node_info import info
 
-FEWEST = 8  # equal blocks that a capture may have written a few of
-LEAST = 12  # equal blocks that are worth it
+MIN_SEGMENT_BLOCKS = 8  # of a segment: of more, capture may have written a few
+MIN_FOLDED_BLOCKS = 12  # for one to stand for others
 SHOWN = 3, 3  # before and after the block that stands for the others
 
 
-def folded(captured: Captured) -> Captured:
+def fold(captured: Captured) -> Captured:
     """Return a program with as few blocks as stand for all; the program itself, where it has few,
     or where they differ in what a plan may say of them."""
     facts = [(node.target, info(node)) for node in captured.graph.nodes]
     if any(a.checkpoint is not None or a.on_host or to is ANNOTATE for to, a in facts):
         return captured
-    return captured if captured.program is None else _folded(captured, captured.program)
+    return captured if captured.program is None else _fold(captured, captured.program)
 
 
-def in_runs(whole: Captured, counts: Sequence[Sequence[int]]) -> Captured:
+def fold_in_runs(whole: Captured, counts: Sequence[Sequence[int]]) -> Captured:
     """Return a program of which so many blocks in a row are alike, and so many after them; `counts`
     are of each segment that is folded."""
     program = whole.program
     assert program is not None
     for segment, lengths in zip(worth_folding(program), counts, strict=True):
         program = program.split(segment, lengths)
-    return _folded(whole, program)
+    return _fold(whole, program)
 
 
 def worth_folding(program: Program) -> list[Segment]:
     """Return the segments of which one block stands for others, where they are alike."""
-    return [segment for segment in program.segments if segment.count >= LEAST]
+    return [segment for segment in program.segments if segment.count >= MIN_FOLDED_BLOCKS]
 
 
-def _folded(whole: Captured, program: Program) -> Captured:
+def _fold(whole: Captured, program: Program) -> Captured:
     assert whole.program is not None
     graphs = {segment.graph for segment in worth_folding(whole.program)}
     graph = unfold(program, SHOWN, graphs)
     if all(info(node).count == 1 for node in graph.nodes):
         return whole
-    return replace(_written(whole, graph), program=program, unfolded=whole)
+    return replace(_with_graph(whole, graph), program=program, unfolded=whole)
 
 
-def in_segments(captured: Captured, least: int, missing: Collection[str] = ()) -> Program:
+def recognise_segments(captured: Captured, least: int, missing: Collection[str] = ()) -> Program:
     """Return the segments of a captured program.
 
     `least`: the fewest equal blocks of one. `missing`: the modules of blocks that are not written.
     """
-    return recognised(captured.graph, captured.parameters | captured.buffers, least, missing)
+    return recognise(captured.graph, captured.parameters | captured.buffers, least, missing)
 
 
-def whole_of(captured: Captured, names: Collection[str], missing: Collection[str]) -> Captured:
+def complete_program(
+    captured: Captured, names: Collection[str], missing: Collection[str]
+) -> Captured:
     """Return a program with all its blocks, and its segments; modules may be `missing`.
 
     `names`: of all parameters and buffers. Where the blocks that are missing are not found between
     equal ones, capture begins again, and writes all.
     """
-    program = in_segments(captured, FEWEST, missing)
-    whole = written(captured, program) if program.is_folded else captured
+    program = recognise_segments(captured, MIN_SEGMENT_BLOCKS, missing)
+    whole = unfold_captured(captured, program) if program.is_folded else captured
     if not missing and not _are_same(captured, whole):
         return captured  # no segments are better than segments of another program
     written_names = sorted([*whole.parameters.values(), *whole.buffers.values()])
@@ -109,12 +111,12 @@ def _are_same(captured: Captured, other: Captured) -> bool:
     return True
 
 
-def written(captured: Captured, program: Program) -> Captured:
+def unfold_captured(captured: Captured, program: Program) -> Captured:
     """Return a captured program with all blocks of its segments; it may have a few of them."""
-    return _written(captured, unfold(program))
+    return _with_graph(captured, unfold(program))
 
 
-def _written(captured: Captured, graph: fx.Graph) -> Captured:
+def _with_graph(captured: Captured, graph: fx.Graph) -> Captured:
     nodes = {node.name: node for node in graph.nodes}
     twins = {name: place.name for name, n in nodes.items() if (place := info(n).block)}
 

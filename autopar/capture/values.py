@@ -98,8 +98,7 @@ def _leaf(value: Any) -> Any:
 
 def _described(node: fx.Node, values: Sequence[Any]) -> Hashable:
     """Equal for calls that make the same of such inputs."""
-    names = {value: f"%{number}" for number, value in enumerate(node.all_input_nodes)}
-    return node.target, constants_of(node, names), *map(_form, values)
+    return node.target, constants_of(node), *map(_form, values)
 
 
 def _form(value: Any) -> Hashable:

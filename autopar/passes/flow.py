@@ -25,7 +25,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.origins import taken_copies
 from autopar.errors import InvalidInput
 from autopar.program.equal_blocks import EqualBlocks
-from autopar.program.line import Line
+from autopar.program.place_map import PlaceMap
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import WeightInputs, info
 from autopar.strategies.results import is_result, tensor_arguments, values_of
@@ -79,7 +79,7 @@ class Flow:
             "sources": moved(self.sources),
             "weight_inputs": moved(self.weight_inputs),
             "crossings": self.crossings,
-            "line": self.line,
+            "place_map": self.place_map,
             "_last_reader": moved(self._last_reader),
         }
         return Flow(graph, self.mutations, self.loss, facts)
@@ -141,9 +141,9 @@ class Flow:
         }
 
     @_fact
-    def line(self) -> Line:
+    def place_map(self) -> PlaceMap:
         """Return where the activations stand in the program that this one stands for."""
-        return Line.of(self.activations)
+        return PlaceMap.of(self.activations)
 
     @cached_property
     def statistics(self) -> tuple[fx.Node, ...]:

@@ -39,7 +39,7 @@ class StageCut:
     # The stages that hold each parameter and buffer, by its name in the model, if another program
     # has decided that.
     held: Mapping[str, tuple[int, ...]] | None = None
-    # For how many blocks each run of the flow's line stands, if not as its nodes say.
+    # For how many blocks each repeated span of the flow stands, if not as its nodes say.
     counts: tuple[int, ...] = ()
 
     @classmethod
@@ -180,7 +180,7 @@ def cut_stage(cut: StageCut, index: int) -> Stage:
     graph = copy_subgraph(flow.graph, [*results, *computed], received)
     copies = {node.name: node for node in graph.nodes}
     if cut.counts:
-        flow.line.count_anew(graph.nodes, cut.counts)
+        flow.place_map.set_counts(graph.nodes, cut.counts)
     for node in received:
         info(copies[node.name]).origin = ("received", node.name)
     stay_received(graph)

@@ -28,7 +28,7 @@ from autopar.candidates.staged import KnownLines, StagedProgram, StagedWay
 from autopar.candidates.whole import Whole
 from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
-from autopar.capture.folding import folded
+from autopar.capture.folding import fold
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
@@ -164,7 +164,7 @@ class Asker:
         is_annotated = any(self._annotations) or any(self._pins) or any(marked_regions(model))
         if request.mode != "auto" or is_annotated or request.recompute.modules:
             return captured
-        short = folded(captured)
+        short = fold(captured)
         free = Regions(short, request.recompute).free if short.is_folded else ()
         return captured if members_of(short, free) is None else short
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.candidates.candidate import Candidate
-from autopar.candidates.mixed_problem import Mix, members_of, mixed_problem
+from autopar.candidates.mixed_problem import RecomputeAssignment, members_of, mixed_problem
 from autopar.candidates.recomputation import KINDS, Regions
 from autopar.candidates.whole import Whole
 from autopar.cost.footprint import CONSTANT_KINDS
@@ -44,7 +44,8 @@ def mixed(
         graphs[kind] = way.rewritten
     problem = mixed_problem(graphs, members, laid.prices, plain.equal_blocks)
     mix = problem.solve(room, host)
-    if whole is not None and mix is not None and mix.own is None and _may_win(plain, mix, cutoff):
+    needs_program = mix is not None and mix.for_short_program is None
+    if whole is not None and mix and needs_program and _may_win(plain, mix, cutoff):
         # Before a program is made of it: there is more beside what is kept where some runs again.
         used = {kind.kind for kind in mix.kinds}
         every = (way for kind, way in ways.items() if kind.kind in used)
@@ -56,8 +57,8 @@ def mixed(
         if not _may_win(plain, mix, cutoff):
             return TooSlow(plain.seconds + plain.microbatches * mix.seconds)
         report("memory", "recomputing regions")
-        if mix.own is not None:
-            way = laid.recomputed(regions.fixed | mix.own)
+        if mix.for_short_program is not None:
+            way = laid.recomputed(regions.fixed | mix.for_short_program)
         else:
             assert whole is not None, "this program cannot say it"
             way = whole.mixed(laid, mix)
@@ -86,5 +87,5 @@ def _left(way: Candidate, memory: float) -> tuple[float, float]:
     return (min(left, host), float("inf")) if is_shared else (left, host)
 
 
-def _may_win(plain: Candidate, mix: Mix, cutoff: float) -> bool:
+def _may_win(plain: Candidate, mix: RecomputeAssignment, cutoff: float) -> bool:
     return plain.seconds + plain.microbatches * mix.seconds < cutoff * (1 + _SLACK)

@@ -103,7 +103,7 @@ def is_regular(graph: fx.Graph) -> bool:
 
 
 class Twin(NamedTuple):
-    """The node of which the same is known as of another, in a block that many others equal."""
+    """Points to the node that stands for another: the same call in the first block inside a run."""
 
     node: fx.Node
     row: ShownBlocks

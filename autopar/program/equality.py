@@ -40,15 +40,15 @@ def number_calls(graph: fx.Graph) -> dict[str, int]:
 
 def _described(node: fx.Node) -> tuple[Any, ...]:
     inputs = node.all_input_nodes
-    slots = {value: _Slot(index) for index, value in enumerate(inputs)}
-    constants = constants_of(node, slots)
+    constants = constants_of(node)
     tensors = tuple((*_form(value), info(value).differentiable) for value in inputs)
     return node.target, constants, tensors, _form(node), info(node).on_host, info(node).learns
 
 
-def constants_of(node: fx.Node, names: Mapping[fx.Node, object]) -> str:
+def constants_of(node: fx.Node) -> str:
     """Return what a call is given, with names for the tensors. Which of a program's draws it makes,
     and where a piece of it starts, is nothing by which calls differ: the shape of all of it is."""
+    names = {value: _Slot(index) for index, value in enumerate(node.all_input_nodes)}
     args = [f"draw of {a.shape}" if isinstance(a, DrawPlace) else a for a in node.args]
     return repr(fx.map_arg((args, node.kwargs), names.__getitem__))  # type: ignore[arg-type]
 

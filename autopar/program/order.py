@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import fx
 
 from autopar.strategies.kernels.keyed_draws import DrawPlace
@@ -30,6 +32,24 @@ def put_in_block(node: fx.Node, place: BlockPlace, before: int = 0) -> None:
         known.origin = kind, blocks.moved(name, before, place.number)
     later = place.number - before
     move(node, later * blocks.draws, later * blocks.checkpoints)
+
+
+def copy_node(
+    graph: fx.Graph, source: fx.Node, name: str, read: Callable[[fx.Node], fx.Node]
+) -> fx.Node:
+    """Add a node to the end of a graph that is called and does as a `source`, but reads what `read`
+    gives for each value; refuse a name that another node has, as a block would be there twice."""
+    target = name if source.op == "placeholder" else source.target
+    copy = graph.create_node(source.op, target, name=name)
+    if copy.name != name:
+        raise ValueError(f"{name} is in the program already")
+    # Arguments that are set later are not searched for symbols, which takes longest.
+    if source.args:
+        copy.args = fx.map_arg(source.args, read)
+    if source.kwargs:
+        copy.kwargs = fx.map_arg(source.kwargs, read)
+    copy.meta = dict(source.meta)
+    return copy
 
 
 def move(node: fx.Node, draws: int, checkpoints: int) -> None:

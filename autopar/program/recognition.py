@@ -1,6 +1,6 @@
 """Recognition: the equal blocks of a graph, found once, as segments of a program.
 
-    program = recognised(graph, names, least=8)     # `names`: of parameters, by placeholder
+    program = recognise(graph, names, least=8)     # `names`: of parameters, by placeholder
 
 Blocks are equal when their calls are (equality.py), one by one, and stand to one another and to the
 blocks beside them in the same way (rows.py), and when the names of modules and parameters differ in
@@ -49,7 +49,7 @@ class Repetition:
         return self.count - len(self.blocks)
 
 
-def recognised(
+def recognise(
     graph: fx.Graph, names: Mapping[str, str], least: int, missing: Collection[str] = ()
 ) -> Program:
     """Return the program of a graph.

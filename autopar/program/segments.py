@@ -1,6 +1,6 @@
 """Programs as segments: a segment is the graph of one block and how often it runs.
 
-    program = recognised(graph, names, 8)      # equal blocks are found (recognition.py)
+    program = recognise(graph, names, 8)      # equal blocks are found (recognition.py)
     first, rest = program.split(segment, [6, 90]).segments[1:3]
     first.graph is rest.graph                  # equal means identical
     unfold(program)                            # all blocks in one graph (unfolding.py)
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from torch import fx
 
@@ -52,12 +51,6 @@ class Segment:
         if name in self.own:
             return self.name(name, block)
         return name if block == 0 else f"{name}__{block}"
-
-    @cached_property
-    def node_names(self) -> tuple[str, ...]:
-        """Return the names in the graph of what each block has of its own."""
-        calls = (node.name for node in self.graph.nodes if node.op != "placeholder")
-        return (*self.own, *calls)
 
     def __str__(self) -> str:
         paths = [name for name in self.names.values() if not name.after]

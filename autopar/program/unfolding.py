@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autopar.program.order import put_in_block
+from autopar.program.order import copy_node, put_in_block
 from autopar.program.segments import OwnInputs, Program, Segment
 from autopar.strategies.node_info import BlockPlace
 
@@ -82,10 +82,7 @@ class _Writer:
         yield from ((block, 1) for block in range(end - after, end))
 
     def _input(self, source: fx.Node, name: str) -> fx.Node:
-        placeholder = self.graph.placeholder(name)
-        _require_name(placeholder, name)
-        placeholder.meta = dict(source.meta)
-        return placeholder
+        return copy_node(self.graph, source, name, lambda value: value)
 
     def _write(self, segment: Segment, block: int, count: int) -> None:
         here = dict[fx.Node, fx.Node]()
@@ -98,11 +95,8 @@ class _Writer:
                 is_own = name in segment.own
                 here[source] = self.own_inputs[block, name] if is_own else self.values[name]
                 continue
-            args, kwargs = fx.map_arg((source.args, source.kwargs), here.__getitem__)
             name = segment.node_name(name, block)
-            node = self.graph.create_node(source.op, source.target, args, kwargs, name)
-            _require_name(node, name)
-            node.meta = dict(source.meta)
+            node = copy_node(self.graph, source, name, here.__getitem__)
             self._mark(node, source, segment, block, count)
             here[source] = node
         self.begun.add(id(segment.graph))
@@ -113,9 +107,3 @@ class _Writer:
     ) -> None:
         if segment.names:
             put_in_block(node, BlockPlace(segment, source.name, block, count))
-
-
-def _require_name(node: fx.Node, name: str) -> None:
-    """Refuse a name that another node has: a block would be written twice."""
-    if node.name != name:
-        raise ValueError(f"{name} is in the program already")

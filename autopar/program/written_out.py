@@ -15,7 +15,7 @@ from itertools import groupby
 
 from torch import fx
 
-from autopar.program.order import put_in_block
+from autopar.program.order import copy_node, put_in_block
 from autopar.strategies.node_info import BlockPlace, info
 
 
@@ -30,14 +30,14 @@ class _WholeWriter:
     graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of what stands for itself
     # By graph of the first block, name in it, and number of a block: what is shown, and written.
-    shown: dict[tuple[int, str, int], fx.Node] = field(default_factory=dict)
-    copies: dict[tuple[int, str, int], fx.Node] = field(default_factory=dict)
+    shown: dict[tuple[fx.Graph, str, int], fx.Node] = field(default_factory=dict)
+    copies: dict[tuple[fx.Graph, str, int], fx.Node] = field(default_factory=dict)
 
     def written(self) -> fx.Graph:
         """Return the graph, block by block."""
         for node in self.source.nodes:
             if (place := info(node).block) is not None:
-                self.shown[id(place.blocks.graph), place.name, place.number] = node
+                self.shown[place.blocks.graph, place.name, place.number] = node
         for place, nodes in _groups(self.source):
             if place is None:
                 for node in nodes:
@@ -54,26 +54,10 @@ class _WholeWriter:
         place = stands_for.later(number - stands_for.number)
         copy = self._copy(node, place.node_name, place)
         put_in_block(copy, place, before=stands_for.number)
-        self.copies[id(place.blocks.graph), place.name, number] = copy
+        self.copies[place.blocks.graph, place.name, number] = copy
 
     def _copy(self, node: fx.Node, name: str, place: BlockPlace | None) -> fx.Node:
-        target = name if node.op == "placeholder" else node.target
-        copy = self.graph.create_node(node.op, target, name=name)
-        if copy.name != name:
-            raise ValueError(f"{name} is in the program already")
-
-        def value_of(value: fx.Node) -> fx.Node:
-            return self._value(value, node, place)
-
-        # Arguments that are set later are not searched for symbols, which takes longest.
-        if node.args:
-            copy.args = fx.map_arg(node.args, value_of)
-        if node.kwargs:
-            copy.kwargs = fx.map_arg(node.kwargs, value_of)
-        copy.meta = dict(node.meta)
-        for fact in ("region", "remade", "dropped", "away"):
-            copy.meta.pop(fact, None)
-        return copy
+        return copy_node(self.graph, node, name, lambda value: self._value(value, node, place))
 
     def _value(self, value: fx.Node, reader: fx.Node, at: BlockPlace | None) -> fx.Node:
         """Return what a reader reads, as which the node `reader` stands at some place."""
@@ -92,14 +76,14 @@ class _WholeWriter:
             elif of_reader.count > 1 and not self._is_read_by_next(value, reader):
                 assert of_reader.number == last + 1, "blocks read of the block before"
                 number = at.number - 1
-        key = id(of_value.blocks.graph), of_value.name, number
+        key = of_value.blocks.graph, of_value.name, number
         return self.copies.get(key) or self.values[value]
 
     def _is_read_by_next(self, value: fx.Node, reader: fx.Node) -> bool:
         """Return whether the same call in the next block reads a value in the same place."""
         place = info(reader).block
         assert place is not None
-        key = id(place.blocks.graph), place.name, place.number + place.count
+        key = place.blocks.graph, place.name, place.number + place.count
         following = self.shown[key].all_input_nodes
         pairs = zip(reader.all_input_nodes, following)
         return any(read is value and also_read is value for read, also_read in pairs)
@@ -107,11 +91,6 @@ class _WholeWriter:
 
 def _groups(graph: fx.Graph) -> Iterator[tuple[BlockPlace | None, Sequence[fx.Node]]]:
     """Yield the nodes between blocks that stand for several, and those of each of these."""
-
-    def block_of(node: fx.Node) -> tuple[int, int] | None:
-        place = info(node).block
-        return None if place is None or place.count == 1 else (id(place.blocks.graph), place.number)
-
-    for block, nodes in groupby([*graph.nodes], key=block_of):
+    for block, nodes in groupby([*graph.nodes], key=lambda node: info(node).repeated_block):
         row = [*nodes]
         yield None if block is None else info(row[0]).block, row

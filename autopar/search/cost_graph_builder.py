@@ -37,7 +37,7 @@ from autopar.cost.state_price import OverlappedWork
 from autopar.errors import InvalidInput
 from autopar.layout import ParameterPlacement, Parts, Placement
 from autopar.mesh import Mesh
-from autopar.program.line import repeated_blocks
+from autopar.program.place_map import repeated_blocks
 from autopar.search.candidates import Candidates, NodeClasses, storage_states, uncut
 from autopar.search.constraints import Constraints
 from autopar.search.counted_bytes import Use, bytes_of, count_moments, uses_of_input

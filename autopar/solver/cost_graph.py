@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from autopar.errors import InvalidInput
-from autopar.solver.packed_graph import Array, BlockRow, Integers, PackedGraph, Table
+from autopar.solver.packed_graph import Array, BlockRun, Integers, PackedGraph, Table
 
 
 class _Tables:
@@ -258,7 +258,7 @@ def _repeated(packed: PackedGraph, nodes: Sequence[int], times: int) -> PackedGr
     ]
     sorting = np.lexsort((edges[2], edges[0], edges[1]))
     low, high, table = (array[sorting] for array in edges)
-    rows = *packed.rows, BlockRow(start, period, times)
+    rows = *packed.rows, BlockRun(start, period, times)
     repeated = replace(
         packed, node_table=packed.node_table[node], origin=packed.origin[node], rows=rows
     )

@@ -17,45 +17,16 @@ between blocks is placed where the fewest strategies cross.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from autopar.solver.cost_graph import PackedGraph
+from autopar.solver.packed_graph import BlockRun, PackedGraph
 
 LEAST_BLOCKS = 3
 _MOST_EDGES = 24  # a node with more edges to earlier nodes is not part of a block
 _GRAMS = (1, 2, 4, 8, 16)
 _LAGS = 6  # candidates for the period, of each length of gram
-
-
-@dataclass(frozen=True)
-class BlockRun:
-    """`count` equal blocks of `period` nodes from node `start` on.
-
-    The nodes at positions `crossing` of a block are all that the next block sees of it; `inputs`
-    play their part for the first block. Every block may see the nodes `shared`."""
-
-    start: int
-    period: int
-    count: int
-    crossing: tuple[int, ...] = ()
-    inputs: tuple[int, ...] = ()
-    shared: tuple[int, ...] = ()
-
-    @property
-    def end(self) -> int:
-        return self.start + self.period * self.count
-
-    @property
-    def outputs(self) -> tuple[int, ...]:
-        """The crossing nodes of the last block."""
-        return tuple(self.end - self.period + position for position in self.crossing)
-
-    @property
-    def saved(self) -> int:
-        """The number of nodes that need not be looked at."""
-        return (self.count - 1) * self.period
 
 
 def find_runs(packed: PackedGraph) -> list[BlockRun]:

@@ -47,16 +47,32 @@ class Table:
 
 
 @dataclass(frozen=True)
-class BlockRow:
-    """Describe equal blocks of nodes that follow one another."""
+class BlockRun:
+    """`count` equal blocks of `period` nodes from node `start` on.
+
+    The nodes at positions `crossing` of a block are all that the next block sees of it; `inputs`
+    play their part for the first block. Every block may see the nodes `shared`."""
 
     start: int
     period: int
     count: int
+    crossing: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
         return self.start + self.period * self.count
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The crossing nodes of the last block."""
+        return tuple(self.end - self.period + position for position in self.crossing)
+
+    @property
+    def saved(self) -> int:
+        """The number of nodes that need not be looked at."""
+        return (self.count - 1) * self.period
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +91,7 @@ class PackedGraph:
     edge_table: Integers
     origin: Integers
     strategy: list[Integers]
-    rows: tuple[BlockRow, ...] = ()  # of equal blocks, of which the caller has one each
+    rows: tuple[BlockRun, ...] = ()  # of equal blocks, of which the caller has one each
 
     def __len__(self) -> int:
         return len(self.node_table)
@@ -187,7 +203,7 @@ class PackedGraph:
             choice = self._spread(row, best, limit)
         return choice
 
-    def _spread(self, row: BlockRow, choice: Integers, limit: float) -> Integers:
+    def _spread(self, row: BlockRun, choice: Integers, limit: float) -> Integers:
         """Copy a row's strategies to the equal blocks next to it, where that is as good."""
         start, period, count = row.start, row.period, row.count
         block_tables = self.node_table[start : start + period]

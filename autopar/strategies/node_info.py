@@ -174,6 +174,12 @@ class NodeInfo:
         return 1 if self.block is None else self.block.count
 
     @property
+    def repeated_block(self) -> tuple[fx.Graph, int] | None:
+        """Return the block that the node is in, if it stands for several; None: it does not."""
+        place = self.block
+        return None if place is None or place.count == 1 else (place.blocks.graph, place.number)
+
+    @property
     def values(self) -> tuple[Any, ...]:
         """Return the fake value of each result of a call; most nodes have one."""
         return flat_values(self.val)

@@ -14,7 +14,7 @@ from autopar import Cluster, Mesh
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.unfolded import longer
 from autopar.capture import capture
-from autopar.capture.folding import folded
+from autopar.capture.folding import fold
 from autopar.capture.regions import blocks
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.cost.footprint import program_memory
@@ -65,7 +65,7 @@ class Both(NamedTuple):
 def laid(model: str) -> Both:
     case = MAKERS[model](layers=LAYERS)
     captured = capture(case.model, case.args, case.kwargs)
-    short = folded(captured)
+    short = fold(captured)
     assert short.is_folded
     small, large = cut_batch(short, 2), cut_batch(captured, 2)
     search = LayoutSearch(small.captured, CLUSTER, lambda mesh: Constraints(), microbatches=2)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import capture, export, folding
 from autopar.capture.captured import Captured
-from autopar.capture.folding import folded, in_segments, written
+from autopar.capture.folding import fold, recognise_segments, unfold_captured
 from autopar.capture.hidden import Hiding
 from autopar.program.names import Numbered, numbered
 from autopar.program.unfolding import unfold
@@ -272,7 +272,7 @@ def followed(case: Case) -> Captured:
     """Return the program of a model, of which each block is written out as export gives it."""
     with (
         patch.object(export, "blocks_followed_once", lambda *_: nullcontext(Hiding())),
-        patch.object(folding, "FEWEST", 1 << 30),  # it stays as export gave it
+        patch.object(folding, "MIN_SEGMENT_BLOCKS", 1 << 30),  # it stays as export gave it
     ):
         return capture(case.model, case.args, case.kwargs)
 
@@ -318,18 +318,18 @@ def test_few_blocks_are_written_for_all(name: str) -> None:
     assert captured.program is not None
     counts = [segment.count for segment in captured.program.segments if segment.count > 1]
     assert counts == COUNTS.get(name, [18])
-    assert_equal(whole, written(captured, captured.program))
+    assert_equal(whole, unfold_captured(captured, captured.program))
 
 
 @pytest.mark.parametrize("name", ["equal", "in turn", "dropout", "a mask that all read"])
 def test_a_folded_program_is_recognised_again(name: str) -> None:
     case = CASES[name]()
     captured = capture(case.model, case.args, case.kwargs)
-    short = folded(captured)
+    short = fold(captured)
     assert short.is_folded
     assert len(short.graph.nodes) < len(captured.graph.nodes)
     assert short.length == captured.length
-    assert_equal(captured, written(short, in_segments(short, 8)))
+    assert_equal(captured, unfold_captured(short, recognise_segments(short, 8)))
 
 
 @pytest.mark.parametrize("counts", [[6, 12], [1, 16, 1], [18]])
@@ -342,7 +342,7 @@ def test_a_split_gives_segments_of_one_graph(counts: list[int]) -> None:
     pieces = program.split(segment, counts).segments[1:-1]
     assert [piece.count for piece in pieces] == counts
     assert {id(piece.graph) for piece in pieces} == {id(segment.graph)}
-    assert_equal(captured, written(captured, program.split(segment, counts)))
+    assert_equal(captured, unfold_captured(captured, program.split(segment, counts)))
     with pytest.raises(ValueError, match="blocks are not the 18 of the segment"):
         program.split(segment, [1, 2])
 

@@ -31,7 +31,7 @@ MOST_KNOWN = 1 << 18  # calls of stages, before they are forgotten
 
 
 class StageMemories:
-    """What stages of programs with the same calls take on one mesh."""
+    """Computes the memory of stages on one mesh, once for stages that are alike."""
 
     _forms: ClassVar[dict[Hashable, int]] = {}
     _numbers: ClassVar[Iterator[int]] = count()
@@ -64,8 +64,8 @@ class StageMemories:
         return memory if before == names else _renamed(memory, dict(zip(before, names)))
 
     def _described(self, cut: StageCut, index: int) -> tuple[Hashable, list[str]]:
-        """What a stage receives, its calls one after another, and its results, whatever their
-        names are; and the names of its parameters."""
+        """Return a key of a stage without names (inputs, calls, results), and the names of its
+        parameters."""
         flow, (start, end) = cut.flow, cut.bounds(index)
         received, names = flow.crossing(start), list[str]()
         places = {node: place for place, node in enumerate(received)}
@@ -103,8 +103,8 @@ class StageMemories:
         return (ends, *found), names
 
     def _form_of(self, node: fx.Node, flow: Flow) -> int:
-        """A number for all that the bytes of a call follow from, besides which calls it reads and
-        what is done of it again."""
+        """Return a number for all that the bytes of a call follow from, besides which calls it
+        reads and what of it runs again."""
         if node.name not in self._known or info(node).places is not None:
             form = _form(node), flow.weight_inputs.get(node)
             cls = type(self)
@@ -115,10 +115,9 @@ class StageMemories:
 
 
 def _form(node: fx.Node) -> Hashable:
-    """All that the bytes of a call follow from, besides which calls it reads."""
-    known, inputs = info(node), node.all_input_nodes
-    names = {value: f"%{place}" for place, value in enumerate(inputs)}
-    constants = constants_of(node, names)
+    """Return all that the bytes of a call follow from, besides which calls it reads."""
+    known = info(node)
+    constants = constants_of(node)
     target = node.target if node.op == "call_function" else node.op
     if node.op == "output":
         return target, constants

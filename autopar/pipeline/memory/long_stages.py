@@ -1,4 +1,4 @@
-"""Long stages: what the stages of a program take, of which a short one stands here."""
+"""Long stages: the memory of the stages of a whole program, computed on the folded one."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ def taken_by_long_stages(
     look_at: StageMemories,
     known: MutableMapping[Hashable, StageMemory],
 ) -> dict[int, StageMemory]:
-    """What each stage takes in a step; those that start and end alike are `known`."""
+    """Return the memory of each stage by index.
+
+    `known`: a cache, of stages with equal bounds, shared parameters and counts.
+    """
     made, found = pipelining.schedule, {}
     for index, bounds in enumerate(_bounds(costs, pipelining)):
-        start, end, counts = costs.flow.line.stage(*bounds)
+        start, end, counts = costs.flow.place_map.stage(*bounds)
         cut, own = in_three(costs.flow, start, end, made, index), int(start > 0)
         cut = replace(cut, counts=counts)
         key = cut.bounds(own), cut.shared(own), index in made.split_stages, counts
@@ -35,8 +38,8 @@ def taken_by_long_stages(
 
 
 def _shared(memory: StageMemory, cut: StageCut) -> StageMemory:
-    """The same, with the names of those parameters alone that other stages read, too: what stands
-    for several has one name in all of them."""
+    """Keep the names of those parameters alone that other stages read, too: what stands for several
+    blocks has one name in all of them."""
     names = {node.name for node, readers in cut.readers.items() if not readers.is_own}
     learned = {name: size for name, size in memory.learned.items() if name in names}
     return replace(memory, learned=learned, at_once=memory.at_once & names)
@@ -45,7 +48,7 @@ def _shared(memory: StageMemory, cut: StageCut) -> StageMemory:
 def in_three(
     flow: Flow, start: int = 0, end: int = 0, made: Schedule | None = None, index: int = 0
 ) -> StageCut:
-    """A program in one stage of a schedule, if there is one, and what comes before and after it."""
+    """Cut a program into a stage, and what comes before and after it."""
     count = len(flow.activations)
     points = sorted({0, start, end or count, count})
     first = index - (start > 0)
@@ -55,7 +58,7 @@ def in_three(
 
 
 def bounds_by_place(costs: StageCosts, pipelining: Pipelining) -> list[list[tuple[int, int]]]:
-    """Where the stages start and end that each place along the pipeline has."""
+    """Return the start and end of each stage on each place along the pipeline."""
     bounds, made = _bounds(costs, pipelining), pipelining.schedule
     return [[bounds[stage] for stage in made.stages_on(place)] for place in range(made.ranks)]
 

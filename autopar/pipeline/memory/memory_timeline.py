@@ -13,7 +13,6 @@ gradients of weights, `backward` the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 from torch import fx
@@ -61,7 +60,6 @@ class MemoryTimeline:
         # Linears with a joint backward, by the last of them.
         self._joint = {} if is_split else {group[-1]: group for group in mergeable_linears(calls)}
         self._nodes = _in_order(calls, self._joint.values())
-        self._rows = _repeated_calls(self._nodes)
         self._values, self._flowing = LiveBytes(), LiveBytes()
         self._saved: dict[fx.Node, list[Hashable]] = {}
         self._gradient_of: dict[fx.Node, Hashable] = {}
@@ -132,16 +130,18 @@ class MemoryTimeline:
         self, nodes: Iterable[fx.Node], follow: Callable[[fx.Node], Iterator[Event]]
     ) -> Iterator[Event]:
         """Yield the events of all calls, those of repeated calls between two boundaries."""
-        for row, calls in groupby(nodes, self._rows.get):
-            if row is not None:
-                yield RepeatBoundary(self._values.bytes, self._flowing.bytes, row.more)
+        for block, row in groupby(nodes, lambda node: info(node).repeated_block):
+            calls = [*row]
+            if block is not None:
+                more = info(calls[0]).count - 1
+                yield RepeatBoundary(self._values.bytes, self._flowing.bytes, more)
             for node in calls:
                 for event in follow(node):
                     # Parameters of a repeated block are read in it alone.
                     is_alone = not isinstance(event, GradientReady) or self._is_one(event.parameter)
-                    assert row is not None or is_alone
+                    assert block is not None or is_alone
                     yield event
-            if row is not None:
+            if block is not None:
                 yield RepeatBoundary(self._values.bytes, self._flowing.bytes)
 
     def _is_one(self, parameter: fx.Node) -> bool:
@@ -207,7 +207,7 @@ class MemoryTimeline:
                 if info(node).places is not None:
                     yield GradientReady(node)
         if self._nodes and not self._is_split:
-            yield ReduceStart(self._sample(self._nodes[0]), all_=True)
+            yield ReduceStart(self._sample(self._nodes[0]), is_end=True)
         self._take_over(received)
 
     def _take_over(self, received: Mapping[Hashable, fx.Node]) -> None:
@@ -285,7 +285,7 @@ class MemoryTimeline:
         made_of_parameters = [node for node in reversed(self._nodes) if node in self._weights]
         yield from self._each(made_of_parameters, self._back)
         if self._nodes:
-            yield ReduceStart(self._sample(self._nodes[0]), all_=True)
+            yield ReduceStart(self._sample(self._nodes[0]), is_end=True)
 
     def _weights_of(self, node: fx.Node) -> list[fx.Node]:
         """Return the inputs of a call whose gradients are deferred."""
@@ -413,20 +413,3 @@ def _in_order(calls: Sequence[fx.Node], joint: Iterable[Sequence[fx.Node]]) -> l
         order += [] if node in moved else [node]
         order += after.get(node, ())
     return order
-
-
-@dataclass(frozen=True, eq=False)
-class _RepeatedCalls:
-    """Mark calls in a row that stand for `more` further blocks."""
-
-    more: int
-
-
-def _repeated_calls(calls: Sequence[fx.Node]) -> dict[fx.Node, _RepeatedCalls]:
-    """Return the row of each call that stands for several."""
-    rows = dict[fx.Node, _RepeatedCalls]()
-    for is_marked, row in groupby(calls, lambda call: info(call).count > 1):
-        if is_marked:
-            marked = [*row]
-            rows |= dict.fromkeys(marked, _RepeatedCalls(info(marked[0]).count - 1))
-    return rows

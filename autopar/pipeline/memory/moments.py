@@ -1,5 +1,4 @@
-"""Moments: what a rank holds as a program goes through its calls, for every block that one stands
-for.
+"""Moments: the bytes that a rank holds from call to call, in all blocks that one stands for.
 
 Of the calls of a short program a row stands for several equal ones, one after another: it lies
 between two `Edge`s of what happens, and what it adds each of them adds. So the bytes of values
@@ -34,36 +33,18 @@ class MemorySample(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """All of it."""
+        """Return all bytes but those of the last run."""
         return self.kept + self.flowing + self.gradients + self.more + (self.copies or 0.0)
 
-    def beside(
-        self,
-        kept: float = 0.0,
-        flowing: float = 0.0,
-        gradients: float = 0.0,
-        last: float = 0.0,
-        passing: float = 0.0,
-    ) -> MemorySample:
-        """With so much besides."""
-        if not (kept or flowing or gradients or last or passing):
-            return self
-        return MemorySample(
-            self.call,
-            self.is_backward,
-            self.kept + kept,
-            self.flowing + flowing,
-            self.gradients + gradients,
-            self.more,
-            self.last + last,
-            self.copies,
-            self.passing + passing,
-        )
+    def plus(self, **sizes: float) -> MemorySample:
+        """Return the sample with more bytes of some kinds, by name."""
+        more = {kind: getattr(self, kind) + size for kind, size in sizes.items() if size}
+        return self._replace(**more) if more else self
 
 
 @dataclass(frozen=True)
 class GradientReady:
-    """The gradient of a parameter is there: of one that stands for several, of one of these."""
+    """Says that a gradient is there: of one of the parameters that a parameter stands for."""
 
     parameter: fx.Node
     copy: int = 0
@@ -71,15 +52,15 @@ class GradientReady:
 
 @dataclass(frozen=True)
 class ReduceStart:
-    """Gradients that are complete are summed, as a call has been gone through."""
+    """Says that complete gradients are summed now, behind a call."""
 
     moment: MemorySample
-    all_: bool = False  # also those that are not
+    is_end: bool = False  # of backward: gradients that are not complete are summed, too
 
 
 @dataclass(frozen=True)
 class RepeatBoundary:
-    """Where the calls that stand for others begin or end, with what is held there."""
+    """Marks where a repeated block begins or ends, with the bytes held there."""
 
     kept: float
     flowing: float
@@ -93,27 +74,30 @@ Event = (
 
 @dataclass(frozen=True)
 class MemoryOffset:
-    """By what a program of more blocks has more."""
+    """Bytes that blocks which were gone through before add to a sample."""
 
     kept: float = 0.0
     flowing: float = 0.0
 
     def of(self, event: Event) -> Event:
-        """The same there."""
+        """Return the event with this offset added."""
         if isinstance(event, MemorySample):
-            return event.beside(self.kept, self.flowing)
+            return event.plus(kept=self.kept, flowing=self.flowing)
         if isinstance(event, ReduceStart):
-            return ReduceStart(event.moment.beside(self.kept, self.flowing), event.all_)
+            moment = event.moment.plus(kept=self.kept, flowing=self.flowing)
+            return ReduceStart(moment, event.is_end)
         return event
 
     def and_of(self, count: int, each: MemoryOffset) -> MemoryOffset:
-        """With so many blocks besides."""
+        """Return the offset with so many further blocks."""
         return MemoryOffset(self.kept + count * each.kept, self.flowing + count * each.flowing)
 
 
 def stretched(events: Iterable[Event], beside: MemoryOffset) -> tuple[list[Event], MemoryOffset]:
-    """What happens where what lies between two edges comes as often more as these say; `beside` at
-    its start, then at its end. Of those in the middle no more than may be the most."""
+    """Return the events with those between two boundaries repeated, and the offset at the end.
+
+    `beside`: the offset at the start. Copies in the middle keep samples alone that may be the peak.
+    """
     found: list[Event] = []
     inside: list[Event] = []
     first: RepeatBoundary | None = None
@@ -134,7 +118,7 @@ def stretched(events: Iterable[Event], beside: MemoryOffset) -> tuple[list[Event
 def _each(
     inside: Sequence[Event], more: int, beside: MemoryOffset, adds: MemoryOffset
 ) -> Iterator[Event]:
-    """All copies of what lies between two edges, backward from the last of them."""
+    """Yield all copies of the events of a block, of backward from the last block on."""
     middle = _highest(inside)
     for number in range(more + 1):
         now = beside.and_of(number, adds)
@@ -150,8 +134,9 @@ def _stands_for_others(event: Event) -> bool:
 
 
 def _highest(events: Sequence[Event]) -> list[Event]:
-    """What may be the most of a block between others: where no sum begins, nothing, since it lies
-    between the first and the last of them; else the highest moments from one event to the next."""
+    """Return the events of a block between others, with the samples alone that may be the peak:
+    where no sum begins, none, since the first or the last block has more; else the highest from
+    one event to the next."""
     if not any(isinstance(event, ReduceStart) for event in events):
         return [event for event in events if isinstance(event, GradientReady)]
     found: list[Event] = []
@@ -168,18 +153,19 @@ def _highest(events: Sequence[Event]) -> list[Event]:
 
 
 def summed(events: Iterable[Event], sums: GradientBytes) -> Iterator[MemorySample]:
-    """The moments, with the gradients of parameters as they come and are summed."""
+    """Yield the samples, with the gradients of parameters as they come and are summed."""
     for event in events:
         if isinstance(event, MemorySample):
             yield _with(event, sums)
         elif isinstance(event, GradientReady):
             sums.arrive(event.parameter, event.copy)
         elif isinstance(event, ReduceStart):
-            for more, last in sums.begin(is_end=event.all_):
-                moment = _with(event.moment, sums).beside(last=last, passing=last)
+            for more, last in sums.begin(is_end=event.is_end):
+                moment = _with(event.moment, sums).plus(last=last, passing=last)
                 yield moment._replace(more=more)
 
 
 def _with(moment: MemorySample, sums: GradientBytes) -> MemorySample:
-    about = sums.waiting, sums.there, sums.last, sums.passing
-    return moment.beside(0.0, *about)
+    return moment.plus(
+        flowing=sums.waiting, gradients=sums.there, last=sums.last, passing=sums.passing
+    )

@@ -22,7 +22,7 @@ class HeldParameters:
         rows = [
             (number, places)
             for number, node in enumerate(self._nodes)
-            for places in costs.flow.line.readers(costs.flow.held_at[node])
+            for places in costs.flow.place_map.readers(costs.flow.held_at[node])
         ]
         self._node_of_copy = np.array([number for number, _ in rows], np.int64)
         # Of each reader, the copy of a node that it reads, and its place.

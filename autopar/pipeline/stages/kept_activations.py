@@ -99,10 +99,9 @@ class WeightHalfBytes:
         if (movement := info(reader).movement) is not None:
             return movement.hands_back
         inputs = reader.all_input_nodes
-        names = {node: f"%{place}" for place, node in enumerate(inputs)}
-        call = constants_of(reader, names)
+        call = constants_of(reader)
         types = (*((info(node).type, info(node).differentiable) for node in inputs),)
-        key = reader.target, call, types, names[value]
+        key = reader.target, call, types, inputs.index(value)
         if key not in self._hands_on_cache:
             memory = self._calls(reader)
             size = dict(zip(memory.inputs, memory.gradients)).get(value)
@@ -131,7 +130,7 @@ class RecomputedBytes:
         self.regions = [
             RegionSpan(*ends, region.size)
             for region in map(self._span, inside.values())
-            for ends in flow.line.spans(region.first, region.last)
+            for ends in flow.place_map.spans(region.first, region.last)
         ]
         self._cache: dict[tuple[int, int, bool], float] = {}
 
@@ -150,7 +149,7 @@ class RecomputedBytes:
         """
         if not self.regions:
             return 0.0
-        start, end, _ = self.flow.line.stage(start, end)
+        start, end, _ = self.flow.place_map.stage(start, end)
         key = start, end, is_split
         if key not in self._cache:
             stage, known = self.flow.made_in(start, end), self._known

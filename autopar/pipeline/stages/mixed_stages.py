@@ -46,7 +46,7 @@ def regions_of(
     `whole_names`: what they are called in the program that the line stands for.
     """
     names, places = frozenset(names), dict[tuple[str, int, int], list[int]]()
-    for place, later in zip(range(line.count), line.flow.line.later.tolist()):
+    for place, later in zip(range(line.count), line.flow.place_map.later.tolist()):
         region = info(line.node(place)).region
         if region is not None and region.name in names:
             key = region.name, region.number, later
@@ -189,7 +189,7 @@ class MixedStages:
         return MixOptions(seconds, sizes, ends)
 
     def _mixed(self, tables: Sequence[NDArray], runs: Sequence[Sequence[NDArray]]) -> Array:
-        """Return by option what a sum exceeds that of the leanest way."""
+        """Return by option the sum, less that of the leanest way."""
         differences = [
             t[first, last] - tables[0][first, last] for t, (first, last) in zip(tables, runs)
         ]

@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.program.line import Line
+from autopar.program.place_map import PlaceMap
 
 
 class Spans:
@@ -37,13 +37,13 @@ class Spans:
         # A stage with k of them has k - 1 pairs of neighbours.
         self._rows += [(position, after, -size) for position, after in pairwise(ordered)]
 
-    def written_out(self, line: Line) -> Spans:
-        """Return the spans of the long row that a line of activations stands for."""
-        if not line.runs:
+    def repeated(self, place_map: PlaceMap) -> Spans:
+        """Return the spans of the long row, from those of the short one."""
+        if not place_map.runs:
             return self
         spans = Spans()
         for first, last, size in self._rows:
-            spans._rows += [(*ends, size) for ends in line.spans(first, last)]
+            spans._rows += [(*ends, size) for ends in place_map.spans(first, last)]
         return spans
 
     def bytes(self, start: int, end: int) -> int:

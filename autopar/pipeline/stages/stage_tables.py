@@ -102,17 +102,17 @@ class StageCosts:
             once = SavedBytesCache(mesh, flow.equal_blocks)
             halves = WeightHalfBytes(flow, once)
             both = kept_by_stages(flow, once, halves)
-            self.kept, self.weight_halves = (spans.written_out(flow.line) for spans in both)
+            self.kept, self.weight_halves = (spans.repeated(flow.place_map) for spans in both)
             self._remade_in = RecomputedBytes(flow, once, halves)
         else:
             self.kept, self.weight_halves = same_program.kept, same_program.weight_halves
             self._remade_in = same_program._remade_in
-        self.count = flow.line.count  # of activations
-        self.crossings = flow.line.written_out(flow.crossings)
+        self.count = flow.place_map.count  # of activations
+        self.crossings = flow.place_map.repeat_values(flow.crossings)
         if known is None:
             parameters = [_parameters(flow, node) for node in flow.activations]
             named = [{node.name for node in row} for row in parameters]
-            self._parameters = flow.line.written_out(named)
+            self._parameters = flow.place_map.repeat_values(named)
             self._crossing: dict[int, int] = {}
         else:
             self._parameters, self._crossing = known._parameters, known._crossing
@@ -136,7 +136,7 @@ class StageCosts:
 
     def node(self, place: int) -> fx.Node:
         """Return the activation at a place, or the one that stands for it."""
-        return self.flow.activations[self.flow.line.shown[place]]
+        return self.flow.activations[self.flow.place_map.shown[place]]
 
     def _name(self, place: int) -> str:
         """Return the name of the activation at a place."""
@@ -147,7 +147,7 @@ class StageCosts:
         """Return where the activation at a place stands among equal blocks."""
         block = info(self.node(place)).block
         is_many = block is not None and block.count > 1
-        return block.later(int(self.flow.line.later[place])) if block and is_many else block
+        return block.later(int(self.flow.place_map.later[place])) if block and is_many else block
 
     def shared_sums(self, stages: Sequence[StageCost]) -> tuple[SharedSum, ...]:
         """Return the gradient sums that stages with these starts share with one another."""
@@ -184,12 +184,12 @@ class StageCosts:
         return self._sum(alone), [
             (np.array(readers), rows)
             for short, rows in shared.items()
-            for readers in self.flow.line.readers(short)
+            for readers in self.flow.place_map.readers(short)
         ]
 
     def _sum(self, alone: Array) -> Array:
         """Return the sum before each cut point of rows for the activations that are shown."""
-        return np.concatenate([alone[:1], alone[1:][self.flow.line.shown[:-1]]]).cumsum(axis=0)
+        return np.concatenate([alone[:1], alone[1:][self.flow.place_map.shown[:-1]]]).cumsum(axis=0)
 
     def _rows_of(self, node: fx.Node, costs: Sequence[PriceOf]) -> ColumnRows:
         """Return the columns of one node, for each kind of machines."""
@@ -225,7 +225,7 @@ class StageCosts:
             if len(readers) == 1:
                 change[readers[0] + 1] += more
             elif more.any():
-                shared += [(np.array(at), more) for at in self.flow.line.readers(readers)]
+                shared += [(np.array(at), more) for at in self.flow.place_map.readers(readers)]
         costs_there._alone, costs_there._shared = self._alone + self._sum(change), shared
         costs_there.are_tied = self.are_tied and not places
         return costs_there
@@ -273,7 +273,7 @@ class StageCosts:
 
     def received(self, point: int) -> int:
         """Return the bytes that cross a cut point."""
-        point = int(self.flow.line.shown[point])
+        point = int(self.flow.place_map.shown[point])
         if point not in self._crossing:
             crossing = self.flow.crossing(point) if point else []
             self._crossing[point] = sum(_bytes(node, self.mesh) for node in crossing)
@@ -383,8 +383,8 @@ class StageCosts:
     @cached_property
     def _borders(self) -> list[int]:
         """Return the cut points between layers."""
-        line = self.flow.line
-        layers = line.written_out([_layer(info(n).module) for n in self.flow.activations])
+        line = self.flow.place_map
+        layers = line.repeat_values([_layer(info(n).module) for n in self.flow.activations])
         at = list(zip(layers, line.later.tolist()))
         return [place for place in range(1, self.count) if at[place] != at[place - 1]]
 

@@ -1,12 +1,14 @@
-"""Line: nodes in a row, some of which stand for several blocks, and the long row that is meant.
+"""PlaceMap: where the nodes of a folded program stand in the program with all blocks.
 
-line = Line.of(nodes)       # in the order of a program: its activations, or its calls
-line.count                  # how many the long row has
-line.shown[place]           # where in `nodes` that stands which is at a place of the long row
-line.stage(start, end)      # a part of the long row as one of the short, with its counts
+    place_map = PlaceMap.of(nodes)   # in the order of a program: its activations, or its calls
+    place_map.count                  # how many the long row has
+    place_map.shown[place]           # where in `nodes` that stands
+    place_map.stage(start, end)      # a part of the long row as one of the short, with its counts
 
-nodes      ---- b ==== a ---- b **** a ----               b, a: equal blocks before and after
-long row   ---- b ==== ==== ==== a ---- b **** **** a ----
+Some nodes stand for several blocks, between blocks b and a that are equal to them:
+
+    short row  ---- b ==== a ---- b **** a ----
+    long row   ---- b ==== ==== ==== a ---- b **** **** a ----
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Run:
-    """A block of a line that stands for `count` blocks."""
+class RepeatedSpan:
+    """Describes a block of the short row that stands for `count` blocks of the long one."""
 
-    block: tuple[int, int]  # the identity of its graph, and its number
-    shown: int  # the place of its first node in the line
+    block: tuple[fx.Graph, int]  # its graph, and its number
+    shown: int  # the place of its first node in the short row
     first: int  # the place of that in the long row
     period: int  # how many nodes it has
     count: int
@@ -75,20 +77,20 @@ class ShownStage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Line:
+class PlaceMap:
     """Maps places of the long row to those of the short one, and back."""
 
     length: int  # of the short row
-    runs: tuple[Run, ...]
+    runs: tuple[RepeatedSpan, ...]
 
     @classmethod
-    def of(cls, nodes: Sequence[fx.Node]) -> Line:
-        """Return the line of some nodes in the order of their program."""
-        runs, at, more = list[Run](), 0, 0
-        for block, row in groupby(nodes, key=_repeated_block):
+    def of(cls, nodes: Sequence[fx.Node]) -> PlaceMap:
+        """Return the map of some nodes in the order of their program."""
+        runs, at, more = list[RepeatedSpan](), 0, 0
+        for block, row in groupby(nodes, key=lambda node: info(node).repeated_block):
             inside = [*row]
             if block is not None:
-                runs.append(Run(block, at, at + more, len(inside), info(inside[0]).count))
+                runs.append(RepeatedSpan(block, at, at + more, len(inside), info(inside[0]).count))
                 more += runs[-1].more
             at += len(inside)
         return cls(at, tuple(runs))
@@ -134,11 +136,11 @@ class Line:
             return range(first, first + 1)
         return range(first, first + run.more + 1, run.period)
 
-    def _run_at(self, place: int) -> Run | None:
+    def _run_at(self, place: int) -> RepeatedSpan | None:
         inside = (run for run in self.runs if run.shown <= place < run.shown + run.period)
         return next(inside, None)
 
-    def written_out(self, values: Sequence[T]) -> list[T]:
+    def repeat_values(self, values: Sequence[T]) -> list[T]:
         """Return what is known of each place of the long row, from that of the short one."""
         return [values[place] for place in self.shown[:-1].tolist()]
 
@@ -171,27 +173,19 @@ class Line:
             counts.append(count)
         return ShownStage(start, end, tuple(reversed(counts)))
 
-    def count_anew(self, nodes: Iterable[fx.Node], counts: Sequence[int]) -> None:
+    def set_counts(self, nodes: Iterable[fx.Node], counts: Sequence[int]) -> None:
         """Let the nodes of each run stand for another number of blocks."""
         count_of = {run.block: count for run, count in zip(self.runs, counts)}
         for node in nodes:
-            if (block := _repeated_block(node)) is not None:
+            if (block := info(node).repeated_block) is not None:
                 place = info(node).block
                 info(node).block = place and replace(place, count=count_of.get(block, place.count))
 
 
 def repeated_blocks(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
     """Return the nodes of each block that stands for several, in order."""
-    blocks: dict[tuple[int, int], list[fx.Node]] = {}
+    blocks: dict[tuple[fx.Graph, int], list[fx.Node]] = {}
     for node in nodes:
-        if (block := _repeated_block(node)) is not None:
+        if (block := info(node).repeated_block) is not None:
             blocks.setdefault(block, []).append(node)
     return [*blocks.values()]
-
-
-def _repeated_block(node: fx.Node) -> tuple[int, int] | None:
-    """Return the block of a node that stands for several. None: the node stands for itself."""
-    place = info(node).block
-    if place is None or place.count == 1:
-        return None
-    return id(place.blocks.graph), place.number

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from torch import fx
 
-from autopar.program.line import Line
+from autopar.program.place_map import PlaceMap
 from autopar.program.segments import Segment
 from autopar.strategies.node_info import BlockPlace, info
 
@@ -36,7 +36,7 @@ class Rows:
                     info(node).block = BlockPlace(segment, node.name, number, stands_for)
                     self.short.append(node)
                     self.labels.append((piece, number, at))
-        self.line = Line.of(self.short)
+        self.place_map = PlaceMap.of(self.short)
 
     def alike(self, labels: list[Label]) -> list[tuple[int, int]]:
         """Return what equal blocks have in common."""
@@ -49,7 +49,7 @@ CASES = [(seed, rows) for seed in range(4) for rows in (0, 1, 2, 3)]
 @pytest.mark.parametrize(("seed", "rows"), CASES)
 def test_places_are_those_of_equal_nodes(seed: int, rows: int) -> None:
     made = Rows(Random(seed), rows)
-    line = made.line
+    line = made.place_map
     assert line.count == len(made.long)
     assert len(line.shown) == len(made.long) + 1
     assert line.shown[-1] == len(made.short)
@@ -57,7 +57,7 @@ def test_places_are_those_of_equal_nodes(seed: int, rows: int) -> None:
     assert made.alike(shown) == made.alike(made.long)
     moved = [(p, b + later, at) for (p, b, at), later in zip(shown, line.later.tolist())]
     assert moved == made.long
-    assert line.written_out(made.labels) == shown
+    assert line.repeat_values(made.labels) == shown
     for place in range(len(made.short)):
         assert [*line.places(place)] == [at for at in range(line.count) if line.shown[at] == place]
 
@@ -66,7 +66,7 @@ def test_places_are_those_of_equal_nodes(seed: int, rows: int) -> None:
 def test_stages_are_written_out_as_they_are(seed: int, rows: int) -> None:
     """Each run of a stage stands for as many blocks as it has there, between blocks like it."""
     made = Rows(Random(seed), rows)
-    line = made.line
+    line = made.place_map
     starts = range(0, line.count, 1 + line.count // 20)
     for start, end in ((a, b) for a in starts for b in [*starts, line.count] if a < b):
         first, last, counts = line.stage(start, end)
@@ -85,7 +85,7 @@ def test_stages_are_written_out_as_they_are(seed: int, rows: int) -> None:
 def test_what_is_read_elsewhere_is_read_as_in_all_blocks(seed: int, rows: int) -> None:
     random = Random(seed)
     made = Rows(random, rows)
-    line, place = made.line, {label: at for at, label in enumerate(made.long)}
+    line, place = made.place_map, {label: at for at, label in enumerate(made.long)}
     short = {label: at for at, label in enumerate(made.labels)}
     for run, piece in zip(line.runs, range(1, 2 * rows, 2)):
         period = made.periods[piece]
@@ -110,7 +110,7 @@ def test_what_is_read_elsewhere_is_read_as_in_all_blocks(seed: int, rows: int) -
 
 
 def test_runs_follow_one_another() -> None:
-    line = Rows(Random(0), 3).line
+    line = Rows(Random(0), 3).place_map
     ends = accumulate(run.more for run in line.runs)
     moved = [run.first - run.shown for run in line.runs]
     assert moved == [0, *ends][:-1]
