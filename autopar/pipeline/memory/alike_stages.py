@@ -122,16 +122,17 @@ def _form(node: fx.Node) -> Hashable:
     if node.op == "output":
         return target, constants
     values = tuple((tuple(value.shape), value.dtype, value.stride()) for value in tensors_of(node))
-    start = known.start_of
+    kernels = known.start_of, known.joint
     return (
         target,
         constants,
         values,
         (known.type, known.movement, known.strategy),
-        start and (start.strategy, start.name),
+        tuple(kernel and (kernel.strategy, kernel.name) for kernel in kernels),
         (known.saved, known.saves_output, known.differentiable, known.on_host),
         (known.places, known.learns, known.state_bytes, known.sync, known.pending),
         known.origin[0] if node.op == "placeholder" else "",
+        known.parts,
     )
 
 
