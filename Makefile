@@ -7,7 +7,7 @@ demo: .venv/ready
 	$(RUN) -m autopar.cli demo
 
 test: .venv/ready lint types
-	$(RUN) -m pytest --numprocesses $(strip $(WORKERS)) --dist loadfile --no-loadscope-reorder
+	$(RUN) -m pytest $(RECORD) --numprocesses $(strip $(WORKERS)) --dist loadfile --no-loadscope-reorder
 
 # Every case of the laws that `test` samples.
 test-full: .venv/ready lint types

@@ -29,7 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     sampling.fix_seed(config)
-    config.pluginmanager.register(CpuSeconds(records=config.getoption("--record-cpu")))
+    options = {"records": "record_cpu", "is_full": "full"}
+    chosen = {name: config.getoption(option) for name, option in options.items()}
+    config.pluginmanager.register(CpuSeconds(**chosen))
 
 
 def pytest_report_header() -> str:
@@ -43,7 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
     known, seconds = recorded(), Counter[Path]()
     for item in items:
-        seconds[item.path] += known.get(law_of(item.nodeid), 0.0)  # type: ignore[assignment]
+        if (law := known.get(law_of(item.nodeid))) is not None:
+            seconds[item.path] += law.mean  # type: ignore[assignment]
 
     def rank(item: pytest.Item) -> tuple[bool, float, str]:
         is_first = any(part in item.path.as_posix() for part in STARTS_PROCESSES)

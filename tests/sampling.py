@@ -1,34 +1,33 @@
 """Long laws are tested by sampling: each day other cases of each kind.
 
-`make test` gives each law about one CPU second. Of a law that takes longer, as many cases run as
-fit: the cases, in their order, are divided into that many runs of equal length, and one of each run
-is drawn, so that no kind of case is left out. A long case alone runs on some days only.
-The seconds are those of `cpu_seconds.txt`; the seed is the date, it is printed, and `--sample-seed`
-repeats it. `make test-full` runs everything.
-
-    @pytest.mark.sampled(3)        # of this law 3 cases run: they start processes, whose time
-                                   # is not that of the test
+`make test` takes `SECONDS` of the CPU. Each law has the same part of them, as large as they allow:
+a law that takes less runs whole, and of a longer one as many cases run as fit. The cases, in their
+order, are divided into that many runs of equal length, and one of each run is drawn, so that no
+kind of case is left out. A long case alone runs on some days only, but of each file a case runs.
+How long laws take stands in `cpu_seconds.txt`; the seed is the date, it is printed, and
+`--sample-seed` repeats it. `make test-full` runs everything.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from itertools import pairwise
 from random import Random
 from typing import TypeVar
 
 import pytest
 
-from tests.cpu_seconds import law_of, recorded
+from tests.cpu_seconds import Law, law_of, recorded
 
 Case = TypeVar("Case")
 
 SEED = "AUTOPAR_SAMPLE_SEED"  # in the environment, so that all workers of one run draw alike
-BUDGET = 1.0  # CPU seconds of a law
-LONG = 10.0  # of a case: none of such a law runs on some days
+SECONDS = 600.0  # of the CPU, for all laws that are recorded
+LONG = 10.0  # CPU seconds of a case: none of such a law runs on some days
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -54,14 +53,19 @@ def header() -> str:
 
 def sample(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return the tests of today's sample, in their order."""
-    laws, seconds = defaultdict[str, list[pytest.Item]](list), recorded()
+    laws, files = defaultdict[str, list[pytest.Item]](list), defaultdict[str, list[str]](list)
     for item in items:
         laws[law_of(item.nodeid)].append(item)
     chosen = set[pytest.Item]()
     for name, cases in laws.items():
-        marker = cases[0].get_closest_marker("sampled")
-        count = marker.args[0] if marker else _count(name, len(cases), seconds.get(name, 0.0))
-        chosen.update(some(cases, count, name))
+        for item in cases:
+            item.user_properties.append(("cases", len(cases)))
+        chosen.update(some(cases, _count(name, len(cases)), name))
+        files[name.partition("::")[0]].append(name)
+    for names in files.values():
+        if chosen.isdisjoint(item for name in names for item in laws[name]):
+            shortest = min(names, key=lambda name: recorded()[name].mean)
+            chosen.update(some(laws[shortest], 1, shortest))
     return [item for item in items if item in chosen]
 
 
@@ -74,9 +78,36 @@ def some(cases: Sequence[Case], count: int, name: str) -> list[Case]:
     return [cases[random.randrange(start, end)] for start, end in pairwise(bounds)]
 
 
-def _count(name: str, cases: int, seconds: float) -> int:
-    """Return how many cases of a law run today that takes so many seconds a case."""
-    if seconds * cases <= BUDGET or SEED not in os.environ:
+def _count(name: str, cases: int) -> int:
+    """Return how many cases of a law run today."""
+    if SEED not in os.environ or (law := recorded().get(name)) is None:
         return cases
-    count = int(BUDGET / seconds + Random(f"{os.environ[SEED]} days of {name}").random())
-    return max(count, 1) if cases > 1 and seconds < LONG else count
+    most = largest_part()
+    if law.mean * cases <= most:
+        return cases
+    count = int(most / law.mean + Random(f"{os.environ[SEED]} days of {name}").random())
+    return max(count, 1) if cases > 1 and law.mean < LONG else count
+
+
+@cache
+def largest_part() -> float:
+    """Return the seconds that each law has, so that all together take what there is."""
+    laws = recorded().values()
+    return largest(SECONDS, lambda part: seconds_of(laws, part), max(law.total for law in laws))
+
+
+def largest(limit: float, of: Callable[[float], float], most: float) -> float:
+    """Return the largest number up to `most` for which a growing function keeps to a limit."""
+    least = 0.0
+    for _ in range(40):
+        middle = (least + most) / 2
+        least, most = (middle, most) if of(middle) <= limit else (least, middle)
+    return least
+
+
+def seconds_of(laws: Iterable[Law], part: float) -> float:
+    """Return what all laws take on average if each has this part."""
+    return sum(
+        min(law.total, max(part, law.mean) if law.cases > 1 and law.mean < LONG else part)
+        for law in laws
+    )

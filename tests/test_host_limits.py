@@ -63,7 +63,8 @@ def test_each_memory_is_the_most_of_all_places(name, options, nodes):
 def test_ranks_of_a_node_share_its_host():
     """The rank of the second stage leaves its part to that of the first, on the same node alone."""
     size = 4 * with_table_there().model[0].weight.nbytes  # with its gradient and two moments
-    options = {"mesh": ap.Mesh(pp=2), "states": "whole"}
+    options = {"mesh": ap.Mesh(pp=2), "states": "whole", "recompute": None}
+    options |= {"schedule": "1f1b", "microbatches": 2}
     plan = planned(with_table_there(), cluster=cluster_of(1, 2, host=0.6 * size), **options)
     assert [place.host for place in plan.memories] == [pytest.approx(size, rel=0.01), 0]
     with pytest.raises(ap.InvalidInput, match="fits into the memory that it has") as error:
@@ -85,5 +86,6 @@ def test_the_automatic_choice_keeps_to_what_hosts_have(host, states):
 def test_no_pipeline_is_chosen_whose_host_is_too_small():
     size = 4 * with_table_there().model[0].weight.nbytes
     cluster = cluster_of(1, 2, host=0.4 * size)
+    options = {"microbatches": 1, "states": "whole", "recompute": None}
     with pytest.raises(ap.InvalidInput, match=r"of 2 ranks, where it has 204\.8 kB"):
-        planned(with_table_there(), cluster=cluster, microbatches=1)
+        planned(with_table_there(), cluster=cluster, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ CASES = {
 # later than the step goes on. The step that waits least for it shows what the program holds.
 STEPS = 3
 case_of = cache(lambda name: CASES[name]())
-WAYS = [
+Ways = list[tuple[str, dict[str, Any]]]
+WAYS: Ways = [
     ("gpt", {"states": "whole"}),
     ("gpt", {"states": "zero1"}),
     ("gpt", {"recompute": "full"}),
@@ -66,7 +68,7 @@ WAYS = [
 
 
 # On one rank, where nothing is sent, to a thousandth.
-ALONE = [
+ALONE: Ways = [
     ("tied", {}),
     ("tied", {"microbatches": 4, "recompute": "full"}),
     ("small-gpt2", {"microbatches": 4, "recompute": "selective"}),
@@ -76,9 +78,9 @@ ALONE = [
 ]
 
 
-def cases() -> list[tuple[Case, None]]:
+def cases(ways: Ways) -> list[tuple[Case, None]]:
     """What is captured before the ranks are there."""
-    return [(case_of(name), None) for name in CASES]
+    return [(case_of(name), None) for name in dict.fromkeys(name for name, _ in ways)]
 
 
 def measured(case: Case, **options: object) -> tuple[float, float]:
@@ -104,11 +106,11 @@ def measured(case: Case, **options: object) -> tuple[float, float]:
     return min(peaks[1:]), found["peak"].planned
 
 
-def run(say: Callable[[str], None]) -> list[tuple[str, float]]:
+def run(say: Callable[[str], None], ways: Ways) -> list[tuple[str, float]]:
     """Of every way, the measured bytes over the planned ones, on the rank that holds most."""
     warnings.simplefilter("ignore")
     ratios = []
-    for name, options in WAYS:
+    for name, options in ways:
         found, planned = measured(case_of(name), **options)
         ratio = torch.tensor(found / planned)
         dist.all_reduce(ratio, dist.ReduceOp.MAX)
@@ -116,11 +118,11 @@ def run(say: Callable[[str], None]) -> list[tuple[str, float]]:
     return ratios
 
 
-def alone(say: Callable[[str], None]) -> list[tuple[str, float]]:
+def alone(say: Callable[[str], None], ways: Ways) -> list[tuple[str, float]]:
     """The same on one rank."""
     warnings.simplefilter("ignore")
     ratios = []
-    for name, options in ALONE:
+    for name, options in ways:
         found, planned = measured(case_of(name), **{"mesh": ap.Mesh(x=1), **options})
         ratios.append((f"{name} {options}", found / planned))
     return ratios

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from tests.distributed import memory
 from tests.distributed.forked import launch_forked
+from tests.sampling import some
 
 CLOSE = 0.05
 ALONE = 1e-3
 
 
 def test_the_peak_of_a_step_is_the_plan_s() -> None:
-    first, second = launch_forked(memory.cases, memory.run, 2)
+    ways = some(memory.WAYS, 8, "peaks")
+    first, second = launch_forked(partial(memory.cases, ways), memory.run, 2, ways)
     assert first == second
-    assert len(first) == len(memory.WAYS)
+    assert len(first) == len(ways)
     far = [(how, ratio) for how, ratio in first if abs(ratio - 1) > CLOSE]
     assert not far
 
@@ -20,6 +24,7 @@ def test_the_peak_of_a_step_is_the_plan_s() -> None:
 def test_alone_it_is_so_to_a_thousandth() -> None:
     """Of a tied parameter two gradients and their sum are there at a time; of what a call reads
     that runs again, all that it is made of."""
-    (found,) = launch_forked(memory.cases, memory.alone, 1)
-    assert len(found) == len(memory.ALONE)
+    ways = some(memory.ALONE, 2, "alone")
+    (found,) = launch_forked(partial(memory.cases, ways), memory.alone, 1, ways)
+    assert len(found) == len(ways)
     assert not [(how, ratio) for how, ratio in found if abs(ratio - 1) > ALONE]

@@ -6,9 +6,11 @@ import pytest
 
 from tests.distributed import optimizers
 from tests.distributed.forked import assert_all_pass
+from tests.sampling import some
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_optimizers_of_local_tensors(ranks: int) -> None:
-    assert_all_pass(optimizers.cases, optimizers.CHECKS[ranks], ranks, ranks)
+    checks = some(optimizers.CHECKS[ranks], 3, "optimizers")
+    assert_all_pass(optimizers.cases, checks, ranks, ranks)

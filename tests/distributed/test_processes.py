@@ -13,11 +13,11 @@ from tests.sampling import some
 
 
 def test_processes_do_what_virtual_ranks_do() -> None:
-    assert_all_pass(checks.cases, some(checks.CHECKS, 14, "processes"), 4)
+    assert_all_pass(checks.cases, some(checks.CHECKS, 8, "processes"), 4)
 
 
 def test_ranks_tell_what_they_did() -> None:
-    told = [checks.records_what_each_rank_did, checks.is_profiled_by_name]
+    told = some([checks.records_what_each_rank_did, checks.is_profiled_by_name], 1, "told")
     assert_all_pass(checks.recorded, told, 4)
 
 
@@ -31,7 +31,7 @@ def test_each_rank_has_its_pieces_alone(tmp_path: Path) -> None:
     assert len(heard) == 3 * 4
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("way", "own", "others"),
     [
