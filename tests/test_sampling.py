@@ -1,4 +1,4 @@
-"""The sample of a day: what it takes, that it leaves out no kind of case, and that it is repeated."""
+"""The sample of a day: what it takes, that no kind of case is left out, that it is drawn again."""
 
 from __future__ import annotations
 
