@@ -16,7 +16,7 @@ import pytest
 import autopar as ap
 from autopar.cli import main
 from autopar.cluster.pace import Pace
-from autopar.commands import COMMANDS
+from autopar.commands import COMMANDS, demo
 from autopar.commands.parsers import (
     PARSERS,
     CommandParser,
@@ -102,12 +102,15 @@ def test_a_failure_of_autopars_own_is_told_as_such(capsys, monkeypatch):
 
 
 def test_help_loads_no_torch():
-    program = "import sys, autopar_start; sys.argv = ['autopar', *sys.argv[1:]]\n"
-    program += "try: autopar_start.main()\nfinally: print('torch' in sys.modules, file=sys.stderr)"
-    for words in (["--help"], *([name, "--help"] for name in COMMANDS)):
-        command = [sys.executable, "-c", program, *words]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, "False\n")
+    program = "import sys, autopar_start\n"
+    program += f"for words in [], *([name] for name in {[*COMMANDS]}):\n"
+    program += "    sys.argv = ['autopar', *words, '--help']\n"
+    program += "    try: autopar_start.main()\n"
+    program += "    except SystemExit as end: print(end.code, file=sys.stderr)\n"
+    program += "print('torch' in sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stderr.split() == ["0"] * (1 + len(COMMANDS)) + ["False"]
 
 
 def test_the_installed_command_is_heard_before_torch_is_loaded():
@@ -189,6 +192,18 @@ def test_doctor_says_what_is_wrong_and_what_to_do(capsys, monkeypatch):
     assert ["remedy:", "install", "another"] in lines
 
 
+@pytest.fixture(scope="module")
+def reports_of_ranks() -> list[tuple[list[float], demo.RankReport]]:
+    """What the four processes of a demo return, started once for what is made of it."""
+    return demo.launch(demo.train_in_parallel, demo.MESH.size, 4)
+
+
+@pytest.fixture
+def started_ranks(reports_of_ranks, monkeypatch) -> None:
+    monkeypatch.setattr(demo, "launch", lambda *_, **__: reports_of_ranks)
+
+
+@pytest.mark.usefixtures("started_ranks")
 def test_demo_trains_on_four_processes_as_on_one(capsys):
     assert main(["demo", "--steps", "4", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
@@ -198,8 +213,6 @@ def test_demo_trains_on_four_processes_as_on_one(capsys):
 
 
 def test_demo_fails_when_the_losses_differ(capsys, monkeypatch, tmp_path):
-    from autopar.commands import demo
-
     monkeypatch.setattr(demo, "launch", lambda *_, **__: [([1.0], None)])
     monkeypatch.setattr(demo, "PAGE", tmp_path / "demo.html")
     assert main(["demo", "--steps", "1"]) == 1
@@ -207,11 +220,10 @@ def test_demo_fails_when_the_losses_differ(capsys, monkeypatch, tmp_path):
     assert not (tmp_path / "demo.html").exists()
 
 
+@pytest.mark.usefixtures("started_ranks")
 def test_demo_ends_with_a_page_of_its_run(capsys, monkeypatch, tmp_path):
-    from autopar.commands import demo
-
     monkeypatch.setattr(demo, "PAGE", tmp_path / "pages" / "demo.html")
-    assert main(["demo", "--steps", "3"]) == 0
+    assert main(["demo", "--steps", "4"]) == 0
     page = (tmp_path / "pages" / "demo.html").read_text()
     assert capsys.readouterr().out.splitlines()[-1] == f"to look at: {demo.PAGE}"
     assert "The largest difference from one process is" in page

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
+
 from tests.distributed import memory
 from tests.distributed.forked import launch_forked
 from tests.sampling import some
@@ -12,8 +14,9 @@ CLOSE = 0.05
 ALONE = 1e-3
 
 
+@pytest.mark.sampled(1)
 def test_the_peak_of_a_step_is_the_plan_s() -> None:
-    ways = some(memory.WAYS, 8, "peaks")
+    ways = some(memory.WAYS, 5, "peaks")
     first, second = launch_forked(partial(memory.cases, ways), memory.run, 2, ways)
     assert first == second
     assert len(first) == len(ways)
