@@ -21,8 +21,6 @@ from tests import large_models
 from tests.models import gpt
 from tests.toy import EVEN, machines
 
-MOST = 60  # answers
-
 
 def test_a_stage_in_turn_holds_what_its_depth_asks_for() -> None:
     """Of 1F1B the first of p ranks holds p micro-batches, the last holds one: however stages share
@@ -38,11 +36,10 @@ def test_a_stage_in_turn_holds_what_its_depth_asks_for() -> None:
 
 @pytest.mark.parametrize(("share", "least"), [(0.4, 1), (0.5, 3), (0.8, 3)])
 def test_no_way_takes_less_than_its_bound(share: float, least: int, monkeypatch) -> None:
-    """Every way that fits was said to have room, and to take no less than it was said to. All ways
-    are weighed, up to a number."""
+    """Every way that fits was said to have room, and to take no less than it was said to."""
     case, cluster = gpt(layers=2, batch=4), machines(2, *EVEN)
     memory = share * ap.plan(case.model, case.args, case.kwargs, cluster=cluster).memory.peak
-    checked, answers = [], 0
+    checked = []
     learn = Planner._learn
 
     def learned(self: Planner, asked: SearchEntry) -> None:
@@ -51,13 +48,9 @@ def test_no_way_takes_less_than_its_bound(share: float, least: int, monkeypatch)
             assert bound <= asked.answer.seconds * (1 + 1e-6), str(asked)
             checked.append(bound)
         learn(self, asked)
-        nonlocal answers
-        answers += 1
-        if answers == MOST:
-            raise KeyboardInterrupt
 
     monkeypatch.setattr(Planner, "_learn", learned)
-    monkeypatch.setattr(Record, "cutoff", lambda *_: math.inf)
+    monkeypatch.setattr(Record, "cutoff", lambda *_: math.inf)  # all ways are weighed
     ap.plan(case.model, case.args, case.kwargs, cluster=cluster, memory=memory)
     assert len(checked) >= least
 

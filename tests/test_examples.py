@@ -37,7 +37,7 @@ def commands(path: Path) -> list[tuple[int, list[str]]]:
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path, tmp_path):
     found = commands(path)

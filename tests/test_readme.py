@@ -28,7 +28,7 @@ def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("page", RUN, ids=named)
 def test_page_prints_what_it_shows(page, tmp_path):
     files, order = documents.runs(page.read_text())
