@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import autopar as ap
 from autopar._torch.tensors import local_of
-from tests import models, optimizers
+from tests import models, optimizer_changes, optimizers
 from tests.distributed.checks import tensor_parallel_gpt
 from tests.distributed.saving import shared_folder
 from tests.models import Case
@@ -55,6 +56,31 @@ def gradients_of_any_kind_are_used(ranks: int) -> None:
         optimizers.assert_unusual_gradients_are_used(parallel(case, options), case)
         optimizers.assert_scaled_alike(parallel(case, options), case)
     optimizers.assert_refused(parallel(case, options))
+
+
+def changes_are_taken_up(ranks: int) -> None:
+    for setting in ("whole", "zero3"):
+        case = models.shared("mlp")
+        module = parallel(case, SETTINGS[ranks][setting])
+        for name, change in optimizer_changes.CHANGES.items():
+            for kind in (O.AdamW, O.Adafactor):
+                if kind is O.AdamW or name not in optimizer_changes.OF_STATES:
+                    optimizer_changes.assert_changes_are_taken_up(module, case, kind, change)
+        module.zero_grad()
+        optimizer_changes.assert_the_users_methods_are_called(module, case)
+        module.zero_grad()
+        optimizer_changes.assert_loading_hooks_see_parameters(module, case)
+        optimizer_changes.assert_states_are_written_before_a_step(module, case)
+
+
+def scalers_of_pipelines_are_refused(ranks: int) -> None:
+    case = models.shared("mlp")
+    module = parallel(case, SETTINGS[ranks]["pipeline"])
+    scaler = torch.amp.GradScaler("cpu")
+    for optimizer in (ap.optimizer(O.SGD, module, lr=0.1), O.SGD(module.parameters(), lr=0.1)):
+        scaler.scale(module.step(*case.args, **case.kwargs))
+        with pytest.raises(ap.InvalidInput, match="skipped on all ranks"):
+            scaler.step(optimizer)
 
 
 def goes_on_after_loading_elsewhere(ranks: int) -> None:
@@ -146,6 +172,8 @@ CHECKS = {
         updates_like_one_process,
         states_go_round,
         gradients_of_any_kind_are_used,
+        changes_are_taken_up,
+        scalers_of_pipelines_are_refused,
         goes_on_after_loading_elsewhere,
         calls_what_plain_tensors_do,
         owners_hold_states_alone,

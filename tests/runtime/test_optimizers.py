@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar.runtime.optimizers.update_scope import UpdateScope, update_kind
-from tests import models, optimizers
+from tests import models, optimizer_changes, optimizers
 from tests.distributed.checks import tensor_parallel_gpt
 
 O = torch.optim  # noqa: E741
@@ -36,6 +36,24 @@ def test_states_go_round_and_gradients_of_any_kind_are_used() -> None:
     optimizers.assert_unusual_gradients_are_used(optimizers.parallel(case, options), case)
     optimizers.assert_scaled_alike(optimizers.parallel(case, options), case)
     optimizers.assert_refused(optimizers.parallel(case, options))
+
+
+@pytest.mark.parametrize("name", optimizer_changes.CHANGES)
+def test_changes_are_taken_up_as_by_torch(name: str) -> None:
+    case, change = models.shared("mlp"), optimizer_changes.CHANGES[name]
+    options = optimizers.SETTINGS[2]["zero3"] | {"backend": "virtual"}
+    module = optimizers.parallel(case, options)
+    optimizer_changes.assert_changes_are_taken_up(module, case, O.AdamW, change)
+
+
+def test_methods_hooks_and_states_are_those_of_torch() -> None:
+    case = models.shared("mlp")
+    options = optimizers.SETTINGS[2]["zero3"] | {"backend": "virtual"}
+    module = optimizers.parallel(case, options)
+    optimizer_changes.assert_the_users_methods_are_called(module, case)
+    module.zero_grad()
+    optimizer_changes.assert_loading_hooks_see_parameters(module, case)
+    optimizer_changes.assert_states_are_written_before_a_step(module, case)
 
 
 class Blocked(O.SGD):

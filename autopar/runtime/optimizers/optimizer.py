@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,17 +25,22 @@ from autopar.runtime.module.call_agreement import gather_values, run_on_all_rank
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.optimizers.local_optimizer import (
     LocalOptimizer,
-    UpdatedGroup,
-    UpdatedParameter,
+    Placed,
     local_class,
-    local_parameter,
 )
-from autopar.runtime.optimizers.owner_exchange import OwnedTensor, OwnerExchange, PieceView
-from autopar.runtime.optimizers.update_scope import UpdateKind, UpdateScope, update_kind
+from autopar.runtime.optimizers.owner_exchange import OwnerExchange, PieceView
+from autopar.runtime.optimizers.update_scope import (
+    UpdateKind,
+    UpdateScope,
+    require_one_call,
+    update_kind,
+)
+from autopar.runtime.optimizers.updated_group import UpdatedParameter, local_parameter
 from autopar.runtime.parameters.old_parameters import parallel_modules
 from autopar.text.suggestions import nearest
 
 Group = Mapping[str, Any]
+CPU = torch.device("cpu")
 
 
 def optimizer(
@@ -73,16 +78,40 @@ def optimizer(
     if module is None:
         module = _module_of(groups)
     placing = GroupPlacing(cls, options, module)
+    before = [group["params"] for group in groups]
     updated, exchanges = placing.place(groups)
     make_class: Callable[[Any], Any] = local_class
     kind = make_class(cls)
     result: LocalOptimizer = kind.__new__(kind)
     result.sum_waiting, result.place_group = module.backend.sum_waiting, placing.place_group
+    result.check_closure = placing.check_closure
     result.begin_inside(updated, exchanges)
-    local = [{**group, "params": new.tensors} for group, new in zip(groups, updated)]
-    kind.__init__(result, local, **options)
+    try:
+        kind.__init__(result, groups, **options)
+    except BaseException:
+        for group, parameters_before in zip(groups, before):
+            group["params"] = parameters_before
+        raise
     result.end_inside()
     return result
+
+
+@dataclass(frozen=True)
+class AcceptedGroup:
+    """The parameters of this rank in one group, and what their updates depend on."""
+
+    tensors: list[Tensor]
+    names: list[str] | None  # of a group of named parameters
+    options: dict[str, Any]
+    update: UpdateKind
+
+    def show_local(self, group: dict[str, Any], local: Mapping[int, Tensor]) -> None:
+        """Put local tensors into the group, by the ids of their parameters."""
+        tensors: list[Any] = [local[id(tensor)] for tensor in self.tensors]
+        if self.names is not None:
+            group["param_names"] = self.names  # torch does so for those that have some here
+            tensors = [*zip(self.names, tensors)]
+        group["params"] = tensors
 
 
 @dataclass(frozen=True)
@@ -92,40 +121,69 @@ class GroupPlacing:
     kind: type[Optimizer]
     options: Mapping[str, Any]
     module: ParallelModule
+    placed: dict[int, UpdatedParameter] = field(default_factory=dict)  # by ids of parameters
+    accepted: list[AcceptedGroup] = field(default_factory=list)
 
-    def place_group(self, group: Group) -> tuple[UpdatedGroup, list[OwnerExchange]]:
+    def place_group(self, group: dict[str, Any]) -> Placed:
         """Place the parameters of one more group; all ranks do so together."""
-        (updated,), exchanges = self.place([group])
-        return updated, exchanges
+        return self.place([group])
 
-    def place(self, groups: Sequence[Group]) -> tuple[list[UpdatedGroup], list[OwnerExchange]]:
-        """Place the parameters of groups; all ranks do so together."""
+    def place(self, groups: Sequence[dict[str, Any]]) -> Placed:
+        """Make groups ones of local tensors; all ranks do so together."""
         backend = self.module.backend
         accepted = run_on_all_ranks(backend, partial(self._accept, groups), "ap.optimizer()")
         cut: defaultdict[tuple[Axes, torch.dtype, torch.device], list[DTensor]] = defaultdict(list)
-        for tensors, update in accepted:
-            for tensor in tensors if update.scope is UpdateScope.PARAMETER else ():
-                if isinstance(tensor, DTensor) and (axes := PieceView.of(tensor).axes):
-                    cut[axes, tensor.dtype, local_of(tensor).device].append(tensor)
+        new: list[UpdatedParameter] = []
+        for tensor, update in [(t, group.update) for group in accepted for t in group.tensors]:
+            axes = PieceView.of(tensor).axes if isinstance(tensor, DTensor) else ()
+            if id(tensor) in self.placed:
+                self._require_same(self.placed[id(tensor)], update, is_cut=bool(axes))
+            elif isinstance(tensor, DTensor) and axes and update.scope is UpdateScope.PARAMETER:
+                cut[axes, tensor.dtype, local_of(tensor).device].append(tensor)
+            else:
+                local = local_parameter(tensor)
+                new.append(UpdatedParameter(tensor, local, has_fused=update.has_fused))
         exchanges = self._exchanges(cut)
-        owned: dict[Tensor, OwnedTensor] = {
-            item.parameter: item for exchange in exchanges for item in exchange.tensors
-        }
-        updated = []
-        for tensors, update in accepted:
-            items = [
-                UpdatedParameter(tensor, owned[tensor].whole, is_owned=True)
-                if tensor in owned
-                else UpdatedParameter(tensor, local_parameter(tensor))
-                for tensor in tensors
-            ]
-            updated.append(UpdatedGroup(items, has_fused=update.has_fused))
-        return updated, exchanges
+        fused = {id(t): g.update.has_fused for g in accepted for t in g.tensors}
+        for item in (item for exchange in exchanges for item in exchange.tensors):
+            has_fused = fused[id(item.parameter)]
+            new.append(UpdatedParameter(item.parameter, item.whole, True, has_fused))
+        self.placed.update((id(item.parameter), item) for item in new)
+        self.accepted.extend(accepted)
+        local_tensors = {key: item.tensor for key, item in self.placed.items()}
+        for group, chosen in zip(groups, accepted):
+            chosen.show_local(group, local_tensors)
+        return new, exchanges
 
-    def _accept(self, groups: Sequence[Group]) -> list[tuple[list[Tensor], UpdateKind]]:
+    def check_closure(self) -> None:
+        """Refuse a class that does not compute what it does without a closure; on all ranks."""
+        run_on_all_ranks(self.module.backend, self._check_closure, "step(closure)")
+
+    def _check_closure(self) -> None:
+        for group in self.accepted:
+            require_one_call(self.kind, group.options, _shapes(group.tensors), CPU)
+
+    def _require_same(self, item: UpdatedParameter, update: UpdateKind, *, is_cut: bool) -> None:
+        """Refuse to update a parameter by its owner that was updated in pieces, or vice versa."""
+        if is_cut and item.is_owned != (update.scope is UpdateScope.PARAMETER):
+            raise InvalidInput(
+                "a parameter that is added again is updated as it was before: in pieces, or whole",
+                got=f"options of the group with which {self.kind.__name__} needs the other",
+                remedy="make another optimizer for it",
+            )
+
+    def _accept(self, groups: Sequence[Group]) -> list[AcceptedGroup]:
         """Return the parameters of each group, and what their updates depend on; or refuse them."""
-        chosen = [(self._parameters(group["params"]), group) for group in groups]
-        return [(tensors, self._kind_of(tensors, group)) for tensors, group in chosen]
+        return [self._accept_group(group) for group in groups]
+
+    def _accept_group(self, group: Group) -> AcceptedGroup:
+        params = group["params"]
+        items = [params] if isinstance(params, str | Tensor) else [*params]
+        tensors = self._parameters(items)
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        options = {**self.options, **options}
+        names = [*tensors.values()] if items and isinstance(items[0], tuple) else None
+        return AcceptedGroup([*tensors], names, options, self._kind_of([*tensors], options))
 
     def _exchanges(
         self, cut: Mapping[tuple[Axes, torch.dtype, torch.device], Sequence[DTensor]]
@@ -141,33 +199,34 @@ class GroupPlacing:
         pairs = [(axes, tensors) for (axes, _, _), tensors in cut.items()]
         return [OwnerExchange(tensors, groups[axes], backend.guard) for axes, tensors in pairs]
 
-    def _kind_of(self, tensors: Sequence[Tensor], group: Group) -> UpdateKind:
+    def _kind_of(self, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> UpdateKind:
         """Return how the class updates parameters of these shapes with the options of a group."""
-        options = {**self.options, **{k: v for k, v in group.items() if k != "params"}}
         if options.get("differentiable"):
             raise InvalidInput(
                 "an update of local tensors has no gradients",
                 got="differentiable=True",
                 remedy=f"{self.kind.__name__}(pm.parameters(), differentiable=True)",
             )
-        shapes = {tuple(tensor.shape) for tensor in tensors}
-        if not shapes:
+        if not tensors:
             return UpdateKind(UpdateScope.ELEMENT, has_fused=False)
         device = local_of(tensors[0]).device
-        update = update_kind(self.kind, options, sorted(shapes), device)
+        update = update_kind(self.kind, options, _shapes(tensors), device)
         is_real = all(tensor.is_floating_point() for tensor in tensors)
         return UpdateKind(update.scope, update.has_fused and is_real)
 
-    def _parameters(self, named: Any) -> list[Tensor]:
-        """Return the parameters of this rank among names and parameters of the module."""
+    def _parameters(self, items: Sequence[Any]) -> dict[Tensor, str]:
+        """Return the parameters of this rank among names, parameters and pairs of both.
+
+        With the names that stand before them in pairs."""
         module = self.module
         by_name = dict(module.named_parameters(remove_duplicate=False))
         captured = module.program.captured
         elsewhere = {*module.saved_names, *captured.tied} - {*captured.buffers.values()}
         known = {id(parameter) for parameter in by_name.values()}
-        chosen: dict[Tensor, None] = {}
-        for item in [named] if isinstance(named, str | Tensor) else named:
-            value: Any = item[1] if isinstance(item, tuple) and len(item) == 2 else item
+        chosen: dict[Tensor, str] = {}
+        for item in items:
+            is_pair = isinstance(item, tuple) and len(item) == 2
+            name, value = item if is_pair else ("", item)
             if isinstance(value, str) and value in by_name:
                 value = by_name[value]
             elif isinstance(value, str) and value in elsewhere:
@@ -187,31 +246,35 @@ class GroupPlacing:
                     remedy="parameters of pm.parameters(), after pm = ap.parallelize(model, ...), "
                     "or their names",
                 )
-            chosen[value] = None
-        return [*chosen]
+            chosen[value] = name
+        return chosen
 
 
 def _as_groups(parameters: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return groups as given, or one group of parameters."""
-    if not parameters or not isinstance(parameters[0], Mapping):
+    """Return groups as given, which become the optimizer's; or one group of parameters."""
+    if not parameters or not isinstance(parameters[0], dict):
         return [{"params": [*parameters]}]
     for group in parameters:
-        if not isinstance(group, Mapping) or "params" not in group:
+        if not isinstance(group, dict) or "params" not in group:
             raise InvalidInput(
                 "a group of an optimizer is a dict with its parameters and options",
                 got=f"{group!r}"[:200],
                 remedy='{"params": ["head.weight", "head.bias"], "lr": 1e-3}',
             )
-    groups = [dict(group) for group in parameters]
-    for group in groups:
-        if not isinstance(group["params"], str | Tensor):
+        if not isinstance(group["params"], str | Tensor | list):
             group["params"] = [*group["params"]]
-    return groups
+    return [*parameters]
+
+
+def _shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Return the different shapes of tensors; a small one if there are none."""
+    return sorted({tuple(tensor.shape) for tensor in tensors}) or [(2, 2)]
 
 
 def _module_of(groups: Sequence[Group]) -> ParallelModule:
     """Return the living parallel module with parameters of these groups."""
-    named = [item for group in groups for item in group["params"]]
+    items = [item for group in groups for item in group["params"]]
+    named = [item[-1] if isinstance(item, tuple) and item else item for item in items]
     wanted = {id(value) for value in named if isinstance(value, nn.Parameter)}
     for module in parallel_modules():
         if not wanted.isdisjoint(map(id, module.parameters())):

@@ -9,7 +9,7 @@ owner travel in one message, and so do those that it sends back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -133,14 +133,16 @@ class OwnerExchange:
         self._active: list[OwnedTensor] = []
 
     @torch.no_grad()
-    def gather(self, *, has_gradients: bool) -> None:
+    def gather(self, *, has_gradients: bool, present: Container[int] | None = None) -> None:
         """Fill the whole tensors of their owners with the values of parameters, and gradients.
 
-        A parameter without a gradient is left out, if gradients are gathered."""
+        A parameter without a gradient is left out, if gradients are gathered; and one whose id is
+        not in `present` (None: all are)."""
         self._active = [
             tensor
             for tensor in self.tensors
-            if not has_gradients or tensor.parameter.grad is not None
+            if (present is None or id(tensor.parameter) in present)
+            and (not has_gradients or tensor.parameter.grad is not None)
         ]
         sent: list[list[Tensor]] = [[] for _ in range(self._count)]
         for tensor in self._active:

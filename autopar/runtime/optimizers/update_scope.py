@@ -67,6 +67,26 @@ def update_kind(
     return _find_kind(setup)
 
 
+def require_one_call(
+    kind: type[Optimizer],
+    options: Mapping[str, Any],
+    shapes: Sequence[tuple[int, ...]],
+    device: torch.device,
+) -> None:
+    """Refuse a class whose step does more with a closure than to call it once at the beginning."""
+    small = tuple(sorted({_limited(shape, _SIZES[0]) for shape in shapes}))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        calls = _Trial(kind, dict(options), device).closure_calls(small)
+    if calls != 1:
+        times = f"{calls} times in each" if calls else "with another result than without it"
+        raise InvalidInput(
+            "ap.optimizer calls the closure of a step once, before the update",
+            got=f"{kind.__name__}, whose step calls it {times}",
+            remedy=f"call step() without a closure, or {kind.__name__}(pm.parameters(), ...), if "
+            "it handles DTensors",
+        )
+
+
 @dataclass(frozen=True)
 class _TrialSetup:
     """Holds all that the result of a trial follows from."""
@@ -104,6 +124,7 @@ class _Run:
     tensors: list[dict[str, Tensor]]  # the values after each step, and states
     others: list[dict[str, Any]]  # numbers of states
     group: dict[str, Any]  # numbers of the group
+    calls: int  # those of a closure
 
 
 class _Trial:
@@ -156,6 +177,16 @@ class _Trial:
                 return False
         return _has_moved(values, together)
 
+    def closure_calls(self, shapes: Shapes) -> int:
+        """Return how often a step calls its closure; 0 where the step is not as without one."""
+        values = self._values(shapes)
+        plain = self._run(values, lambda tensor: tensor)
+        run = self._run(values, lambda tensor: tensor, by_closure=True)
+        is_same = run.group == plain.group
+        is_same = is_same and all(_is_same(run, at, plain, at) for at in range(len(values)))
+        calls, steps = run.calls, len(_GRADIENTS)
+        return calls // steps if calls != steps or is_same else 0
+
     def _make(self, parameters: list[nn.Parameter]) -> Optimizer:
         """Return an optimizer; what its class refuses, the caller hears from the class."""
         kind: Any = self._kind
@@ -165,19 +196,38 @@ class _Trial:
         return [_random(shape, number, self._device) for number, shape in enumerate(shapes)]
 
     def _run(
-        self, values: Sequence[Tensor], part: Callable[[Tensor], Tensor], first: int = 0
+        self,
+        values: Sequence[Tensor],
+        part: Callable[[Tensor], Tensor],
+        first: int = 0,
+        *,
+        by_closure: bool = False,
     ) -> _Run:
-        """Run steps on a part of each tensor; `first`: the number of the first one's gradients."""
+        """Run steps on a part of each tensor; `first`: the number of the first one's gradients.
+
+        `by_closure`: the steps call a function that sets the gradients."""
         parameters = [nn.Parameter(part(value).clone()) for value in values]
         optimizer, step = self._make(parameters), step_without_hooks(self._kind)
         tensors: list[dict[str, Tensor]] = [{} for _ in values]
-        for number, magnitude in enumerate(_GRADIENTS):
+        calls = 0
+
+        def set_gradients(number: int) -> Tensor:
+            nonlocal calls
+            calls += 1
             for at, (parameter, value) in enumerate(zip(parameters, values)):
                 seed = 1000 * (number + 1) + first + at
-                gradient = _random(tuple(value.shape), seed, self._device) * magnitude
+                gradient = _random(tuple(value.shape), seed, self._device) * _GRADIENTS[number]
                 parameter.grad = part(gradient).clone()
+            return torch.ones((), device=self._device)
+
+        for number in range(len(_GRADIENTS)):
+            closure = partial(set_gradients, number)
             try:
-                step(optimizer)
+                if by_closure:
+                    step(optimizer, closure)
+                else:
+                    closure()
+                    step(optimizer)
             except Exception as error:
                 raise InvalidInput(
                     "ap.optimizer runs optimizers whose step needs nothing but gradients",
@@ -196,7 +246,7 @@ class _Trial:
                     others[at][key] = value.item() if isinstance(value, Tensor) else value
         group = optimizer.param_groups[0].items()
         numbers = {key: value for key, value in group if isinstance(value, int | float)}
-        return _Run(tensors, others, numbers)
+        return _Run(tensors, others, numbers, calls)
 
 
 def _limited(shape: Sequence[int], size: int) -> tuple[int, ...]:

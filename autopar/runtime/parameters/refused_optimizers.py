@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, SGD, Adafactor, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autopar._torch.optimizers import check_gradient_scalers
 from autopar._torch.total_norms import check_total_norms
 from autopar.errors import InvalidInput
 from autopar.runtime.optimizers.local_optimizer import LocalOptimizer
@@ -28,7 +29,7 @@ def register_module(module: nn.Module, *, has_stages: bool) -> None:
     """Remember a parallel module on processes, and whether other ranks have other parameters."""
     _watch_optimizers()
     if has_stages:
-        _watch_norms()
+        _watch_stages()
     _registered[module] = has_stages
 
 
@@ -38,8 +39,9 @@ def _watch_optimizers() -> None:
 
 
 @cache
-def _watch_norms() -> None:
+def _watch_stages() -> None:
     check_total_norms(_refuse_norm)
+    check_gradient_scalers(_refuse_scaler)
 
 
 def _refuse_norm(tensors: list[Tensor]) -> None:
@@ -52,6 +54,19 @@ def _refuse_norm(tensors: list[Tensor]) -> None:
                 got="tensors of a pipeline's module, of which a rank has those of its stages",
                 remedy="module.clip_grad_norm_(max_norm) of the parallel module; it returns the "
                 "norm before clipping, and with max_norm=float('inf') it only computes it",
+            )
+
+
+def _refuse_scaler(optimizer: Optimizer) -> None:
+    """Refuse to look for overflows in the gradients of some stages alone."""
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for module in [module for module, has_stages in _registered.items() if has_stages]:
+        if not parameters.isdisjoint(map(id, module.parameters())):
+            raise InvalidInput(
+                "a step is skipped on all ranks, or on none",
+                got="a GradScaler for a pipeline's module, of which a rank has the gradients of "
+                "its stages",
+                remedy='ap.Precision(loss_scale="dynamic"), which scales the loss of step()',
             )
 
 
