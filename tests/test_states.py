@@ -247,7 +247,7 @@ def test_what_is_asked_for_is_searched_with_an_axis_for_the_batch(states):
 
 def test_less_memory_cuts_more_states():
     """A model is larger than the buckets in which gradients wait until they are cut."""
-    gpt = models.shared("gpt", hidden=256, layers=4)
+    gpt = models.shared("gpt", hidden=512, layers=4)
     names, seconds = ("whole", "zero1", "zero2", "zero3"), []
     for name in names:
         limit = planned(gpt, ap.Mesh(dp=4), states=name, microbatches=2).memory.peak
@@ -267,7 +267,7 @@ def test_falling_limits():
     first nothing is cut and nothing runs again, at last all is cut, and runs again or leaves the
     device."""
     gpt = models.shared(
-        "gpt", hidden=256, sequence=64, layers=4
+        "gpt", hidden=512, sequence=64, layers=4
     )  # larger than what waits in buckets
     free = planned(gpt, ap.Mesh(dp=4), microbatches=2)
     lean = planned(gpt, ap.Mesh(dp=4), microbatches=2, states="zero3", recompute="full")
@@ -401,7 +401,7 @@ def test_states_go_to_the_host_at_last(gpt, tmp_path):
 def test_the_fastest_that_fits_is_on_the_host_or_recomputed(bandwidth, is_there):
     """Under a limit that recomputation meets, too."""
     gpt = models.shared(
-        "gpt", hidden=256, sequence=64, layers=4
+        "gpt", hidden=512, sequence=64, layers=4
     )  # larger than what waits in buckets
     (node,) = machines(4, 1e8, 0.0).nodes
     host = Host(copy_alpha=0.0, copy_bandwidth=bandwidth, bandwidth=bandwidth)

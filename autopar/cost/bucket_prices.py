@@ -32,7 +32,7 @@ from autopar.strategies.node_info import info
 FIRST_BUCKET_BYTES = 4 * 2**20  # the first gradients wait for no more
 MIN_SHARDED_BYTES = 2 * 2**20  # fewer bytes that are cut do not pay for a collective
 SINGLE_BUCKET_BYTES = 2 * 2**20  # from here on, a copy costs more than a collective of its own
-DIRECT_SEND_BYTES = 2**15  # of a piece: from here on, a copy costs more than a message of its own
+DIRECT_SEND_BYTES = 2**20  # of a piece: from here on, a copy costs more than a message of its own
 
 
 class SizedGradient(Protocol):

@@ -205,9 +205,8 @@ def copy_groups(
         def size(parameter: SomeCopied, sizes: Mapping[str, int] = sizes) -> int:
             return sizes[parameter.name]
 
-        groups += [
-            CopyGroup(kind, tuple(group)) for group in gather_groups(members, size, buffer_bytes)
-        ]
+        gathered = gather_groups(members, size, buffer_bytes, is_step_long=kind.is_step_long)
+        groups += [CopyGroup(kind, tuple(group)) for group in gathered]
     return groups
 
 

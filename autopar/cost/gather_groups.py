@@ -1,7 +1,8 @@
 """Gather groups: which parameters are gathered together.
 
 Neighbours share a group: the parameters of a block, and small ones with the next, as far as a
-buffer holds them.
+buffer holds them. Each group is a message to each rank, so that many small ones cost more than
+they hide.
 """
 
 from __future__ import annotations
@@ -51,14 +52,24 @@ class _Neighbours:
 
 
 def gather_groups(
-    routes: Sequence[SomeGathered], size: Callable[[SomeGathered], float], buffer_bytes: int
+    routes: Sequence[SomeGathered],
+    size: Callable[[SomeGathered], float],
+    buffer_bytes: int,
+    *,
+    is_step_long: bool = False,
 ) -> list[list[SomeGathered]]:
     """Return neighbouring parameters in groups, in the order of their first use.
 
     No group is much larger than the largest block. None with several parameters takes more than
     `buffer_bytes`. A parameter that is read in several blocks has a group of its own.
+
+    Copies that live to the end of a step (`is_step_long`) have memory together anyway. They come in
+    as few groups as buffers hold.
     """
     ordered, block_of = sorted(routes, key=lambda route: route.first), _block_of_parameter(routes)
+    if is_step_long:
+        every = _Neighbours(None, ordered, size)
+        return [part.members for part in _split_to_buffers(every, buffer_bytes)]
     starts = [next(run).first for _, run in groupby(ordered, key=block_of)]
     between = (bisect_left(starts, r.last) - bisect_right(starts, r.first) for r in ordered)
     far = {route.name for route, count in zip(ordered, between) if count > 1}

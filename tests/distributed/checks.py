@@ -33,6 +33,7 @@ from tests.annotations import attention, megatron, sequence, stored, vocabulary
 from tests.combined import assert_own_memory, combined
 from tests.distributed.experts import routed, sends_tokens_to_their_experts
 from tests.distributed.finding import (
+    exchanges_calls_only_when_the_program_changes,
     finds_the_batch_of_which_it_has_a_slice,
     hears_of_parameters_that_others_hold,
     refuses_slices_of_what_is_whole,
@@ -1040,6 +1041,7 @@ CHECKS = [
     gives_parameters_no_gradient_when_inputs_alone_are_asked_for,
     takes_local_inputs,
     finds_the_batch_of_which_it_has_a_slice,
+    exchanges_calls_only_when_the_program_changes,
     hears_of_parameters_that_others_hold,
     refuses_slices_of_what_is_whole,
     takes_what_is_no_tensor_as_it_is,

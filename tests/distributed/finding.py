@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,6 +62,33 @@ def hears_of_parameters_that_others_hold() -> None:
         assert ("layers.0.weight" in found) == learns
         assert_close(found, alone.full_grads())
     assert len(real.programs) == len(alone.programs) == 2
+
+
+def exchanges_calls_only_when_the_program_changes() -> None:
+    """Of several programs, also in a pipeline, whose ranks all see the whole batch."""
+    case = models.mlp(batch=8, hidden=8)
+    fewer = [value[:4] for value in case.args]
+    for options in ({"mesh": Mesh(dp=4)}, {"mesh": Mesh(pp=2, dp=2), "microbatches": 2}):
+        module = ap.parallelize(case.model, case.args, mode="data", **options)
+        world = module.backend.world
+        for batch in (case.args, fewer, case.args):  # the calls in which batches are compared
+            expected = module.step(*batch)
+        with (
+            patch.object(type(world), "gather_numbers", side_effect=AssertionError),
+            patch.object(type(world.liveness), "exchange_call", autospec=True) as exchange,
+        ):
+            for _ in range(3):
+                assert_close(module.step(*case.args), expected)
+            assert not exchange.call_count
+        exchange = world.liveness.exchange_call
+        with patch.object(world.liveness, "exchange_call", wraps=exchange) as seen:
+            module.step(*fewer)
+            module.step(*case.args)
+        assert seen.call_count == 2
+        other = [value[: 6 + dist.get_rank() % 2] for value in case.args]
+        with pytest.raises(ap.InvalidInput, match="all ranks make the same call"):
+            module.step(*other)
+        assert_close(module.step(*case.args), expected)
 
 
 class Scaled(nn.Module):

@@ -230,11 +230,11 @@ class TorchBackend(Backend):
 
     def enter(self, value: Tensor, layout: Layout) -> Tensor:
         """Return this rank's piece of an input."""
+        if not (self.local_inputs or value.requires_grad):
+            return self.placing.view_piece(value, layout).to(self.device)  # and not the others'
         value = value.to(self.device)
         if self.local_inputs:
             return value
-        if not value.requires_grad:
-            return self.placing.view_piece(value, layout)
         for dim, axes in enumerate(layout.dims):
             for axis in axes:
                 group, size = self.groups.name((axis,)), self.mesh[axis]

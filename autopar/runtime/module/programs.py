@@ -127,11 +127,13 @@ class Programs(Sequence[RunningProgram]):
     def exchange_numbers(self, call: ModuleCall) -> None:
         """Exchange the number of each rank's call, where a rank cannot know the program by itself.
 
-        That is so with local inputs and in pipelines, of which a rank sees a part, and once
-        several programs are known."""
+        That is so with local inputs, and in pipelines with frozen parameters: a rank sees a part
+        of the batch, or of the parameters that may learn now. Elsewhere ranks exchange signatures,
+        and only when the program changes."""
         first = self._listed[0]
-        backend, sees_part = first.backend, first.plan.pipelining or first.backend.local_inputs
-        if _is_among_others(backend) and (sees_part or len(self._with_all_sizes) > 1):
+        backend, trainable = first.backend, first.plan.program.was_trainable
+        sees_part = first.plan.pipelining and not all(trainable.values())
+        if _is_among_others(backend) and (sees_part or backend.local_inputs):
             number = self._numbers.setdefault(call.signature, len(self._numbers))
             with backend.guard(agreed=True):
                 call.numbers = backend.world.gather_numbers(number)
@@ -165,12 +167,15 @@ class Programs(Sequence[RunningProgram]):
         call.signature = CallSignature.of(
             args, kwargs, call.training, call.unfrozen, is_step=call.is_step
         )
+        call.is_agreed = True
 
     def _look_up(self, call: ModuleCall) -> bool:
         """Return whether a known program serves a call, and try the last call's program first."""
         call.inputs, call.running = self._last.bind(call), self._last
         if call.inputs is not None:
             return True
+        if len(self._with_all_sizes) > 1 and _is_among_others(self._last.backend):
+            self._exchange_signatures(call)  # do all change to another program?
         known = self._known.get(call.signature)
         candidates = self._with_all_sizes if known is None else [known]
         return any(self._assign(call, candidate) for candidate in candidates)
@@ -192,7 +197,7 @@ class Programs(Sequence[RunningProgram]):
         original, backend = first.plan.original, first.backend
         check_call(original.example.model, call.args, call.kwargs, THIS)
         _require_data(call)
-        if backend.local_inputs and call.global_inputs is None:
+        if backend.local_inputs and not call.is_agreed:
             self._exchange_signatures(call)
         args, kwargs = call.global_inputs or (call.args, call.kwargs)
         if (dynamic := first.plan.dynamic) is not None:
@@ -209,7 +214,7 @@ class Programs(Sequence[RunningProgram]):
         if not self._is_other(call, captured):
             return
         call.captured = captured
-        if call.numbers is None and call.global_inputs is None:
+        if not call.is_agreed:
             self._exchange_signatures(call)
 
     def _is_other(self, call: ModuleCall, captured: Captured) -> bool:

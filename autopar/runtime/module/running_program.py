@@ -148,6 +148,7 @@ class ModuleCall:
     size_family_key: Hashable = None  # key shared with calls of other sizes
     sizes: SizeFamily | None = None  # the family that it belongs to
     numbers: tuple[int, ...] | None = None  # of the ranks' calls, if exchanged
+    is_agreed: bool = False  # all ranks have exchanged their signatures of it
     global_inputs: tuple[tuple, Mapping[str, Any]] | None = None  # whole inputs without values
 
     @property
