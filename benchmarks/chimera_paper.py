@@ -22,8 +22,7 @@ from functools import cache
 from autopar.cluster import Cluster
 from autopar.cost.rooflines import COLLECTIVES
 from autopar.pipeline import Schedule, Timeline, schedule, simulate
-from autopar.pipeline.simulation.simulator import Sync
-from autopar.pipeline.simulation.synchronization import synchronize
+from autopar.pipeline.simulation.synchronization import Sync, synchronize
 
 NODES = (32, 64, 128, 256, 512, 1024, 2048)
 SCHEDULES = ("gpipe", "1f1b", "gems", "chimera")
@@ -113,7 +112,7 @@ VARIANTS = {
     "even layers": Assumptions(even_layers=True),
     "even layers, network at a third": Assumptions(even_layers=True, bandwidth=1 / 3),
     "activations times 1.25, network at a third": Assumptions(activations=1.25, bandwidth=1 / 3),
-    "synchronisation after": Assumptions(sync="after"),
+    "synchronisation at the end": Assumptions(sync="lazy"),
     "no recomputation": Assumptions(recompute=(False,)),
     "direct concatenation only": Assumptions(scales=("direct",)),
 }
@@ -192,14 +191,16 @@ def made(name: str, p: int, m: int, scale: str | None) -> Schedule:
 
 @cache
 def timed(
-    name: str, p: int, m: int, scale: str | None, stages: Stages, recompute: bool
+    name: str, p: int, m: int, scale: str | None, stages: Stages, recompute: bool, sync: Sync
 ) -> tuple[Timeline, float]:
-    """The step without synchronisation, and the bytes of the fullest rank."""
+    """The step with its sums listed, which take no time yet, and the bytes of the fullest rank."""
     plan = made(name, p, m, scale)
     factor = 3 if recompute else 2
     backward = [factor * forward for forward in stages.forward]
     kept = [stages.boundary] * p if recompute else list(stages.activations)
-    timeline = simulate(plan, stages.forward, backward, latency=stages.message, activation=kept)
+    timeline = simulate(
+        plan, stages.forward, backward, latency=stages.message, activation=kept, sync=sync
+    )
     memory = []
     for rank, activations in enumerate(timeline.peak_activations):
         held = [stage for _, stage in plan.local_stages(rank)]
@@ -232,7 +233,7 @@ def cases(model: Model, name: str, cluster: Cluster, given: Assumptions) -> Iter
                 for recompute in given.recompute:
                     form = "doubling" if scale == "halving" else scale
                     stages = cut(model, p, size, cluster, given)
-                    timeline, memory = timed(name, p, count, form, stages, recompute)
+                    timeline, memory = timed(name, p, count, form, stages, recompute, given.sync)
                     if memory > cluster.device.memory:
                         continue
                     replicas = timeline.schedule.pipes * nodes // p
@@ -242,7 +243,7 @@ def cases(model: Model, name: str, cluster: Cluster, given: Assumptions) -> Iter
                         float(all_reduce(p=replicas, V=4.0 * count_, B=bandwidth, a=link.alpha))
                         for count_ in stages.parameters
                     )
-                    synced = synchronize(timeline, given.sync, costs, {}, (0.0,) * p)
+                    synced = synchronize(timeline, costs, {}, (0.0,) * p)
                     yield Case(
                         model.name, nodes, name, p, nodes // p, b, m, recompute, scale,
                         synced.step_time, model.batch_per_node * nodes / synced.step_time,

@@ -8,6 +8,7 @@ import autopar as ap
 from autopar.cluster.presets import NAMES as PRESETS
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedules import known_names
+from autopar.pipeline.simulation.synchronization import MODES
 from autopar.states import NAMED
 from autopar.text.suggestions import nearest
 
@@ -25,6 +26,8 @@ from autopar.text.suggestions import nearest
         ("bitpipe", known_names(), []),
         ("Interleaved1F1B", known_names(), ["interleaved"]),
         ("ZeroBubble", known_names(), ["zb-h1"]),
+        ("InterleavedZeroBubble", known_names(), ["interleaved-zb"]),
+        ("eager-sync-opt", MODES, ["eager-where-it-helps"]),
         ("FSDP", NAMED, ["zero3"]),
         ("zero", NAMED, ["zero1", "zero2", "zero3"]),
         ("zero-2", NAMED, ["zero2"]),

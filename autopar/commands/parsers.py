@@ -159,7 +159,9 @@ def simulate(parser: argparse.ArgumentParser) -> None:
     add("--backward-weight", metavar="T", type=_times, help=weight)
     latency = "The time of a message between two ranks. Default: 0."
     add("--latency", metavar="T", type=float, default=0.0, help=latency)
-    sync = "When the replicas of a stage all-reduce its gradient. Default: they do not."
+    sync = (
+        "When ranks start to sum a stage's gradient. Default: as the schedule lists it, or eager."
+    )
     add("--sync", choices=SYNC_MODES, help=sync)
     sync_cost = "The time of a stage's all-reduce. Default: 0."
     add("--sync-cost", metavar="T", type=_times, default=0.0, help=sync_cost)
@@ -261,7 +263,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 def schedule_options() -> list[str]:
     """Return the options of schedules that are no costs."""
-    return sorted({option for name in SCHEDULES for option in option_names(name)} - {*COSTS})
+    every = {option for name in SCHEDULES for option in option_names(name)}
+    return sorted(every - {*COSTS, "sync"})
 
 
 def _add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

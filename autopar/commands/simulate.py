@@ -23,17 +23,8 @@ PATH = ("forwards", "backwards", "weights", "messages")  # the figures of the cr
 def run(args: argparse.Namespace) -> int:
     """Print the figures and the drawing of a schedule, or its figures as JSON."""
     chosen = make_schedule(args)
-    wrong = {
-        "--width": args.width is not None and args.width < 1,
-        "--sync-cost without --sync": args.sync is None and args.sync_cost != 0.0,
-    }
-    for option, is_wrong in wrong.items():
-        if is_wrong:
-            raise InvalidInput(
-                "a drawing has columns, and sums take time where --sync says when they are",
-                got=option,
-                remedy="--width 100" if option == "--width" else "add --sync after",
-            )
+    if args.width is not None and args.width < 1:
+        raise InvalidInput("a drawing has columns", got="--width", remedy="--width 100")
     timeline = simulate(
         chosen,
         args.forward,

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from autopar.errors import InvalidInput
-from autopar.pipeline.schedule import KINDS, MOST_UNLISTED, Action, Schedule
+from autopar.pipeline.schedule import KINDS, MOST_UNLISTED, SUM, Action, Schedule
 from autopar.pipeline.simulation.action_times import time_actions
 from autopar.text.units import counted
 
@@ -47,6 +47,8 @@ def check(schedule: Schedule, *, of_call: bool = False) -> None:
         ("a micro-batch's backward on a stage follows its forward there",
          "put the forward first", _backward_follows),
         ("W follows I for the same micro-batches on a stage", "put the I first", _weight_follows),
+        ("a rank sums a stage's gradient at most once, after its last B or W on the stage",
+         "move the REDUCE_GRAD behind them, and remove others", _sums),
         ("micro-batches that one stage sends together are received together by the next",
          "join them alike on all stages", _matched),
         ("a forward overlaps with the backward of another micro-batch that follows it",
@@ -97,13 +99,16 @@ def _named(schedule: Schedule) -> Iterator[str]:
     parts = schedule.all_parts
     for rank, action in schedule.actions:
         pipe, stage, microbatches = action.pipe, action.stage, action.microbatches
-        if action.kind not in KINDS:
-            yield f"rank {rank}: {action}: kind is not one of {', '.join(KINDS)}"
+        if action.kind not in (*KINDS, SUM):
+            yield f"rank {rank}: {action}: kind is not one of {', '.join((*KINDS, SUM))}"
         elif not (0 <= pipe < pipes and 0 <= stage < stages):
             of_stages = counted(stages, "stage")
             yield f"rank {rank}: {action}: there are {counted(pipes, 'pipe')} of {of_stages}"
         elif placement[pipe][stage] != rank:
             yield f"rank {rank}: {action} belongs on rank {placement[pipe][stage]}"
+        elif action.kind == SUM:
+            if microbatches:
+                yield f"rank {rank}: {action}: a sum is of all micro-batches, and names none"
         elif not microbatches or min(microbatches) < 0 or max(microbatches) >= parts:
             yield f"rank {rank}: {action}: micro-batches are 0 to {parts - 1}"
         elif len(set(microbatches)) != len(microbatches):
@@ -124,6 +129,8 @@ def _complete(schedule: Schedule, *, goes_back: bool) -> Iterator[str]:
     parts, stages = schedule.all_parts, schedule.stages
     counts = {kind: [0] * (parts * stages) for kind in KINDS}
     for _, action in schedule.actions:
+        if action.kind == SUM:
+            continue
         done, base = counts[action.kind], action.stage * parts
         for microbatch in action.microbatches:
             done[base + microbatch] += 1
@@ -157,7 +164,7 @@ def _complete(schedule: Schedule, *, goes_back: bool) -> Iterator[str]:
 
 def _idle(schedule: Schedule) -> Iterator[str]:
     for rank, order in enumerate(schedule.orders):
-        if not order:
+        if all(action.kind == SUM for action in order):
             yield f"rank {rank} runs nothing"
 
 
@@ -186,11 +193,25 @@ def _weight_follows(schedule: Schedule) -> Iterator[str]:
                 yield f"rank {rank}: {action} is not preceded by {half}"
 
 
+def _sums(schedule: Schedule) -> Iterator[str]:
+    for rank, order in enumerate(schedule.orders):
+        summed: set[int] = set()
+        for at, action in enumerate(order):
+            if action.kind != SUM:
+                continue
+            computing = schedule.gradient_positions[rank].get(action.stage, ())
+            if computing and computing[-1] > at:
+                yield f"rank {rank}: {action} comes before {order[computing[-1]]}"
+            if action.stage in summed:
+                yield f"rank {rank}: {action} stands there twice"
+            summed.add(action.stage)
+
+
 def _matched(schedule: Schedule) -> Iterator[str]:
     """Find micro-batches that are joined on one stage and not on another of the pipe."""
     groups: dict[tuple[bool, int], tuple[Action, int]] = {}
     for rank, action in schedule.actions:
-        if action.kind == "W":
+        if action.kind in ("W", SUM):
             continue
         forward = action.kind == "F"
         for microbatch in action.microbatches:
@@ -207,7 +228,7 @@ def _overlaps(schedule: Schedule) -> Iterator[str]:
                 continue
             if after is None:
                 yield f"rank {rank}: {action} is the last"
-            elif action.kind != "F" or after.kind == "F" or after.kind == "W" or after.overlaps:
+            elif action.kind != "F" or after.kind not in ("B", "I") or after.overlaps:
                 yield f"rank {rank}: {action} with {after}"
             elif (action.stage, action.microbatches) == (after.stage, after.microbatches):
                 yield f"rank {rank}: {action} with {after}, its own backward"

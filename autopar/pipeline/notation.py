@@ -2,7 +2,8 @@
 
 An action is written stage, kind, micro-batches: ``1F2`` is the forward of micro-batch 2 on stage 1.
 Several micro-batches done together are joined by ``+``, a pipe other than 0 follows ``@``:
-``0B4+5@1``. Two that overlap share a cell: ``(0F4;1B2)OVERLAP_F_B``.
+``0B4+5@1``. Two that overlap share a cell: ``(0F4;1B2)OVERLAP_F_B``. A sum of gradients names no
+micro-batch: ``1REDUCE_GRAD``.
 
 >>> from autopar.pipeline import schedule
 >>> print(to_text(schedule("1f1b", stages=2, microbatches=2)))
@@ -13,7 +14,8 @@ rank 0: 0F0 0F1 0B0 0B1
 rank 1: 1F0 1B0 1F1 1B1
 
 CSV has one row for each rank and one action in a cell. torch reads the rows of a schedule with one
-pipe; a first row that starts with ``#`` carries the rest and is left out by ``header=False``.
+pipe; a first row that starts with ``#`` carries the rest and is left out by ``header=False``. All
+files that torch writes are read (`torch_notation`).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from autopar.base.files import write_file
 from autopar.errors import InvalidInput
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import (
+    SUM,
     Action,
     Kind,
     Option,
@@ -42,9 +45,12 @@ from autopar.pipeline.schedule import (
     make,
     to_text,
 )
+from autopar.pipeline.sums import without_sums
+from autopar.pipeline.torch_notation import read_cells
 
 _NUMBER = r"[0-9]{1,6}"  # larger numbers are refused
-ACTION = re.compile(rf"({_NUMBER})([FBIW])({_NUMBER}(?:\+{_NUMBER})*)(?:@({_NUMBER}))?")
+_NUMBERS = rf"{_NUMBER}(?:\+{_NUMBER})*"
+ACTION = re.compile(rf"({_NUMBER})(?:([FBIW])({_NUMBERS})|({SUM}))(?:@({_NUMBER}))?")
 OVERLAP = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B")
 REMEDY = "write stage, kind and micro-batch as in 1F2, with +3 for more and @1 for pipe 1"
 
@@ -54,13 +60,13 @@ def parse_action(text: str) -> Action:
     match = ACTION.fullmatch(text.strip())
     if match is None:
         raise InvalidInput(
-            "an action is written as stage, kind (F, B, I or W) and micro-batches",
+            f"an action is written as stage, kind (F, B, I, W or {SUM}) and micro-batches",
             got=repr(text[:80]),
             remedy=REMEDY,
         )
-    stage, kind, microbatches, pipe = match.groups()
-    numbers = tuple(map(int, microbatches.split("+")))
-    return Action(cast(Kind, kind), int(pipe or 0), int(stage), numbers)
+    stage, kind, microbatches, is_sum, pipe = match.groups()
+    numbers = () if is_sum else tuple(map(int, microbatches.split("+")))
+    return Action(cast(Kind, kind or is_sum), int(pipe or 0), int(stage), numbers)
 
 
 def parse_cell(text: str) -> list[Action]:
@@ -133,11 +139,15 @@ def from_text(text: str, source: str | None = None, *, of_call: bool = False) ->
 
 
 def _order(words: Iterable[str]) -> list[Action]:
-    return [action for word in words if word.strip() for action in parse_cell(word)]
+    return [action for word in read_cells(words) for action in parse_cell(word)]
 
 
 def to_csv(schedule: Schedule, *, header: bool = True) -> str:
-    """Return the schedule as CSV; without the header torch.distributed.pipelining reads it."""
+    """Return the schedule as CSV; without the header torch.distributed.pipelining reads it.
+
+    torch then adds the sums of gradients itself, each right after the last backward.
+    """
+    schedule = schedule if header else without_sums(schedule)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     if header:
@@ -211,7 +221,7 @@ def _derive(orders: list[list[Action]]) -> dict[str, str]:
                     got=f"{action} on rank {rank}, others of this stage on rank {first}",
                     remedy="move the action, or write another copy of the stage as another pipe",
                 )
-            last = max(last, *action.microbatches)
+            last = max(last, *action.microbatches, -1)
     pipes = 1 + max((pipe for pipe, _ in ranks), default=-1)
     stages = 1 + max((stage for _, stage in ranks), default=-1)
     every = itertools.product(range(pipes), range(stages))

@@ -12,7 +12,9 @@ An action is one piece of work of one stage on one or more micro-batches of one 
 - ``F``: forward;
 - ``B``: the whole backward, gradients of inputs and of weights;
 - ``I``: only the gradients of inputs, for which the stage before waits;
-- ``W``: only the gradients of weights, any time after the ``I`` of the same micro-batches.
+- ``W``: only the gradients of weights, any time after the ``I`` of the same micro-batches;
+- ``REDUCE_GRAD``: its rank starts to sum the gradient of the stage over all ranks that have it. The
+  sum runs beside later actions. Where none is listed, it starts with the last ``B`` or ``W``.
 
 A micro-batch goes through every stage of exactly one pipe: ``F`` from stage 0 to the last, then
 ``B`` (or ``I`` and ``W``) back. A pipe is one way of placing all stages on the ranks, with its own
@@ -27,13 +29,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, overload
 
-Kind = Literal["F", "B", "I", "W"]
-KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+Kind = Literal["F", "B", "I", "W", "REDUCE_GRAD"]
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")  # that compute, and take time
+SUM: Kind = "REDUCE_GRAD"
 KIND_NAMES = {
     "F": "forward",
     "B": "backward",
     "I": "gradients of inputs",
     "W": "gradients of weights",
+    SUM: "sum of gradients",
 }
 MOST_UNLISTED = 1 << 12  # micro-batches times stages that a header may count beyond the actions
 Option = int | float | str | tuple[float, ...] | None
@@ -41,7 +45,10 @@ Option = int | float | str | tuple[float, ...] | None
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Describe one piece of work: `kind` of `stage` of `pipe` on `microbatches` together."""
+    """Describe one piece of work: `kind` of `stage` of `pipe` on `microbatches` together.
+
+    A sum of gradients is of no micro-batch.
+    """
 
     kind: Kind
     pipe: int
@@ -143,8 +150,7 @@ class Schedule:
     def gradient_positions(self) -> tuple[Mapping[int, tuple[int, ...]], ...]:
         """Return, by rank and stage, the positions of the actions that compute weight gradients.
 
-        The last one completes the gradient there, and its sum over ranks starts: in the runtime,
-        and so in the planner's price. A rank without micro-batches has none.
+        The last one completes the gradient there. A rank without micro-batches has none.
         """
         by_rank = []
         for order in self.orders:
@@ -153,6 +159,21 @@ class Schedule:
                 if action.kind in ("B", "W"):
                     positions.setdefault(action.stage, []).append(at)
             by_rank.append({stage: tuple(every) for stage, every in positions.items()})
+        return tuple(by_rank)
+
+    @cached_property
+    def sum_positions(self) -> tuple[Mapping[int, int], ...]:
+        """Return, by rank and stage, the position of the action with which the sum of the stage's
+        gradient over ranks starts: in the runtime, and so in the planner's price.
+
+        That is the sum that the order lists, or else the last action that computes the gradient. A
+        rank with neither has none, and starts before its first action.
+        """
+        by_rank = []
+        for order, computed in zip(self.orders, self.gradient_positions):
+            last = {stage: positions[-1] for stage, positions in computed.items()}
+            listed = {action.stage: at for at, action in enumerate(order) if action.kind == SUM}
+            by_rank.append(last | listed)
         return tuple(by_rank)
 
     @cached_property
@@ -168,7 +189,7 @@ class Schedule:
         for rank, order in enumerate(self.orders):
             row = []
             for action in order:
-                if action.kind == "W":
+                if action.kind in ("W", SUM):
                     row.append((-1, -1, False))
                     continue
                 step = 1 if action.kind == "F" else -1

@@ -33,7 +33,9 @@ _MEANINGS = {
     "full": "checkpoint checkpointing all block",
     "selective": "attention core",
     "1f1b": "pipedreamflush dapple",
-    "interleaved": "looped loopedbfs virtualpipeline vpp",
+    "interleaved": "interleaved1f1b looped loopedbfs virtualpipeline vpp",
+    "interleaved-zb": "interleavedzerobubble zbinterleaved",
+    "eager-where-it-helps": "eagersyncopt",
     "zb-h1": "zerobubble zb zb1p",
 }
 

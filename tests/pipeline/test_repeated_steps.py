@@ -77,7 +77,7 @@ def costs(made: Schedule, draw: random.Random) -> dict[str, Any]:
         "backward_weight": [draw.uniform(0, 1) * seconds for seconds in backward],
         "message_costs": draw.choice([messages, None]),
         "latency": draw.choice([0.0, 0.3]),
-        "sync": draw.choice(["eager", "after"]),
+        "sync": draw.choice(["eager", "eager-where-it-helps", "lazy", None]),
         "sync_cost": some(3.0),
         "after_sync": some(0.5),
         "shared_sync": {(0, made.stages - 1): 1.5},
@@ -151,7 +151,9 @@ def test_prices_and_peaks_list_no_actions(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(RepeatedOrders, "_listed", property(refuse))
     repeated = [s for s in weighed_schedules(4, 1024, 16) if isinstance(s.orders, RepeatedOrders)]
-    assert {made.name for made in repeated} == {"1f1b", "interleaved", "zb-h1", "zb-v", "chimera"}
+    assert {made.name for made in repeated} == {
+        "1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-v", "chimera",
+    }  # fmt: skip
     for made in repeated:
         timeline = simulate(made, sync="eager", sync_cost=1.0)
         assert timeline.makespan >= 1024 * 3

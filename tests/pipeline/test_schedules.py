@@ -14,7 +14,7 @@ from autopar.pipeline.schedules.registry import generator
 def test_names():
     assert set(NAMES) == {
         "gpipe", "1f1b", "interleaved", "gems", "chimera", "zb-h1", "zb-v", "dualpipe",
-        "dualpipe-v", "chimera-zb",
+        "dualpipe-v", "chimera-zb", "interleaved-zb",
     }  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def test_names():
         ("chimera", {"stages": 8, "microbatches": 8, "scale": "tripling"}, "doubling, halving"),
         ("interleaved", {"stages": 8, "microbatches": 8, "chunks": 0}, "at least 1"),
         ("interleaved", {"stages": 8, "microbatches": 8, "chunks": 1.5}, "whole number"),
-        ("1f1b", {"stages": 8, "microbatches": 8, "chunks": 2}, "no options"),
+        ("1f1b", {"stages": 8, "microbatches": 8, "chunks": 2}, "the options sync"),
         ("interleaved", {"stages": 8, "microbatches": 8, "pipes": 2}, "options chunks"),
         ("gpipe", {"stages": 0, "microbatches": 8}, "stages"),
         ("gpipe", {"stages": 4, "microbatches": 0}, "microbatches"),

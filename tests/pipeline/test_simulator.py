@@ -139,11 +139,11 @@ def test_uncovered_synchronisation():
         return simulate(made, sync=mode, sync_cost=cost).uncovered_sync
 
     assert simulate(made).uncovered_sync == 0
-    assert uncovered("after", 3) == 6  # two stages on each rank
+    assert uncovered("lazy", 3) == 6  # two stages on each rank
     assert uncovered("eager", 3) == 3
     assert uncovered("eager-where-it-helps", 3) == 3
     for cost in (0.5, 2, 8):
-        modes = [uncovered(mode, cost) for mode in ("eager", "eager-where-it-helps", "after")]
+        modes = [uncovered(mode, cost) for mode in ("eager", "eager-where-it-helps", "lazy")]
         assert modes == sorted(modes)
     timeline = simulate(made, sync="eager", sync_cost=[1, 2, 3, 4, 5, 6, 7, 8])
     assert timeline.step_time == timeline.makespan + timeline.uncovered_sync
@@ -154,7 +154,7 @@ def test_uncovered_synchronisation():
     assert all(sync.end - sync.start == sync.stages[0] + 1 for sync in spans.values())
 
 
-@pytest.mark.parametrize("mode", ["eager", "after"])
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_a_sum_begins_when_all_replicas_have_the_gradient(mode):
     """One direction of GEMS has a micro-batch more than the other, and ends later."""
     made = schedule("gems", stages=4, microbatches=5)

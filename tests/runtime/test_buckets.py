@@ -15,9 +15,9 @@ from autopar.runtime.parameters.gradient_buckets import (
     BucketEntry,
     GradientBucket,
     GradientSync,
-    ReductionSpec,
     make_buckets,
 )
+from autopar.runtime.parameters.reduction_spec import ReductionSpec
 from autopar.tensor_type import TensorType
 
 MESH = Mesh(a=2, b=2)
@@ -64,7 +64,8 @@ def test_only_buckets_that_are_reached_are_summed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gradient_buckets, "dtensors_like", lambda parameters, values: values)
     leaves = {name: torch.zeros(2, requires_grad=True) for name in ("a1", "a2", "b1")}
     entries = [(BucketEntry(n, leaf, leaf, leaf.nbytes), n[0]) for n, leaf in leaves.items()]
-    sync = GradientSync(entries, dict.fromkeys("ab", ReductionSpec(completing_actions={0: True})))
+    spec = ReductionSpec(completing_actions={0: True}, last_action=0)
+    sync = GradientSync(entries, dict.fromkeys("ab", spec))
     sync.start({"a1"})
     leaves["a1"].grad = torch.ones(2)
     gradients = sync.finish({"a1"})
@@ -76,15 +77,14 @@ def test_gradients_add_up_in_the_dtype_of_sums() -> None:
     """In bfloat16, 256 + 1 + 1 is 256."""
     leaves = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.bfloat16)]
     entries = [BucketEntry("", leaf, leaf, leaf.nbytes, reduce=torch.float32) for leaf in leaves]
-    bucket, spec = (
-        GradientBucket("", entries),
-        ReductionSpec(completing_actions={1: True, 3: True, 5: True}, is_accumulated=True),
-    )
-    assert list(spec.reduce_actions) == [1, 3, 5]
-    for at, value in ((1, 256.0), (3, 1.0), (5, 1.0)):
+    bucket = GradientBucket("", entries)
+    actions = {1: True, 3: True, 5: True}
+    spec = ReductionSpec(completing_actions=actions, last_action=7, is_accumulated=True)
+    assert spec.reduce_actions == {**actions, 7: False}
+    for at, value in ((1, 256.0), (3, 1.0), (5, 1.0), (7, None)):
         for leaf in leaves:
-            leaf.grad = torch.full_like(leaf, value)
-        assert not list(bucket.reduce(spec, is_last=at == spec.last_action))
+            leaf.grad = None if value is None else torch.full_like(leaf, value)
+        assert not list(bucket.reduce(spec, at))
         assert not any(leaf.grad is not None for leaf in leaves)
     assert bucket.buffer is not None
     assert torch.equal(bucket.buffer, torch.full((5,), 258.0))

@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from autopar._torch.autograd import is_profiling
 from autopar.errors import InvalidInput
 from autopar.pipeline.running.worker import Value, Worker
-from autopar.pipeline.schedule import KIND_NAMES, Action, Schedule
+from autopar.pipeline.schedule import KIND_NAMES, SUM, Action, Schedule
 from autopar.text.units import counted
 
 
@@ -40,7 +40,7 @@ def messages_of(schedule: Schedule, action: Action, *, sent: bool) -> list[tuple
     """Return the messages that an action sends, or awaits, each with its receiver or sender."""
     forward, pipe = action.kind == "F", action.pipe
     other = action.stage + (1 if forward == sent else -1)
-    if action.kind == "W" or not 0 <= other < schedule.stages:
+    if action.kind in ("W", SUM) or not 0 <= other < schedule.stages:
         return []
     neighbour = schedule.rank_of(pipe, other)
     stage = other if sent else action.stage
@@ -178,7 +178,7 @@ class RankRunner:
             values = self._do(action, microbatch, received.get(microbatch, []))
             if outputs:
                 transport.send(*outputs[number], values)
-        if recording is not None:
+        if recording is not None and action.kind != SUM:
             recorder, times = recording
             times.actions.append((action, start, recorder.clock()))
         self.recorded.order.append(action)

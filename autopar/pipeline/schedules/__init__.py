@@ -3,7 +3,8 @@
     @generator("my-schedule", {"chunks": 2}, {"chunks": 4})
     def my_schedule(stages: int, microbatches: int, chunks: int = 2) -> Schedule: ...
 
-The generator's further parameters are the options that users may give. A plan that may choose any
+The generator's further parameters are the options that users may give. Every schedule takes `sync`,
+too: where its gradient sums start (see `simulation.synchronization`). A plan that may choose any
 schedule tries this one with each of the option sets beside its name. Read `registry.py` first, then
 `gpipe.py` and `one_f_one_b.py`; `chimera*.py` and `two_lanes.py` need more.
 
@@ -27,6 +28,8 @@ from autopar.errors import InvalidInput, require_one_of
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import RepeatedOrders, Schedule
 from autopar.pipeline.schedules.registry import GENERATORS, Generate, positive
+from autopar.pipeline.simulation.simulator import simulate
+from autopar.pipeline.simulation.synchronization import with_sums
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -35,6 +38,8 @@ _COUNTS = ("stages", "microbatches", "chunks")  # whose product is the number of
 MOST_FORWARDS = 1 << 20
 # Forwards of a schedule with as many chunks as blocks, or of one that repeats nothing.
 _MOST_WEIGHED = 1 << 12
+# The times, with their defaults, for which a schedule may be planned.
+PLANNED_FOR = {"forward": 1, "backward": 2, "backward_weight": None, "latency": 0}
 _MOST_CHUNKS = 8  # more hardly shorten the wait, and messages take their time
 NAMES = tuple(sorted(GENERATORS))
 FROM_FILE = "what autopar.pipeline.load reads from a file"
@@ -50,10 +55,11 @@ def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Sc
     for label, value in (("stages", stages), ("microbatches", microbatches)):
         positive("a schedule", label, value)
     known = option_names(name)
+    sync = options.pop("sync", None)
     unknown = [option for option in options if option not in known]
     if unknown:
         raise InvalidInput(
-            f"schedule {name} takes {'the options ' + ', '.join(known) if known else 'no options'}",
+            f"schedule {name} takes the options {', '.join(known)}",
             got=", ".join(f"{option}={options[option]!r}" for option in unknown),
             remedy="leave the others out",
         )
@@ -65,6 +71,16 @@ def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Sc
             got=", ".join(f"{word}={size}" for word, size in counts.items()),
             remedy="fewer of them",
         )
+    made = _generated(name, stages, microbatches, **options)
+    if sync is None:
+        return made
+    times: dict[str, Any] = {cost: options.get(cost, time) for cost, time in PLANNED_FOR.items()}
+    summed = with_sums(made, sync, partial(simulate, made, **times))
+    return replace(summed, options=tuple(sorted({**dict(made.options), "sync": sync}.items())))
+
+
+def _generated(name: str, stages: int, microbatches: int, **options: Any) -> Schedule:
+    """Return a schedule without listed sums."""
     generate = GENERATORS[name].generate
     is_known = all(isinstance(value, Hashable) for value in options.values())
     period = GENERATORS[name].period(stages, **options) if is_known else None
@@ -91,7 +107,7 @@ def known_names() -> list[str]:
 
 def option_names(name: str) -> tuple[str, ...]:
     """Return the options that schedule `name` takes."""
-    return GENERATORS[name].options
+    return *GENERATORS[name].options, "sync"
 
 
 def most_chunks(stages: int, microbatches: int, blocks: int) -> int:

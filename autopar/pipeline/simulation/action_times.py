@@ -74,7 +74,8 @@ def time_actions(
                     break
                 clock = arrival
             begun.append(clock)
-            clock += durations[action.kind][action.stage] * len(action.microbatches)
+            if action.microbatches:  # a sum runs beside later actions
+                clock += durations[action.kind][action.stage] * len(action.microbatches)
             ended.append(clock)
             if sent >= 0:
                 leaving.append((sent, is_crossing, action))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.pipeline.schedule import KIND_NAMES, Action, Schedule
+from autopar.pipeline.schedule import KIND_NAMES, SUM, Action, Schedule
 from autopar.text.drawing import WIDE, Axis, Drawing, legend_places
 from autopar.text.units import counted, share_text
 
@@ -81,6 +81,8 @@ class Gantt:
         untitled = defaultdict(list)
         for rank, order in enumerate(self.schedule.orders):
             for action, start, end in zip(order, self.starts[rank], self.ends[rank]):
+                if action.kind == SUM:
+                    continue  # drawn from its start to its end, beside actions
                 left, right = axis.at(start), axis.at(end)
                 top, width, height = tops[rank] + 1, right - left, _ROW - 2
                 kind = f"{action.kind}{action.pipe % 2}"
@@ -100,7 +102,7 @@ class Gantt:
         """Return the words for each class of boxes, with the class."""
         schedule, legend = self.schedule, dict[str, str]()
         for kind, pipe in sorted(
-            {(a.kind, a.pipe % 2) for _, a in schedule.actions},
+            {(a.kind, a.pipe % 2) for _, a in schedule.actions if a.kind != SUM},
             key=lambda entry: ([*KIND_NAMES].index(entry[0]), entry[1]),
         ):
             words = KIND_NAMES[kind] + (f", pipe {pipe}" if schedule.pipes > 1 else "")

@@ -44,7 +44,9 @@ class RankTimes:
 
     done: tuple[float, ...]  # by rank, the end of its last action
     busy: tuple[float, ...]  # by rank, the time for which it works
-    gradients: Mapping[tuple[int, int], float]  # by rank and stage, when its gradient is complete
+    sum_starts: Mapping[
+        tuple[int, int], float
+    ]  # by rank and stage, when its gradient starts to be summed
 
     @classmethod
     def of(cls, schedule: Schedule, times: ActionTimes) -> RankTimes:
@@ -53,9 +55,9 @@ class RankTimes:
             tuple(ends[-1] if ends else 0.0 for ends in times.ends),
             tuple(sum(map(sub, ends, starts)) for ends, starts in zip(times.ends, times.starts)),
             {
-                (rank, stage): times.ends[rank][positions[-1]]
-                for rank, by_stage in enumerate(schedule.gradient_positions)
-                for stage, positions in by_stage.items()
+                (rank, stage): times.ends[rank][position]
+                for rank, by_stage in enumerate(schedule.sum_positions)
+                for stage, position in by_stage.items()
             },
         )
 
@@ -117,7 +119,7 @@ class RepeatedStep:
     first_state: Numbers  # places in the values of `before`
     next_state: Numbers  # places in the values of `period`
     done: Numbers  # by rank, places in the values of `after`
-    gradients: Mapping[tuple[int, int], int]  # by rank and stage, places there
+    sum_starts: Mapping[tuple[int, int], int]  # by rank and stage, places there
     work: Array  # by rank and number of a time, how often its actions take that
     work_of_period: Array
 
@@ -136,13 +138,13 @@ class RepeatedStep:
         before = GraphSegment.of(graph, parts[0], np.zeros(0, np.int64))
         period = GraphSegment.of(graph, parts[1], first)
         after = GraphSegment.of(graph, parts[2], last)
-        gradients = {
-            (rank, stage): int(after.place[graph.ends[rank][positions[-1]]])
-            for rank, by_stage in enumerate(short.gradient_positions)
-            for stage, positions in by_stage.items()
+        sum_starts = {
+            (rank, stage): int(after.place[graph.ends[rank][position]])
+            for rank, by_stage in enumerate(short.sum_positions)
+            for stage, position in by_stage.items()
         }
         done = np.array([after.place[nodes[-1]] for nodes in graph.ends])
-        if min(*gradients.values(), *done) < 0 or min(cuts[0]) < 1:
+        if min(*sum_starts.values(), *done) < 0 or min(cuts[0]) < 1:
             return None
         times = 1 + 4 * short.stages * (1 + short.pipes)
         return cls(
@@ -152,7 +154,7 @@ class RepeatedStep:
             before.place[first],
             period.place[last],
             done,
-            gradients,
+            sum_starts,
             np.array([_work(graph, nodes, times) for nodes in graph.ends]),
             np.array([
                 _work(graph, nodes[start:end], times)
@@ -167,8 +169,8 @@ class RepeatedStep:
         state = _advance(matrix, state[:, 0], repeats + 1)
         values = self.after.run(table, state[:, None])[:, 0]
         busy = (self.work + repeats * self.work_of_period) @ table
-        gradients = {key: float(values[place]) for key, place in self.gradients.items()}
-        return RankTimes(tuple(values[self.done].tolist()), tuple(busy.tolist()), gradients)
+        sum_starts = {key: float(values[place]) for key, place in self.sum_starts.items()}
+        return RankTimes(tuple(values[self.done].tolist()), tuple(busy.tolist()), sum_starts)
 
     @cached_property
     def identity(self) -> Array:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Literal
 
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
@@ -30,10 +29,9 @@ from autopar.pipeline.simulation.action_costs import (
 )
 from autopar.pipeline.simulation.action_times import ActionTimes, MessageCosts, time_actions
 from autopar.pipeline.simulation.repeated_step import RankTimes, repeated_times
-from autopar.pipeline.simulation.synchronization import synchronize
+from autopar.pipeline.simulation.synchronization import Sync, synchronize, with_sums
 from autopar.pipeline.simulation.timeline import Timeline
 
-Sync = Literal["after", "eager", "eager-where-it-helps"]
 _NONE: Mapping[tuple[int, ...], float] = MappingProxyType({})
 
 
@@ -58,9 +56,10 @@ def simulate(
 
     - `backward`: both halves of it; `backward_weight`: its W, where it is split (half by default).
     - `latency`: the time of a message between two ranks; `message_costs`: the cost of each.
-    - `sync`: when the replicas of a stage all-reduce its gradient (see `synchronization`; None:
-      never); `sync_cost`: the time of that; `shared_sync`: by their numbers, the time for stages
-      that share parameters; `after_sync`: the work for a stage when all gradients are summed.
+    - `sync`: when the replicas of a stage all-reduce its gradient (see `synchronization`; None: as
+      the schedule lists it, or else eagerly); `sync_cost`: the time of that; `shared_sync`: by
+      their numbers, the time for stages that share parameters; `after_sync`: the work for a stage
+      when all gradients are summed.
     - `activation`: the size that a micro-batch keeps for backward, 1 by default.
     """
     times = stage_times(
@@ -75,16 +74,22 @@ def simulate(
     shares = per_stage("activation", activation, schedule.stages, schedule.chunks)
     activations = tuple(share / schedule.parts for share in shares)
     latencies = delay if message_costs is None else message_costs
-    timed = cache(partial(_time_all_actions, schedule, times, latencies))
-    figures = repeated_times(schedule, times, latencies) or RankTimes.of(schedule, timed())
-    timeline = Timeline(schedule, figures, timed, activations)
-    if sync is None:
-        return timeline
+
+    def timeline_of(some: Schedule) -> Timeline:
+        timed = cache(partial(_time_all_actions, some, times, latencies))
+        figures = repeated_times(some, times, latencies) or RankTimes.of(some, timed())
+        return Timeline(some, figures, timed, activations)
+
+    if sync is not None:
+        schedule = with_sums(schedule, sync, lambda: timeline_of(schedule))
     costs, after = (
         per_stage(name, cost, schedule.stages, schedule.chunks)
         for name, cost in (("sync_cost", sync_cost), ("after_sync", after_sync))
     )
-    return synchronize(timeline, sync, costs, shared_sync, after)
+    timeline = timeline_of(schedule)
+    if sync is None and not any((*costs, *after, *shared_sync.values())):
+        return timeline
+    return synchronize(timeline, costs, shared_sync, after)
 
 
 def _time_all_actions(

@@ -97,8 +97,8 @@ def _listed(schedule: Schedule, links: Links | None) -> tuple[list[StepNode], li
                 break
             (node, delay), (node_2, delay_2) = arrivals[awaited], arrivals[other]
             before = ended[-1] if ended else START
-            time = 1 + KINDS.index(action.kind) * stages + action.stage
             count = len(action.microbatches)
+            time = 1 + KINDS.index(action.kind) * stages + action.stage if count else 0
             end = add(time, count, (before, node, node_2), (delay, delay_2), position)
             ended.append(end)
             if action.overlaps:  # it sends with the next one

@@ -56,7 +56,6 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
         # Recomputation belongs to B or I, never to W.
         backward_weight=[parts * (stage.backward - stage.again) / 2 for stage in stages],
         message_costs=message_costs(schedule, stages, cluster, line),
-        sync="eager",  # as the runtime begins them: `Schedule.gradient_positions`
         sync_cost=sums,
         after_sync=[stage.after for stage in stages],
         shared_sync=shared,

@@ -1,10 +1,13 @@
 """Gradient synchronisation: all-reduces among the replicas of a stage, and among stages that share
 parameters.
 
-- ``after``: when a rank has done all its actions;
-- ``eager``: when a rank has done its last backward on the stage, as the runtime does it;
+Where a rank starts a stage's sum is data of the schedule (`Schedule.sum_positions`):
+
+- ``eager``: right after its last backward on the stage;
 - ``eager-where-it-helps``: eagerly for the stages that leave their ranks idle between that moment
-  and the rank's last action, as a running all-reduce slows the work beside it; after for the rest.
+  and the rank's last action, as a running all-reduce slows the work beside it (Chimera's
+  eager-sync-opt); at the end for the rest;
+- ``lazy``: when a rank has done all its actions.
 
 An all-reduce starts when all its ranks are ready. A rank runs one at a time, beside its actions.
 The work that follows for its stages, such as updates on the host, begins after all of these.
@@ -13,12 +16,25 @@ The work that follows for its stages, such as updates on the host, begins after 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Literal, get_args
 
 from autopar.errors import require_one_of
+from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.simulation.timeline import Synchronization, Timeline, Update
+from autopar.pipeline.sums import place_sums
 
-MODES = ("after", "eager", "eager-where-it-helps")
+Sync = Literal["eager", "eager-where-it-helps", "lazy"]
+MODES: tuple[Sync, ...] = get_args(Sync)
+
+
+def with_sums(schedule: Schedule, mode: str, simulated: Callable[[], Timeline]) -> Schedule:
+    """Return the schedule with its sums where `mode` puts them; `simulated` returns its timeline,
+    which tells where ranks idle."""
+    require_one_of("sync, when gradients are synchronised", mode, MODES)
+    if mode == "eager-where-it-helps":
+        return place_sums(schedule, early_stages(simulated()))
+    return place_sums(schedule, range(schedule.stages) if mode == "eager" else ())
 
 
 def early_stages(timeline: Timeline) -> tuple[int, ...]:
@@ -41,7 +57,6 @@ def early_stages(timeline: Timeline) -> tuple[int, ...]:
 
 def synchronize(
     timeline: Timeline,
-    mode: str,
     costs: tuple[float, ...],
     shared: Mapping[tuple[int, ...], float],
     after: tuple[float, ...],
@@ -51,18 +66,13 @@ def synchronize(
     `costs`: seconds of each stage's all-reduce. `shared`: of stages that share parameters.
     `after`: seconds that a rank works for each of its stages when all gradients are summed.
     """
-    require_one_of("sync, when gradients are synchronised", mode, MODES)
     schedule, done = timeline.schedule, timeline.rank_times.done
     stages = range(schedule.stages)
-    eager = {"after": (), "eager": tuple(stages)}.get(mode) or (
-        early_stages(timeline) if mode == "eager-where-it-helps" else ()
-    )
-    completed = []
-    for stage in stages:
-        completed.append(0.0)
-        for rank in schedule.replicas_of(stage):
-            gradient = timeline.rank_times.gradients.get((rank, stage), 0.0)
-            completed[stage] = max(completed[stage], gradient if stage in eager else done[rank])
+    starts = timeline.rank_times.sum_starts
+    completed = [
+        max(starts.get((rank, stage), 0.0) for rank in schedule.replicas_of(stage))
+        for stage in stages
+    ]
     every = {(stage,): cost for stage, cost in enumerate(costs)} | dict(shared)
     ready = [(max(completed[stage] for stage in group), group) for group in every]
     free = [0.0] * schedule.ranks

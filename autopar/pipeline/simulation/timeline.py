@@ -12,14 +12,13 @@ import numpy as np
 from autopar.base.files import write_file
 from autopar.errors import require_ending
 from autopar.pipeline.memory.activation_counts import live_counts
-from autopar.pipeline.schedule import Action, Schedule
+from autopar.pipeline.schedule import KIND_NAMES, SUM, Action, Schedule
 from autopar.pipeline.simulation.action_times import ActionTimes
 from autopar.pipeline.simulation.gantt import Gantt
 from autopar.pipeline.simulation.repeated_step import RankTimes
 from autopar.text.units import counted
 
 WIDTH = 160  # columns
-SUM = "sum of gradients"
 UPDATES = "casts and updates of parameters"
 
 
@@ -182,14 +181,18 @@ class Timeline:
                     # An overlapped forward sends when the backward that follows it is done.
                     rank, position = sender, other + action.overlaps
                     break
-        return CriticalPath(tuple(reversed(chain)), messages)
+        worked = (action for action in reversed(chain) if action.kind != SUM)
+        return CriticalPath(tuple(worked), messages)
 
     def __str__(self) -> str:
         return draw(self)
 
     def gantt(self, unit: Callable[[float], str] = "{:g}".format) -> Gantt:
         """Return the step as a picture, with times as `unit` writes them."""
-        after = [(f"{SUM} of {s.name}", s.ranks, s.start, s.end) for s in self.synchronizations]
+        after = [
+            (f"{KIND_NAMES[SUM]} of {s.name}", s.ranks, s.start, s.end)
+            for s in self.synchronizations
+        ]
         after += [(UPDATES, (u.rank,), u.start, u.end) for u in self.updates]
         return Gantt(self.schedule, self.starts, self.ends, after, unit)
 

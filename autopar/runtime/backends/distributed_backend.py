@@ -100,8 +100,6 @@ class TorchBackend(Backend):
             program, self._readers, ranks, movements=movements, groups=groups, link=link
         )
         self._loss: tuple[Tensor, dist.Work] | None = None  # the shares of all ranks, being summed
-        # The last action but one: the last stages have all losses; their sum overlaps a backward.
-        self._loss_position = len(self.schedule.orders[ranks.place]) - 2
         self._syncs: dict[frozenset[str], GradientSync] = {}  # by the names of parameters
         self._sync: GradientSync | None = None  # of the step that runs
         self._version = 0  # the version of the leaves in `_syncs`
@@ -270,7 +268,7 @@ class TorchBackend(Backend):
         if sync is None:  # a call has no gradients
             return
         sync.action_done(position)
-        is_last = position == self._loss_position
+        is_last = position == self.ranks.loss_position
         for late in self._late:
             if not (is_last and sync.adds_rider(late)):
                 self._works.append(late.start())
@@ -394,7 +392,7 @@ class TorchBackend(Backend):
         outputs = self.unstaged.forward(tensors, inputs)
         if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
             sync = self._sync_of(frozenset().union(*self.program.parameters_by_output))
-            outputs = self._calls.watch(outputs, sync, self._loss_position)
+            outputs = self._calls.watch(outputs, sync, self.ranks.loss_position)
         else:
             window.reset()
         self._works += [late.start() for late in self._late]

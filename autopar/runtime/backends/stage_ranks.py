@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.distributed as dist
 
@@ -12,15 +13,16 @@ from autopar.cost.copy_groups import in_mesh_order
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.localize import Axes
-from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.schedule import SUM, Schedule
 from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.host_copies import HostLink
 from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.backends.world import world
 from autopar.runtime.parameters.flat_buffers import TensorPieces
-from autopar.runtime.parameters.gradient_buckets import BucketEntry, ReductionSpec
+from autopar.runtime.parameters.gradient_buckets import BucketEntry
 from autopar.runtime.parameters.local_parameters import LocalParameters
 from autopar.runtime.parameters.parameter_movement import ParameterMovement
+from autopar.runtime.parameters.reduction_spec import ReductionSpec
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,16 @@ class StageRanks:
         self.place = next(at for at, ranks in enumerate(self.meshes) if rank in ranks)
         self.rank_in_stage = self.meshes[self.place].index(rank)
         self.line = self.lines[self.rank_in_stage]
+
+    @cached_property
+    def loss_position(self) -> int:
+        """Return the position of this rank's last action but one that computes; -2: there is none.
+
+        The last stages have all losses then, and their sum overlaps a backward.
+        """
+        order = self.schedule.orders[self.place]
+        computing = [at for at, action in enumerate(order) if action.kind != SUM]
+        return computing[-2] if len(computing) > 1 else -2
 
     def places_of(self, stages: Sequence[int]) -> tuple[int, ...]:
         """Return the places of the pipeline that hold one of `stages` in any pipe."""
@@ -158,6 +170,7 @@ def gradient_sums(
                 backward_group=scattering[key.backward_axes] if key.backward_axes else None,
                 step_group=scattering[key.step_axes] if key.step_axes else None,
                 completing_actions=_completing_actions(program.schedule, place, key.stages),
+                last_action=_last_action(program.schedule, place, key.stages),
                 is_accumulated=key.is_accumulated,
                 link=link if key.sums_to_host else None,
             )
@@ -173,3 +186,11 @@ def _completing_actions(schedule: Schedule, place: int, stages: Sequence[int]) -
         for stage in stages
         for at in schedule.gradient_positions[place].get(stage, ())
     }
+
+
+def _last_action(schedule: Schedule, place: int, stages: Sequence[int]) -> int:
+    """Return the position of the action with which the sum of some stages' gradients starts.
+
+    -1: this place has no micro-batch of them, and starts before its first action.
+    """
+    return max((schedule.sum_positions[place].get(stage, -1) for stage in stages), default=-1)

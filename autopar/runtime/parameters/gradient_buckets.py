@@ -28,10 +28,11 @@ from autopar._torch.communication import PendingWork, wait_for
 from autopar._torch.tensors import add_each, copy_each, dtensors_like, joined_flat, split_like
 from autopar.collectives.eager_movements import DeferredSum
 from autopar.cost.bucket_prices import SINGLE_BUCKET_BYTES, fill_buckets
-from autopar.runtime.backends.host_copies import HostLink, PendingCopy
+from autopar.runtime.backends.host_copies import PendingCopy
 from autopar.runtime.parameters.flat_buffers import TensorPieces
 from autopar.runtime.parameters.piece_exchange import PieceExchange
 from autopar.runtime.parameters.placing import ensure_own_memory
+from autopar.runtime.parameters.reduction_spec import ReductionSpec
 from autopar.states import BUFFER_BYTES
 
 NEVER = -2  # no position in an order of actions
@@ -53,42 +54,6 @@ class BucketEntry:
     backward_pieces: TensorPieces | None = None
     step_pieces: TensorPieces | None = None
     reduce: torch.dtype | None = None  # in which it adds up; None: that of the leaf
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReductionSpec:
-    """The groups, times and host link by which some gradients are summed over the same ranks."""
-
-    all_reduce_group: dist.ProcessGroup | None = None  # for gradients that no other group sums
-    backward_group: dist.ProcessGroup | None = None  # reduce-scatters after each backward
-    step_group: dist.ProcessGroup | None = None  # reduce-scatters at the end of the step
-    # Positions that complete gradients -> True if the action is one backward pass, so arrivals can
-    # be counted.
-    completing_actions: Mapping[int, bool]
-    is_accumulated: bool = False  # each backward's gradients are added to the bucket's buffer
-    link: HostLink | None = None  # to the host, where the sums belong; None: they stay
-
-    @property
-    def last_action(self) -> int:
-        """Return the action after which all gradients are complete; -1 if it precedes all."""
-        return max(self.completing_actions, default=-1)
-
-    @property
-    def is_cut(self) -> bool:
-        """Return whether the sums are kept in pieces."""
-        return self.backward_group is not None or self.step_group is not None
-
-    @property
-    def may_wait(self) -> bool:
-        """Return whether gradients may add up in the leaf of each rank, and be summed later."""
-        return self.backward_group is None and not self.is_accumulated and self.link is None
-
-    @cached_property
-    def reduce_actions(self) -> dict[int, bool]:
-        """Return the actions after which there is something to sum, as `completing_actions`."""
-        is_every = self.backward_group is not None or self.is_accumulated
-        actions = self.completing_actions if is_every else {self.last_action: True}
-        return {at: at >= 0 and self.completing_actions[at] for at in actions}
 
 
 @dataclass(eq=False)
@@ -127,22 +92,32 @@ class GradientBucket:
         """Return whether the bucket is one gradient that is worth its own collective."""
         return not self.is_cut and len(self.entries) == 1 and self.size >= SINGLE_BUCKET_BYTES
 
-    def reduce(self, spec: ReductionSpec, *, is_last: bool) -> Collectives:
-        """Sum the gradients that backward has made since the last call; finally over all ranks."""
-        gradients = take_gradients([entry.leaf for entry in self.entries])
+    def reduce(self, spec: ReductionSpec, position: int) -> Collectives:
+        """Sum the gradients that backward has made since the last call; finally over all ranks.
+
+        `position`: that of the action after which this is called.
+        """
+        is_last = position == spec.last_action
+        # A later action than that of the last backward finds its gradients in the buffer.
+        is_taken = spec.is_by_backward and position not in spec.completing_actions
+        is_taken &= self.buffer is not None
+        gradients = [] if is_taken else take_gradients([entry.leaf for entry in self.entries])
         self._prepare_exchanges(spec)
         if self._backward_exchange is not None:
-            part, work = self._backward_exchange.scatter(gradients)
-            gradients.clear()
-            yield from self._cut(work)
-            self.buffer = part if self.buffer is None else self.buffer.add_(part)
-            del part, work
+            if not is_taken:
+                part, work = self._backward_exchange.scatter(gradients)
+                gradients.clear()
+                yield from self._cut(work)
+                self.buffer = part if self.buffer is None else self.buffer.add_(part)
+                del part, work
             if not is_last:
                 return
+            assert self.buffer is not None
             gradients = self._backward_exchange.split_part(self.buffer)
         elif spec.is_accumulated:
-            self._accumulate(gradients)
-            gradients.clear()
+            if not is_taken:
+                self._accumulate(gradients)
+                gradients.clear()
             if not is_last:
                 return
         if self._step_exchange is not None:
@@ -414,7 +389,7 @@ class GradientSync:
                 while other in self._under_way:
                     self._continue(other)
         bucket.is_complete = position == spec.last_action
-        bucket.collectives = bucket.reduce(spec, is_last=bucket.is_complete)
+        bucket.collectives = bucket.reduce(spec, position)
         self._under_way.append(bucket)
         self._continue(bucket)
 
