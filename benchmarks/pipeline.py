@@ -1,11 +1,15 @@
 """Pipelines on four real ranks: against the simulator, and against torch.distributed.pipelining.
 
-    torchrun --nproc-per-node 4 -m benchmarks.pipeline [--rounds 5] [--only sleep|gpt]
+    torchrun --nproc-per-node 4 -m benchmarks.pipeline [--rounds 5] [--only sleep|sums|gpt]
 
 sleep: every stage sleeps for a known time forward and backward, so that the number of cores does
 not matter. Wall time of a step over the simulated makespan, and chimera's gain over 1f1b beside the
 predicted one. The naps are operators of an ordinary model: capture, stage cut, autograd and the
 executor are those of every program.
+
+sums: chimera on the same sleeping stages, with each mode of `sync`, over a network on which the sum
+of a stage's gradient takes a known time; every round runs all modes. Wall time of a step over the
+simulated one, and whether the modes are in the simulated order.
 
 gpt: one training step (forward and backward) of the same GPT, cut into the same stages, on the same
 ranks and micro-batches; every round runs both, in turning order, and counts its slowest rank.
@@ -19,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +40,9 @@ from torch.distributed.pipelining import (
 )
 
 import autopar as ap
+from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.simulation.synchronization import MODES
+from autopar.runtime.parameters import gradient_buckets
 from benchmarks.gpt import GPT, Sizes, batch, gpt
 
 RANKS, MICROBATCHES = 4, 8
@@ -49,6 +57,7 @@ SLEEPERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("chimera", {"scale": "list"}),
     ("zb-v", {}),
 )
+SUM_SECONDS = 0.3  # of a stage's gradient over its ranks, one at a time
 SIZES = (
     Sizes(hidden=128, heads=4, sequence=64, batch=16, layers=8),
     Sizes(hidden=256, heads=4, sequence=128, batch=16, layers=8),
@@ -110,6 +119,11 @@ class Sleeper(nn.Module):
 def sleeper(name: str, options: dict[str, Any]) -> tuple[Callable[[], None], float]:
     """A step of sleeping stages under a schedule, and its simulated makespan."""
     made = ap.pipeline.schedule(name, stages=RANKS, microbatches=MICROBATCHES, **options)
+    timeline = ap.pipeline.simulate(made, forward=FORWARD, backward=BACKWARD)
+    return sleeping_step(made), timeline.makespan
+
+
+def sleeping_step(made: Schedule) -> Callable[[], None]:
     share = made.chunks * made.parts
     torch.manual_seed(0)
     model = Sleeper(made.stages, FORWARD / share, BACKWARD / share)
@@ -117,10 +131,9 @@ def sleeper(name: str, options: dict[str, Any]) -> tuple[Callable[[], None], flo
     for index, layer in enumerate(model.layers[1:], 1):
         ap.shard(layer, stage=index)
     module = ap.parallelize(
-        model, (x,), mesh=ap.Mesh(pp=RANKS), schedule=made, microbatches=MICROBATCHES
+        model, (x,), mesh=ap.Mesh(pp=RANKS), schedule=made, microbatches=made.microbatches
     )
-    timeline = ap.pipeline.simulate(made, forward=FORWARD, backward=BACKWARD)
-    return lambda: _discard(module.step(x)), timeline.makespan
+    return lambda: _discard(module.step(x))
 
 
 def autopar_step(sizes: Sizes, name: str, options: dict[str, Any]) -> Callable[[], None]:
@@ -227,6 +240,70 @@ def run_sleepers(rounds: int) -> None:
         )
 
 
+class SlowNetwork:
+    """Sums over gloo as `torch.distributed` does, and takes `SUM_SECONDS` for each."""
+
+    def __init__(self) -> None:
+        self._free = 0.0  # when the rank's link is free
+        self._lock = threading.Lock()
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, *, async_op: bool) -> SlowSum:
+        work = dist.all_reduce(tensor, group=group, async_op=async_op)
+        return SlowSum(self, work)
+
+    def occupy(self) -> float:
+        """Return when a sum ends that is ready now."""
+        with self._lock:
+            self._free = max(self._free, time.perf_counter()) + SUM_SECONDS
+            return self._free
+
+
+class SlowSum:
+    """A sum under way: its ranks are ready when gloo has done it, then the network takes time."""
+
+    def __init__(self, network: SlowNetwork, work: Any) -> None:
+        def carry() -> None:
+            work.wait()
+            time.sleep(max(0.0, network.occupy() - time.perf_counter()))
+
+        self._thread = threading.Thread(target=carry)
+        self._thread.start()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+
+def run_sums(rounds: int) -> None:
+    gradient_buckets.dist = SlowNetwork()  # type: ignore[assignment]
+    steps, predicted = {}, {}
+    for mode in MODES:
+        made = ap.pipeline.schedule("chimera", stages=RANKS, microbatches=RANKS, sync=mode)
+        steps[mode] = sleeping_step(made)
+        timeline = ap.pipeline.simulate(made, FORWARD, BACKWARD, sync_cost=SUM_SECONDS)
+        predicted[mode] = timeline.step_time
+    taken: dict[str, list[float]] = {mode: [] for mode in steps}
+    for number in range(rounds + 1):
+        for mode, step in steps.items():
+            spent = seconds(step)
+            if number:
+                taken[mode].append(spent)
+    for mode in steps:
+        wall = statistics.median(taken[mode])
+        over = [one / other for one, other in zip(taken[mode], taken["eager"])]
+        measured, told = statistics.median(over), predicted[mode] / predicted["eager"]
+        say(
+            case=f"sums {mode}",
+            wall=wall,
+            simulated=predicted[mode],
+            ratio=wall / predicted[mode],
+            over_eager=measured,
+            predicted_over_eager=told,
+            error=measured / told - 1,
+        )
+    walls = [statistics.median(taken[mode]) for mode in sorted(steps, key=predicted.__getitem__)]
+    say(case="sums", in_simulated_order=walls == sorted(walls))
+
+
 def run_gpt(rounds: int) -> None:
     for sizes in SIZES:
         for name, options in (("gpipe", {}), ("1f1b", {}), ("interleaved", {"chunks": 2})):
@@ -258,14 +335,16 @@ def say(**values: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=("sleep", "gpt"))
+    parser.add_argument("--only", choices=("sleep", "sums", "gpt"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    if arguments.only != "gpt":
+    if arguments.only in (None, "sleep"):
         run_sleepers(arguments.rounds)
-    if arguments.only != "sleep":
+    if arguments.only in (None, "gpt"):
         run_gpt(4 * arguments.rounds)
+    if arguments.only in (None, "sums"):
+        run_sums(arguments.rounds)  # the last: it slows the network
     dist.destroy_process_group()
 
 

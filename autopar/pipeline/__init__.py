@@ -18,6 +18,7 @@ from autopar.pipeline.schedule import Action, Schedule, to_text
 from autopar.pipeline.schedules import NAMES, option_names, schedule
 from autopar.pipeline.simulation.simulator import simulate
 from autopar.pipeline.simulation.timeline import CriticalPath, Synchronization, Timeline
+from autopar.pipeline.token_slicing import TokenSlices, token_slices
 
 __all__ = [
     "NAMES",
@@ -26,6 +27,7 @@ __all__ = [
     "Schedule",
     "Synchronization",
     "Timeline",
+    "TokenSlices",
     "check",
     "from_csv",
     "from_text",
@@ -36,4 +38,5 @@ __all__ = [
     "simulate",
     "to_csv",
     "to_text",
+    "token_slices",
 ]

@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.schedules import schedule
+from autopar.pipeline.schedules import schedule_of_parts
 from autopar.pipeline.schedules.registry import GENERATORS
 from autopar.planner.question import ScheduleName
 
@@ -17,11 +18,15 @@ _LIGHT = 5000  # forwards in the part that a schedule repeats, and before it
 
 
 @lru_cache(1 << 8)
-def listed(name: Schedule | ScheduleName, stages: int, microbatches: int) -> Schedule:
-    """Return the actions of a schedule; refuse one that does not exist for these numbers."""
+def listed(name: Schedule | ScheduleName, stages: int, parts: int) -> Schedule:
+    """Return the actions of a schedule; refuse one that does not exist for these numbers.
+
+    `parts`: the micro-batches of the program, of which two are one of backward halving.
+    """
     if isinstance(name, Schedule):
         return name
-    return schedule(name.name, stages=stages, microbatches=microbatches, **dict(name.options))
+    options: dict[str, Any] = dict(name.options)
+    return schedule_of_parts(name.name, stages=stages, parts=parts, **options)
 
 
 def is_light(name: Schedule | ScheduleName, stages: int) -> bool:

@@ -119,7 +119,7 @@ def test_a_sum_may_stand_anywhere_behind_its_gradient():
 def case() -> Case:
     """A GPT whose embedding is tied, cut inside, with dropout."""
     return megatron(
-        gpt(layers=8, batch=8, hidden=16, heads=2, sequence=4, vocabulary=19, dropout=0.2)
+        gpt(layers=4, batch=8, hidden=16, heads=2, sequence=4, vocabulary=19, dropout=0.2)
     )
 
 
@@ -132,13 +132,17 @@ def outcome(module: ap.ParallelModule, of: Case) -> Outcome:
 def expected() -> Outcome:
     """The program of one device with its micro-batches, whose draws are those of every program."""
     alone = case().fresh()
-    module = ap.parallelize(alone.model, alone.args, alone.kwargs, mesh=ap.Mesh(one=1))
+    module = ap.parallelize(alone.model, alone.args, alone.kwargs, mesh=ap.Mesh(tp=1))
     return outcome(module, alone)
 
 
-@pytest.mark.parametrize("states", ["whole", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize(("name", "options"), FORMS)
-def test_parity_inside_stages(name, options, states):
+INSIDE = [(form, "zero2") for form in FORMS]
+INSIDE += [(FORMS[2], states) for states in ("whole", "zero1", "zero3")] + [(FORMS[3], "zero3")]
+
+
+@pytest.mark.parametrize(("form", "states"), INSIDE, ids=str)
+def test_parity_inside_stages(form, states):
+    name, options = form
     module = ap.parallelize(
         case().model, case().args, case().kwargs, mode="propagate", backend="virtual", check=True,
         mesh=ap.Mesh(pp=2, dp=2, tp=2), microbatches=4, states=states,

@@ -30,6 +30,7 @@ from autopar.pipeline.schedule import RepeatedOrders, Schedule
 from autopar.pipeline.schedules.registry import GENERATORS, Generate, positive
 from autopar.pipeline.simulation.simulator import simulate
 from autopar.pipeline.simulation.synchronization import with_sums
+from autopar.text.units import counted
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -100,6 +101,20 @@ def _short(generate: Generate, stages: int, microbatches: int, **options: Any) -
     return generate(stages, microbatches, **options)
 
 
+def schedule_of_parts(name: str, *, stages: int, parts: int, **options: Any) -> Schedule:
+    """Return schedule `name` for a batch in so many parts: micro-batches, or halves of them."""
+    made = schedule(name, stages=stages, microbatches=parts, **options)
+    if made.parts == 1:
+        return made
+    if parts % made.parts:
+        raise InvalidInput(
+            f"schedule {name} cuts each micro-batch into {made.parts} parts",
+            got=f"a batch in {counted(parts, 'part')}",
+            remedy=f"a multiple of {made.parts}",
+        )
+    return schedule(name, stages=stages, microbatches=parts // made.parts, **options)
+
+
 def known_names() -> list[str]:
     """Return the names of all schedules, those that a user has registered among them."""
     return sorted(GENERATORS)
@@ -120,6 +135,8 @@ def weighed_names(
     stages: int, microbatches: int, blocks: int = 0
 ) -> list[tuple[str, Mapping[str, Any]]]:
     """Return the names and options of the schedules to weigh for these numbers.
+
+    `microbatches`: those of the batch, or the halves of some schedules.
 
     Schedules with chunks are tried with as many as `blocks` equal blocks allow, too. Those that
     repeat nothing are left out where they have many actions.
@@ -146,7 +163,7 @@ def weighed_schedules(stages: int, microbatches: int, blocks: int = 0) -> list[S
     schedules: list[Schedule] = []
     for name, options in weighed_names(stages, microbatches, blocks):
         with suppress(InvalidInput):
-            candidate = schedule(name, stages=stages, microbatches=microbatches, **options)
+            candidate = schedule_of_parts(name, stages=stages, parts=microbatches, **options)
             _check_short(candidate.short)
             schedules.append(candidate)
     schedules.sort(key=lambda s: (s.pipes, len(s.split_stages) > 0, s.chunks))

@@ -31,7 +31,7 @@ def _period(stages: int, scale: str = "direct", **options: object) -> Period | N
     return None if unit is None else Period(unit, 4 * unit)
 
 
-@generator("chimera", {"scale": "direct"}, {"scale": "list"}, period=_period)
+@generator("chimera", *({"scale": scale} for scale in SCALES), period=_period)
 def chimera(
     stages: int,
     microbatches: int,
