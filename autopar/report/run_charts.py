@@ -16,7 +16,8 @@ from autopar.candidates.candidate import Candidate
 from autopar.cost.unsharded_work import model_flops
 from autopar.errors import InvalidInput
 from autopar.pipeline.simulation.gantt import Gantt
-from autopar.report.trace import ACTIONS, Event
+from autopar.pipeline.sums import without_sums
+from autopar.report.trace import ACTIONS, MOVEMENTS, Event
 from autopar.strategies.node_info import info
 from autopar.tensor_type import DTYPE_NAMES
 from autopar.text.drawing import WIDE, Axis, Drawing, legend_places
@@ -156,7 +157,7 @@ def measured_gantt(events: Sequence[Event], candidate: Candidate) -> Gantt | Non
     actions = [event for event in events if event.track == ACTIONS]
     if candidate.pipelining is None or not actions:
         return None
-    schedule = candidate.pipelining.schedule
+    schedule = without_sums(candidate.pipelining.schedule)  # they are drawn from begin to end
     last = max(event.args["step"] for event in actions)
     last_actions = sorted(
         (event for event in actions if event.args["step"] == last), key=lambda event: event.start
@@ -173,7 +174,13 @@ def measured_gantt(events: Sequence[Event], candidate: Candidate) -> Gantt | Non
     ]
     starts = [[event.start - first for event in row] for row in rows]
     ends = [[event.end - first for event in row] for row in rows]
-    return Gantt(schedule, starts, ends, (), seconds_text)
+    places = {rank: place for place, rank in ranks.items()}
+    beside = [
+        (event.name, (places[event.rank],), event.start - first, event.end - first)
+        for event in events
+        if event.track >= MOVEMENTS and event.args["step"] == last and event.rank in places
+    ]
+    return Gantt(schedule, starts, ends, beside, seconds_text)
 
 
 def draw_lines(

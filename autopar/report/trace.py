@@ -1,7 +1,8 @@
 """Trace: a step as Chrome and Perfetto show it, one file of events for all ranks.
 
 Ranks are processes, and what they do at a time stands in their tracks: actions of the schedule, in
-a plan's own trace also the calls inside of them, and sums of gradients. Times are microseconds from
+a plan's own trace also the calls inside of them, and sums of gradients; in a recording, gathers and
+sums from their begin to their end. Times are microseconds from
 the start of the first step. An action is called as schedules are written: `2F0` is the forward of
 stage 2 on micro-batch 0.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,12 +22,20 @@ from autopar.base.schema import Index, Mismatch, NotNegative
 from autopar.base.schema import read as read_data
 from autopar.candidates.candidate import Candidate
 from autopar.errors import InvalidInput
-from autopar.pipeline.schedule import Action, one_stage
+from autopar.pipeline.running.movement_spans import MovementSpan
+from autopar.pipeline.schedule import SUM, Action, one_stage
 from autopar.pipeline.simulation.timeline import UPDATES
 from autopar.report.module_tree import ProgramCall, calls_of
 
-ACTIONS, INSIDE, SUMS = range(3)  # tracks of a rank
-_TRACKS = {ACTIONS: "actions", INSIDE: "calls", SUMS: "sums of gradients"}
+# Tracks of a rank. Gathers and sums that run at the same time have tracks from MOVEMENTS on: on one
+# track, events stand inside of one another or apart.
+ACTIONS, INSIDE, SUMS, MOVEMENTS = range(4)
+_TRACKS = {
+    ACTIONS: "actions",
+    INSIDE: "calls",
+    SUMS: "sums of gradients",
+    MOVEMENTS: "gathers and sums beside actions",
+}
 UNHIDDEN = "what nothing hides"  # until the end of a step, after its last action
 _RANKS = 64  # of which each is shown; of more, one for each place of the pipeline
 
@@ -46,7 +55,7 @@ class Event:
         times = {"ts": self.start * 1e6, "dur": (self.end - self.start) * 1e6}
         place = {"pid": self.rank, "tid": self.track}
         return (
-            {"name": self.name, "cat": _TRACKS[self.track], "ph": "X"}
+            {"name": self.name, "cat": _track_name(self.track), "ph": "X"}
             | times
             | place
             | ({"args": dict(self.args)})
@@ -73,6 +82,7 @@ def events_of(candidate: Candidate) -> list[Event]:
             action_event(place, step=0, action=action, start=start, end=end)
             for place, order in enumerate(schedule.orders)
             for action, start, end in zip(order, timeline.starts[place], timeline.ends[place])
+            if action.kind != SUM
         ]
         events += [
             Event(place, sync.name, sync.start, sync.end, SUMS)
@@ -102,6 +112,19 @@ def action_event(rank: int, step: int, action: Action, start: float, end: float)
     """Return the event of a schedule's action."""
     facts = {"step": step, "kind": action.kind, "stage": action.stage, "pipe": action.pipe}
     return Event(rank, str(action), start, end, ACTIONS, facts)
+
+
+def movement_events(rank: int, step: int, spans: Iterable[MovementSpan]) -> Iterator[Event]:
+    """Yield the events of gathers and sums that ran beside actions, on the fewest tracks."""
+    free: list[float] = []  # by track, the end of its last event
+    for span in sorted(spans, key=lambda span: span.start):
+        track = next((at for at, end in enumerate(free) if end <= span.start), len(free))
+        free[track:] = [span.end, *free[track + 1 :]]
+        yield Event(rank, span.name, span.start, span.end, MOVEMENTS + track, {"step": step})
+
+
+def _track_name(track: int) -> str:
+    return _TRACKS[min(track, MOVEMENTS)]
 
 
 def _in_one_stage(candidate: Candidate) -> Iterator[Event]:
@@ -174,7 +197,7 @@ def write(path: str | Path, trace: Trace) -> None:
     ranks = sorted({event.rank for event in trace.events})
     tracks = sorted({(event.rank, event.track) for event in trace.events})
     named = [_named("process_name", rank, 0, f"rank {rank}") for rank in ranks]
-    named += [_named("thread_name", rank, track, _TRACKS[track]) for rank, track in tracks]
+    named += [_named("thread_name", rank, track, _track_name(track)) for rank, track in tracks]
     data = {
         "traceEvents": [*named, *(event.to_json() for event in trace.events)],
         "displayTimeUnit": "ms",

@@ -15,6 +15,8 @@ from autopar.pipeline import check, from_csv, from_text, schedule, simulate, to_
 from autopar.pipeline.schedule import SUM, Schedule
 from autopar.pipeline.simulation.synchronization import MODES
 from autopar.pipeline.sums import place_sums, without_sums
+from autopar.report.run_charts import measured_gantt
+from autopar.report.trace import ACTIONS, MOVEMENTS
 from tests.annotations import megatron
 from tests.distributed.forked import launch_forked
 from tests.models import Case, gpt
@@ -157,6 +159,11 @@ def small() -> Case:
     return gpt(layers=4, batch=8, hidden=16, heads=2, sequence=4, vocabulary=19)
 
 
+def smalls() -> list[tuple[Case, None]]:
+    """What is captured before the ranks are there."""
+    return [(small(), None)]
+
+
 WAYS = {
     2: [({"pp": 2}, "whole", form) for form in FORMS],
     4: [
@@ -185,7 +192,48 @@ def train(say, ranks):
 @pytest.mark.parametrize("ranks", WAYS)
 def test_parity_on_real_ranks(ranks):
     heard: list[str] = []
-    launch_forked(
-        lambda: [(small(), None)], train, ranks, ranks, heard=lambda rank, form: heard.append(form)
-    )
+    launch_forked(smalls, train, ranks, ranks, heard=lambda rank, form: heard.append(form))
     assert len(heard) == ranks * len(WAYS[ranks])
+
+
+def record(say):
+    """Gathers and sums begin and end on pages and in traces; lazy sums follow all actions."""
+    for mode in MODES:
+        module = ap.parallelize(
+            small().model, small().args, small().kwargs, mode="propagate",
+            mesh=ap.Mesh(pp=2, dp=2), microbatches=4, states="zero3",
+            schedule="chimera", schedule_options={"sync": mode},
+        )  # fmt: skip
+        recording = module.record(steps=2)
+        for _ in range(2):
+            module.step(*small().args, **small().kwargs)
+        events = [event for event in recording.events() if event.args["step"] == 1]
+        moved = [event for event in events if event.track >= MOVEMENTS]
+        assert all(event.start <= event.end for event in moved)
+        for rank in range(4):
+            local = [event for event in moved if event.rank == rank]
+            assert {event.name.partition(" of ")[0] for event in local} == {"gather", "sum"}
+            actions = [event for event in events if (event.rank, event.track) == (rank, ACTIONS)]
+            first, last = actions[0].start, actions[-1].end
+            assert all(event.start >= first for event in local)
+            # Each backward's sum over dp goes on at once, whatever starts the sum over pipes.
+            sums = [event for event in local if event.name.startswith("sum")]
+            assert min(event.start for event in sums) < last
+            is_late = [event.start >= last for event in sums]
+            assert sum(is_late) >= len(module.plan.pipelining.stages) * (mode == "lazy")
+            tracks: dict[int, list[float]] = {}
+            for event in sorted(local, key=lambda event: event.start):
+                ends = tracks.setdefault(event.track, [0.0])
+                assert event.start >= ends[-1]
+                ends.append(event.end)
+        gantt = measured_gantt(recording.events(), module.plan.candidate)
+        assert gantt is not None
+        assert {name.partition(" of ")[0] for name, *_ in gantt.after} == {"gather", "sum"}
+        assert gantt.drawn().file().count("sum of ") > 0
+        say(mode)
+
+
+def test_recordings_show_gathers_and_sums_from_begin_to_end():
+    heard: list[str] = []
+    launch_forked(smalls, record, 4, heard=lambda rank, mode: heard.append(mode))
+    assert len(heard) == 4 * len(MODES)

@@ -12,6 +12,7 @@ comes to its end. `recorded` lists the actions that were done, and the peak of a
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from torch.profiler import record_function
 
 from autopar._torch.autograd import is_profiling
 from autopar.errors import InvalidInput
+from autopar.pipeline.running.movement_spans import MovementSpan
 from autopar.pipeline.running.worker import Value, Worker
 from autopar.pipeline.schedule import KIND_NAMES, SUM, Action, Schedule
 from autopar.text.units import counted
@@ -79,6 +81,7 @@ class StepTimes:
     """List when a rank did each action of one step."""
 
     actions: list[tuple[Action, float, float]] = field(default_factory=list)  # with start and end
+    movements: list[MovementSpan] = field(default_factory=list)  # gathers and sums beside actions
     end: float = 0.0  # of the work after the last action
 
 
@@ -148,6 +151,14 @@ class RankRunner:
             times.end = recorder.clock()
             recorder.steps.append(times)
             self._recording = None
+
+    def begin_movement(self, name: str) -> MovementSpan | None:
+        """Return the span of a gather or sum that begins now; None if the step is not recorded."""
+        if self._recording is None:
+            return None
+        span = MovementSpan(name, time.perf_counter())
+        self._recording[1].movements.append(span)
+        return span
 
     @property
     def _position(self) -> int:

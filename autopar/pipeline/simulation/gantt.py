@@ -22,7 +22,8 @@ class Gantt:
     schedule: Schedule
     starts: Sequence[Sequence[float]]
     ends: Sequence[Sequence[float]]
-    after: Sequence[tuple[str, Sequence[int], float, float]]  # once a step: name, ranks, from, to
+    # Beside and behind actions: the name, ranks, begin and end of a sum, a gather or an update.
+    after: Sequence[tuple[str, Sequence[int], float, float]]
     unit: Callable[[float], str]
 
     @cached_property
@@ -108,7 +109,7 @@ class Gantt:
             words = KIND_NAMES[kind] + (f", pipe {pipe}" if schedule.pipes > 1 else "")
             legend[words] = f"{kind}{pipe}"
         if self.after:
-            legend["sums of gradients, and what is done once a step"] = "sync"
+            legend["gathers and sums beside actions, and what is done once a step"] = "sync"
         return {**legend, f"bubble: {self.bubble}": "bubble"}
 
 

@@ -24,6 +24,7 @@ from autopar.passes import localize
 from autopar.passes.localize import axes_used
 from autopar.passes.stages import Stage
 from autopar.pipeline.running.executor import MessageKey
+from autopar.pipeline.running.movement_spans import listening
 from autopar.pipeline.running.weight_halves import WeightHalves
 from autopar.pipeline.running.worker import Value, sum_in_order
 from autopar.plans.runtime_program import RuntimeProgram
@@ -246,13 +247,14 @@ class TorchBackend(Backend):
         self._late.clear()  # left by a step that raised
         self.leaves.window.reset()
         self.accumulation.start(sync, reached, is_first=is_first)
-        sync.action_done(-1)  # -1: before the first action
-        self._carry_out()
-        self._update_buffers()
-        self.leaves.window.reset()
-        with torch.no_grad():
-            self._wait_for_sums()
-            self.accumulation.finish(sync, reached)
+        with listening(self.runners[0].begin_movement, sync, self.leaves.window):
+            sync.action_done(-1)  # -1: before the first action
+            self._carry_out()
+            self._update_buffers()
+            self.leaves.window.reset()
+            with torch.no_grad():
+                self._wait_for_sums()
+                self.accumulation.finish(sync, reached)
         self.messages.finish()
         return self._total_loss()
 

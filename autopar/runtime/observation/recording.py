@@ -7,8 +7,10 @@
 
 Steps that break off do not count, and a recording without references records nothing more. Clocks
 of machines differ; barriers, which ranks leave at about one time, show by how much. On a GPU an
-action ends when its kernels have ended. Waiting for them makes steps slower. The work after the
-last action (exposed sums of gradients, buffers) is one event, to the step's end.
+action ends when its kernels have ended. Waiting for them makes steps slower. Gathers of parameters
+and sums of gradients are events of their own, hidden or not: from when they begin to when the ranks
+have exchanged their data (on a GPU, to when they are waited for). The work after the last action is
+one event, to the step's end.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ import torch.distributed as dist
 
 from autopar.errors import InvalidInput
 from autopar.pipeline.running.executor import Recorder, StepTimes
+from autopar.pipeline.running.movement_spans import MovementSpan
 from autopar.plans.plan import Plan
 from autopar.plans.saved_value import digest
-from autopar.report.trace import SUMS, UNHIDDEN, Event, Trace, action_event, write
+from autopar.report.trace import SUMS, UNHIDDEN, Event, Trace, action_event, movement_events, write
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.observation.step_figures import StepFigures
@@ -126,6 +129,7 @@ class Recording:
         for rank, steps in times.items():
             for step, step_times in enumerate(_shifted(step, -start_of_first) for step in steps):
                 events += [action_event(rank, step, *action) for action in step_times.actions]
+                events += movement_events(rank, step, step_times.movements)
                 last = step_times.actions[-1][2] if step_times.actions else step_times.end
                 events.append(Event(rank, UNHIDDEN, last, step_times.end, SUMS, {"step": step}))
         return events
@@ -144,7 +148,11 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 def _shifted(times: StepTimes, seconds: float) -> StepTimes:
     actions = [(action, start + seconds, end + seconds) for action, start, end in times.actions]
-    return replace(times, actions=actions, end=times.end + seconds)
+    movements = [
+        MovementSpan(span.name, span.start + seconds, span.end + seconds)
+        for span in times.movements
+    ]
+    return replace(times, actions=actions, movements=movements, end=times.end + seconds)
 
 
 def _clock_offset() -> float:

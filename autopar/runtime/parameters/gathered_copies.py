@@ -26,6 +26,7 @@ from autopar._torch.tensors import copy_each, version_of
 from autopar.cost.gather_groups import LIVE_GROUPS
 from autopar.errors import InvalidInput
 from autopar.passes.gathers import NO_GROUP, have_copies, leave_copies, watch_readers
+from autopar.pipeline.running.movement_spans import Begin, MovementSpan, names_text, not_recorded
 from autopar.runtime.backends.host_copies import HostLink
 from autopar.runtime.parameters.piece_exchange import PendingExchange, PieceExchange
 
@@ -35,6 +36,7 @@ class GatheredGroup:
     """Copies of parameters that are gathered together."""
 
     number: int
+    names: Sequence[str]  # of the parameters
     exchange: PieceExchange | None  # None: every rank has all the pieces
     parameters: list[Tensor]
     sources: list[Tensor]  # this rank's pieces
@@ -44,6 +46,7 @@ class GatheredGroup:
     link: HostLink | None = None  # by which the pieces come from the host; None: from the device
     is_gathered: bool = False
     _work: PendingExchange | None = None
+    _span: MovementSpan | None = None  # of the work, in a recorded step
     _age: int | None = None  # of the parameters, since `reset`
     _filled_age: int | None = None  # of the parameters when the copies were last filled
     _has_memory: bool = False
@@ -70,8 +73,8 @@ class GatheredGroup:
         """Return whether a gather needs no buffer beside the copies."""
         return self.exchange is None or self.exchange.is_direct
 
-    def start(self) -> None:
-        """Begin to gather the pieces of all ranks."""
+    def start(self, begin: Begin = not_recorded) -> None:
+        """Begin to gather the pieces of all ranks; `begin` returns the span of that."""
         self._require_unchanged()
         if self.is_in_flight or (self.exchange is None and self.link is None):
             return
@@ -81,6 +84,9 @@ class GatheredGroup:
             self._work = self.exchange.gather(self._data, self.sources, self.link)
         elif self.link is not None:
             self._work = PendingExchange(copied=self.link.upload(self._data, self.sources))
+        self._span = begin(f"gather of {names_text(self.names)}")
+        if self._span is not None and self._work is not None and self._data[0].device.type == "cpu":
+            self._span.watch(self._work.works)
 
     def finish(self) -> None:
         """Wait for the pieces, and fill the copies."""
@@ -89,13 +95,20 @@ class GatheredGroup:
             wait_for(self._work)
         else:
             copy_each(self._data, self.sources)
+        self._end_span()
         self._work, self.is_gathered = None, True
+
+    def _end_span(self) -> None:
+        if self._span is not None:
+            self._span.finish()
+            self._span = None
 
     def free(self) -> None:
         """Free the memory of the copies."""
         if self._work is not None:
             self._work.on_arrival = None
             wait_for(self._work)  # it writes into that memory
+        self._end_span()
         self._work, self.is_gathered = None, False
         if self._has_memory:
             for storage, _ in self._memory:
@@ -148,6 +161,7 @@ class GatherWindow:
         self._wanted: set[GatheredGroup] = set()  # in backward
         self._suspended: set[GatheredGroup] = set()  # wanted by a backward that a rerun interrupts
         self._is_rerunning = False  # a forward runs again in backward
+        self.begin: Begin = not_recorded  # the span of a gather
         self.largest_bytes = 0  # of a group that does not live for a step
         self.set_groups(groups)
 
@@ -262,7 +276,7 @@ class GatherWindow:
                 self._gather(needed)
             if not group.is_step_long:
                 self._make_room(group, lambda: len(self._short_lived) >= LIVE_GROUPS)
-            group.start()
+            group.start(self.begin)
         self._live[group.number] = group
 
     def _gather(self, group: GatheredGroup) -> None:

@@ -28,9 +28,10 @@ from autopar._torch.communication import PendingWork, wait_for
 from autopar._torch.tensors import add_each, copy_each, dtensors_like, joined_flat, split_like
 from autopar.collectives.eager_movements import DeferredSum
 from autopar.cost.bucket_prices import SINGLE_BUCKET_BYTES, fill_buckets
+from autopar.pipeline.running.movement_spans import Begin, MovementSpan, names_text, not_recorded
 from autopar.runtime.backends.host_copies import PendingCopy
 from autopar.runtime.parameters.flat_buffers import TensorPieces
-from autopar.runtime.parameters.piece_exchange import PieceExchange
+from autopar.runtime.parameters.piece_exchange import PieceExchange, works_of
 from autopar.runtime.parameters.placing import ensure_own_memory
 from autopar.runtime.parameters.reduction_spec import ReductionSpec
 from autopar.states import BUFFER_BYTES
@@ -70,6 +71,7 @@ class GradientBucket:
     collectives: Collectives | None = None  # that are under way
     is_cutting: bool = False  # a reduce-scatter is under way
     work: PendingWork | None = None  # the collective to wait for
+    span: MovementSpan | None = None  # of the collective, in a recorded step
     copied: PendingCopy | None = None  # to the host
     _backward_exchange: PieceExchange | None = None
     _step_exchange: PieceExchange | None = None
@@ -199,6 +201,7 @@ class GradientBucket:
             wait_for(self.work)
         self.riders, self.buffer, self.is_complete = [], None, False
         self.collectives, self.work, self.is_cutting, self.copied = None, None, False, None
+        self.span = None
 
 
 def make_buckets(
@@ -265,6 +268,7 @@ class GradientSync:
         self._reached: Set[str] = frozenset()
         self._is_deferred = False  # sums that may wait are left to a later pass
         self._now = NEVER
+        self.begin: Begin = not_recorded  # the span of a collective
         self._under_way: list[GradientBucket] = []
         self._keys_at: dict[int, list[Hashable]] = {}
         for key, spec in specs.items():
@@ -404,10 +408,20 @@ class GradientSync:
         with torch.no_grad():
             if bucket.work is not None:
                 wait_for(bucket.work)
+            if bucket.span is not None:
+                bucket.span.finish()
             bucket.work = next(bucket.collectives, None)
+            bucket.span = None if bucket.work is None else self._span(bucket)
         if bucket.work is None:
             bucket.collectives = None
             self._under_way.remove(bucket)
+
+    def _span(self, bucket: GradientBucket) -> MovementSpan | None:
+        """Return the span of the collective that a bucket has begun."""
+        span = self.begin(f"sum of {names_text([entry.name for entry in bucket.entries])}")
+        if span is not None and bucket.entries[0].leaf.device.type == "cpu":
+            span.watch(works_of(bucket.work))
+        return span
 
 
 def _count_arrival(sync: ReferenceType[GradientSync], number: int, leaf: Tensor) -> None:

@@ -170,7 +170,7 @@ class LocalParameters:
         exchange = self._exchange(plan, group, targets[0]) if group is not None else None
         is_step_long, link = plan.kind.is_step_long, self.link if plan.kind.from_host else None
         return GatheredGroup(
-            number, exchange, parameters, sources, targets, is_step_long, needs, link
+            number, names, exchange, parameters, sources, targets, is_step_long, needs, link
         )
 
     def _source(self, plan: CopyGroup[ParameterMovement], movement: ParameterMovement) -> Tensor:

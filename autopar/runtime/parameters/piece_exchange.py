@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar._torch.communication import (
+    PendingWork,
     all_gather_single,
     moves_through_host,
     reduce_scatter_single,
@@ -52,6 +53,11 @@ class PendingExchange:
         if self.on_arrival is not None:
             self.on_arrival()
         self.works, self.tensors, self.copied, self.on_arrival = [], [], None, None
+
+
+def works_of(pending: PendingWork | None) -> list[Any]:
+    """Return the works of torch that run for a collective or an exchange."""
+    return pending.works if isinstance(pending, PendingExchange) else [pending]
 
 
 class PieceExchange:
