@@ -271,8 +271,8 @@ FAULTS = (
         "sum-before-replicas",
         "The sum of a stage's gradient starts when the last of its replicas alone is ready.",
         "autopar/pipeline/simulation/synchronization.py",
-        "completed[stage] = max(completed[stage], gradient if stage in eager else done[rank])",
-        "completed[stage] = gradient if stage in eager else done[rank]",
+        "max(starts.get((rank, stage), 0.0) for rank in schedule.replicas_of(stage))",
+        "starts.get((max(schedule.replicas_of(stage)), stage), 0.0)",
         (
             "tests/pipeline/test_simulator.py::test_a_sum_begins_when_all_replicas_have_the_gradient",
         ),
