@@ -33,6 +33,7 @@ from autopar.capture.effects import KEPT
 from autopar.capture.failure import VALUES_REMEDY
 from autopar.capture.graph_builder import GraphBuilder, fake_like, is_mutable
 from autopar.capture.guards import VALUES
+from autopar.capture.hidden import Needed
 from autopar.capture.listing import operator_name
 from autopar.capture.mapped import (
     FLAT_APPLY,
@@ -78,9 +79,9 @@ def flatten(
 ) -> GraphBuilder:
     """The flat graph of `program`.
 
-    `fakes` holds a fake tensor for every parameter and buffer by its name, in the order wanted;
-    `names` leads from every name, alias or not, to the name in `fakes`. `read`: as the program
-    reads them, by every name, in the order of an export. Blocks that are left out have none.
+    `fakes` holds a fake tensor for every parameter and buffer by its name, in the order wanted,
+    and `names` leads there from every name. `read`: as the program reads them, by every name, in
+    the order of an export. Blocks that are left out have none.
     """
     tied = {alias: name for alias, name in names.items() if alias != name}
     builder = GraphBuilder(mode, tied, input_spec, program.call_spec.out_spec)
@@ -109,13 +110,11 @@ def _placeholders(
     read: dict[str, torch.Tensor],
     flat_inputs: list[Any],
 ) -> tuple[dict[fx.Node, Any], dict[str, Any]]:
-    """Make all placeholders, in order, and map those of the program to them; of parameters and
-    buffers, their names too."""
+    """Make all placeholders, in order, and map those of the program, and names, to them."""
     made: dict[str, fx.Node] = {}
     for name, fake in fakes.items():
         is_parameter = isinstance(fake, nn.Parameter)
-        prefix = "p" if is_parameter else "b"
-        node = builder.placeholder(f"{prefix}_{name.replace('.', '_')}", fake)
+        node = builder.placeholder(f"{'bp'[is_parameter]}_{name.replace('.', '_')}", fake)
         info(node).module, made[name] = name.rpartition(".")[0], node
         (builder.parameters if is_parameter else builder.buffers)[node.name] = name
     placeholders = program.graph.find_nodes(op="placeholder")
@@ -155,6 +154,8 @@ def _placeholders(
         if isinstance(node, fx.Node):
             values[old] = _cast(builder, node, info(old).val, casts)
     of_program = {old: str(spec.target) for old, spec in specs.items() if spec.kind in _HELD}
+    if any(old.users and name not in held for old, name in of_program.items()):
+        raise Needed(None)  # of a block that was left out
     values |= {old: held[name] for old, name in of_program.items() if name in held}
     return values, held
 

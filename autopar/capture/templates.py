@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar.capture.hidden import Needed
 from autopar.capture.source import of_stack
 
 
@@ -69,15 +70,19 @@ class Template:
     def inputs(
         self, path: str, given: Sequence[Any], held: Mapping[str, Any]
     ) -> dict[fx.Node, Any]:
-        """What its nodes read as the block at `path`; `held`: parameters and buffers by name."""
+        """What its nodes read as the block at `path`; `held`: parameters and buffers by name, but
+        for those of blocks that another call has left out."""
         start = self.path + "."
         own = {id(value): name for name, value in held.items() if name.startswith(start)}
-
-        def of(value: Any) -> Any:
-            name = own.get(id(value))
-            return value if name is None else held[f"{path}.{name.removeprefix(start)}"]
-
-        return {node: of(self.values[node]) for node in self.outside} | dict(zip(self.given, given))
+        inputs = dict(zip(self.given, given))
+        for node in self.outside:
+            value = self.values[node]
+            if (name := own.get(id(value))) is not None:
+                if (name := f"{path}.{name.removeprefix(start)}") not in held:
+                    raise Needed(None)
+                value = held[name]
+            inputs[node] = value
+        return inputs
 
 
 def templates_of(

@@ -44,6 +44,13 @@ class Repetition:
         return self.blocks[-1] + 1
 
     @property
+    def has_its_own(self) -> bool:
+        """Return whether these blocks alone read their parameters."""
+        inside = {*self.row.inside}
+        values = (value for row in self.parameters.values() for value in row)
+        return all(inside.issuperset(value.users) for value in values)
+
+    @property
     def missing(self) -> int:
         """Return the number of blocks that are not written."""
         return self.count - len(self.blocks)
@@ -69,8 +76,9 @@ def repetitions(
     worthwhile: list[Repetition] = []
     for row in rows(calls, facts_of_call, facts_of_input):
         repetition = _with_names(row, names, missing)
-        is_worthwhile = repetition is not None and repetition.count >= least
-        if repetition is not None and is_worthwhile and results.isdisjoint(repetition.row.inside):
+        if repetition is None or repetition.count < least or not repetition.has_its_own:
+            continue
+        if results.isdisjoint(repetition.row.inside):
             worthwhile.append(repetition)
     return sorted(worthwhile, key=lambda repetition: repetition.row.start)
 

@@ -197,6 +197,68 @@ class Steps(nn.Module):
         return state.square().mean()
 
 
+class Again(Net):
+    """A row of blocks, of which something is read once more."""
+
+    def __init__(self, *blocks: nn.Module, read: Callable[[Again, Tensor], Tensor]) -> None:
+        super().__init__(*blocks)
+        self.read, self.other = read, Block()
+
+    def row(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self, self.row(self.first(x))).square().mean()
+
+
+def without_gradients(net: Again, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = net.row(2 * x)
+    return x - y
+
+
+def backwards(net: Again, x: Tensor) -> Tensor:
+    for layer in reversed(net.layers):
+        x = layer(x)
+    return x
+
+
+def by_name(net: Again, x: Tensor) -> Tensor:
+    for layer in net.layers:
+        x = layer(x=x)
+    return x
+
+
+def by_another_method(net: Again, x: Tensor) -> Tensor:
+    for layer in net.layers:
+        x = x + layer.up(x).sum(1, keepdim=True)
+    return x
+
+
+def as_means(net: Again, x: Tensor) -> Tensor:
+    means = [x := layer(x) for layer in net.layers]
+    return torch.stack(means).mean(0)
+
+
+def weights(net: Again, x: Tensor) -> Tensor:
+    return x + sum(layer.up.weight.square().sum() for layer in net.layers)
+
+
+READ_AGAIN: dict[str, Callable[[Again, Tensor], Tensor]] = {
+    "weights": weights,
+    "all parameters": lambda net, x: x + sum(value.sum() for value in net.parameters()),
+    "the row": lambda net, x: net.row(x),
+    "the row, behind a block": lambda net, x: net.row(net.other(x)),
+    "the row, without gradients": without_gradients,
+    "the row, backwards": backwards,
+    "the row, by name": by_name,
+    "parts of blocks": by_another_method,
+    "the row, of which all values are read": as_means,
+}
+
+
 def net(kind: type[Net], *blocks: Callable[[], nn.Module], count: int = LAYERS, **options) -> Case:
     rows = (blocks[number % len(blocks)]() for number in range(count))
     return Case("", kind(*rows, **options).double(), (torch.zeros(4, 8).double(),))
@@ -319,6 +381,14 @@ def test_few_blocks_are_written_for_all(name: str) -> None:
     counts = [segment.count for segment in captured.program.segments if segment.count > 1]
     assert counts == COUNTS.get(name, [18])
     assert_equal(whole, unfold_captured(captured, captured.program))
+
+
+@pytest.mark.parametrize("read", READ_AGAIN)
+def test_blocks_that_are_read_elsewhere_stand_for_themselves(read: str) -> None:
+    case = net(Again, Block, read=READ_AGAIN[read])
+    captured = capture(case.model, case.args, case.kwargs)
+    assert_equal(followed(case), captured)
+    assert captured.program is None or not captured.program.is_folded
 
 
 @pytest.mark.parametrize("name", ["equal", "in turn", "dropout", "a mask that all read"])
