@@ -231,7 +231,6 @@ def test_usage_errors_show_the_usage_of_their_command(words, named, capsys):
         ("simulate chimera --stages 3 --microbatches 3", "chimera"),
         ("simulate missing.csv", "missing.csv"),
         ("simulate 1f1b --stages 2 --microbatches 2 --width -5", "--width"),
-        ("simulate 1f1b --stages 2 --microbatches 2 --sync-cost 3", "--sync-cost without --sync"),
         ("demo --steps 0", "--steps is a whole number"),
         ("doctor --ranks 0", "--ranks is a whole number"),
         ("report plan.json --model builders.py:small --mesh dp=2 --memory 1MB", "--mesh, --memory"),
