@@ -2,12 +2,17 @@
 
     python -m benchmarks.chimera_paper [--nodes 64 2048] [--models bert-48 gpt-2]
 
-Prices one training step of Bert-48 and GPT-2 on Piz Daint (a P100 in each node) for GPipe, DAPPLE
-(1f1b), GEMS and Chimera. Each takes its best number of stages p, copies d of the pipeline,
-micro-batch size b and recomputation, as far as the memory of a node allows. One JSON line for each
-best case, and one for each comparison: Chimera's speed-up over the others. Where a range of
-speed-ups is published it stands beside, and the comparison is made again under other assumptions:
-which of them move the figures towards the published ones explains the difference.
+Prices one training step of Bert-48 and GPT-2 on Piz Daint (a P100 in each node) for PipeDream,
+PipeDream-2BW, GPipe, DAPPLE (1f1b), GEMS and Chimera. The first two never drain: theirs is the
+steady state of 1f1b, what twice as many micro-batches take longer, beside which gradients are
+summed after each micro-batch, or once a step. They train on another trajectory, so published
+ranges, which are of synchronous schedules, are compared without them.
+
+Each schedule takes its best number of stages p, copies d of the pipeline, micro-batch size b and
+recomputation, as far as the memory of a node allows. One JSON line for each best case, and one for
+each comparison: Chimera's speed-up over the others. Where a range of speed-ups is published it
+stands beside, and the comparison is made again under other assumptions: which of them move the
+figures towards the published ones explains the difference.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from autopar.pipeline.simulation.synchronization import Sync, synchronize
 
 NODES = (32, 64, 128, 256, 512, 1024, 2048)
 SCHEDULES = ("gpipe", "1f1b", "gems", "chimera")
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
 PUBLISHED = {("bert-48", 64): (1.19, 2.41), ("gpt-2", 2048): (1.38, 2.34)}
 STATES = 16  # bytes of weight, gradient and two Adam moments of a parameter in f32
 RESERVED = 1.5e9  # bytes of a node that the framework, its libraries and buffers take
@@ -212,7 +218,7 @@ def timed(
 
 def cases(model: Model, name: str, cluster: Cluster, given: Assumptions) -> Iterator[Case]:
     """Every way to run `name` that fits the memory of a node."""
-    nodes, link = cluster.devices, cluster.network
+    nodes = cluster.devices
     scales: tuple[str | None, ...] = (None,)
     if name == "chimera":
         scales = given.scales
@@ -231,18 +237,19 @@ def cases(model: Model, name: str, cluster: Cluster, given: Assumptions) -> Iter
                     continue
                 count = share // size if scale == "halving" else m
                 for recompute in given.recompute:
+                    if name in ASYNCHRONOUS:
+                        if name == "pipedream" or m >= p:  # two versions are enough then
+                            yield from _never_drained(
+                                model, name, cluster, given, p, b, m, recompute
+                            )
+                        continue
                     form = "doubling" if scale == "halving" else scale
                     stages = cut(model, p, size, cluster, given)
                     timeline, memory = timed(name, p, count, form, stages, recompute, given.sync)
                     if memory > cluster.device.memory:
                         continue
                     replicas = timeline.schedule.pipes * nodes // p
-                    all_reduce = COLLECTIVES["all_reduce"]
-                    bandwidth = link.bandwidth * given.bandwidth
-                    costs = tuple(
-                        float(all_reduce(p=replicas, V=4.0 * count_, B=bandwidth, a=link.alpha))
-                        for count_ in stages.parameters
-                    )
+                    costs = sum_seconds(stages, replicas, cluster, given)
                     synced = synchronize(timeline, costs, {}, (0.0,) * p)
                     yield Case(
                         model.name, nodes, name, p, nodes // p, b, m, recompute, scale,
@@ -251,10 +258,55 @@ def cases(model: Model, name: str, cluster: Cluster, given: Assumptions) -> Iter
                     )  # fmt: skip
 
 
+def sum_seconds(
+    stages: Stages, replicas: int, cluster: Cluster, given: Assumptions
+) -> tuple[float, ...]:
+    """The time of each stage's all-reduce."""
+    link, all_reduce = cluster.network, COLLECTIVES["all_reduce"]
+    bandwidth = link.bandwidth * given.bandwidth
+    return tuple(
+        float(all_reduce(p=replicas, V=4.0 * count, B=bandwidth, a=link.alpha))
+        for count in stages.parameters
+    )
+
+
+def _never_drained(
+    model: Model,
+    name: str,
+    cluster: Cluster,
+    given: Assumptions,
+    p: int,
+    b: int,
+    m: int,
+    recompute: bool,
+) -> Iterator[Case]:
+    """The steady state of 1F1B with versions of weights: p - s of them on stage s, or two."""
+    nodes, stages = cluster.devices, cut(model, p, b, cluster, given)
+    once, memory = timed("1f1b", p, m, None, stages, recompute, "eager")
+    twice, _ = timed("1f1b", p, 2 * m, None, stages, recompute, "eager")
+    steady = twice.makespan - once.makespan
+    more = max(
+        4.0 * ((p - s if name == "pipedream" else 2) - 1) * count
+        for s, count in enumerate(stages.parameters)
+    )
+    memory += more  # at most: the fullest rank may be another
+    if memory > cluster.device.memory:
+        return
+    sums = max(sum_seconds(stages, nodes // p, cluster, given))
+    # A rank sums one gradient at a time, beside what it computes.
+    step = max(steady, sums * (m if name == "pipedream" else 1))
+    busy = max(once.busy)
+    yield Case(
+        model.name, nodes, name, p, nodes // p, b, m, recompute, None,
+        step, model.batch_per_node * nodes / step, max(0.0, 1 - busy / steady),
+        step - steady, memory / 1e9,
+    )  # fmt: skip
+
+
 def best(model: Model, cluster: Cluster, given: Assumptions) -> dict[str, Case]:
     """The fastest case of each schedule for which anything fits."""
     found = {}
-    for name in SCHEDULES:
+    for name in (*ASYNCHRONOUS, *SCHEDULES):
         fitting = list(cases(model, name, cluster, given))
         if fitting:
             found[name] = min(fitting, key=lambda case: case.step_seconds)
@@ -300,7 +352,8 @@ def comparison(model: Model, cluster: Cluster, found: dict[str, Case]) -> dict[s
 
 
 def _range(found: dict[str, float]) -> list[float]:
-    return [min(found.values()), max(found.values())]
+    values = [value for name, value in found.items() if name in SCHEDULES]
+    return [min(values), max(values)]
 
 
 def main() -> None:

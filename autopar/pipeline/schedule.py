@@ -166,14 +166,21 @@ class Schedule:
         """Return, by rank and stage, the position of the action with which the sum of the stage's
         gradient over ranks starts: in the runtime, and so in the planner's price.
 
-        That is the sum that the order lists, or else the last action that computes the gradient. A
-        rank with neither has none, and starts before its first action.
+        That is the sum that the order lists, unless it follows directly on the last action that
+        computes the gradient: with that action, the gradients that it completes first are summed
+        beside the rest. Where none is listed, it is that action. A rank without either has none,
+        and starts before its first action.
         """
         by_rank = []
         for order, computed in zip(self.orders, self.gradient_positions):
-            last = {stage: positions[-1] for stage, positions in computed.items()}
-            listed = {action.stage: at for at, action in enumerate(order) if action.kind == SUM}
-            by_rank.append(last | listed)
+            positions = {stage: every[-1] for stage, every in computed.items()}
+            before = -1  # the last action that is no sum
+            for at, action in enumerate(order):
+                if action.kind != SUM:
+                    before = at
+                elif positions.get(action.stage) != before:
+                    positions[action.stage] = at
+            by_rank.append(positions)
         return tuple(by_rank)
 
     @cached_property

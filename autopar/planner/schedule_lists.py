@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
+from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import schedule_of_parts
 from autopar.pipeline.schedules.registry import GENERATORS
@@ -27,6 +29,13 @@ def listed(name: Schedule | ScheduleName, stages: int, parts: int) -> Schedule:
         return name
     options: dict[str, Any] = dict(name.options)
     return schedule_of_parts(name.name, stages=stages, parts=parts, **options)
+
+
+def cuts_microbatches(name: ScheduleName, stages: int, parts: int) -> bool:
+    """Return whether a schedule of so many parts has fewer micro-batches, which it halves."""
+    with suppress(InvalidInput):  # it does not exist for these numbers
+        return listed(name, stages, parts).parts > 1
+    return False
 
 
 def is_light(name: Schedule | ScheduleName, stages: int) -> bool:

@@ -36,11 +36,11 @@ def test_sums_are_actions_of_each_rank():
     assert listed(made, 0).index("2REDUCE_GRAD") == listed(made, 0).index("2W1") + 1
     lazy = schedule("interleaved-zb", stages=2, microbatches=2, sync="lazy")
     assert listed(lazy, 0)[-3:] == ["0W1", "0REDUCE_GRAD", "2REDUCE_GRAD"]
-    assert lazy.sum_positions[0] == {0: 12, 2: 13}
-    plain = schedule("interleaved-zb", stages=2, microbatches=2)
-    assert plain.sum_positions[0] == {
-        stage: at[-1] for stage, at in plain.gradient_positions[0].items()
-    }
+    assert lazy.sum_positions[0] == {0: 11, 2: 13}  # 0W1 is the rank's last action
+    # A sum that is listed right behind the last backward starts inside of it, as one that is not.
+    for some in (made, schedule("interleaved-zb", stages=2, microbatches=2)):
+        complete = {stage: at[-1] for stage, at in some.gradient_positions[0].items()}
+        assert some.sum_positions[0] == complete
 
 
 @pytest.mark.parametrize("p", [4, 6, 8, 12])
@@ -49,9 +49,10 @@ def test_chimera_sums_early_where_it_helps_beyond_the_middle(p):
     for rank, order in enumerate(made.orders):
         for stage, at in made.sum_positions[rank].items():
             if stage > p // 2:
-                assert at == made.gradient_positions[rank][stage][-1] + 1
+                assert at == made.gradient_positions[rank][stage][-1]
+                assert order[at + 1].kind == SUM
             else:
-                assert {action.kind for action in order[at:]} == {SUM}
+                assert {action.kind for action in order[at + 1 :]} <= {SUM}
 
 
 @pytest.mark.parametrize("mode", MODES)
