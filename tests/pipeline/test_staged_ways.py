@@ -38,7 +38,7 @@ LINE = PipelineLine.of(MESH, "pp")
 def test_an_order_is_weighed_under_one_name() -> None:
     for stages, microbatches in ((2, 2), (2, 4), (4, 4), (4, 8)):
         made = weighed_schedules(stages, microbatches)
-        assert len({(one.placement, one.orders) for one in made}) == len(made)
+        assert len({(one.placement, one.orders, one.parts) for one in made}) == len(made)
         names = {one.name for one in made}
         assert names >= {"1f1b", "chimera", "zb-h1"}
 

@@ -63,7 +63,7 @@ def copies(made: Schedule, counts: tuple[int, ...]) -> dict[int, list[GatheredGr
         first = sum(map(len, found.values()))
         sizes = [100 + 7 * (first + at) ** 2 % 91 for at in range(counts[index % len(counts)])]
         found[index] = [
-            GatheredGroup(first + at, None, [], [torch.zeros(size)], [torch.zeros(size)], False)
+            GatheredGroup(first + at, [], None, [], [torch.zeros(size)], [torch.zeros(size)], False)
             for at, size in enumerate(sizes)
         ]
     return found
