@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.schedules import schedule_of_parts
+from autopar.pipeline.schedules import schedule, schedule_of_parts
 from autopar.pipeline.schedules.registry import GENERATORS
 from autopar.planner.question import ScheduleName
 
@@ -31,11 +31,12 @@ def listed(name: Schedule | ScheduleName, stages: int, parts: int) -> Schedule:
     return schedule_of_parts(name.name, stages=stages, parts=parts, **options)
 
 
-def cuts_microbatches(name: ScheduleName, stages: int, parts: int) -> bool:
-    """Return whether a schedule of so many parts has fewer micro-batches, which it halves."""
+def cut_of_microbatches(name: ScheduleName, stages: int, count: int) -> int:
+    """Return into how many parts a schedule cuts each of so many micro-batches."""
     with suppress(InvalidInput):  # it does not exist for these numbers
-        return listed(name, stages, parts).parts > 1
-    return False
+        options: dict[str, Any] = dict(name.options)
+        return schedule(name.name, stages=stages, microbatches=count, **options).parts
+    return 1
 
 
 def is_light(name: Schedule | ScheduleName, stages: int) -> bool:

@@ -22,7 +22,7 @@ from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import weighed_names
 from autopar.planner.estimates import Estimates
 from autopar.planner.question import MIXED, Mixed, Question, ScheduleName
-from autopar.planner.schedule_lists import cuts_microbatches, is_light
+from autopar.planner.schedule_lists import cut_of_microbatches, is_light
 from autopar.recompute import Recompute
 from autopar.states import States
 
@@ -55,9 +55,9 @@ class Templates:
             return [None]
         names = weighed_names(stages, parts, self._blocks)
         ways = [ScheduleName(name, tuple(sorted(options.items()))) for name, options in names]
-        if self._request.microbatches is None:
-            return ways
-        return [way for way in ways if not cuts_microbatches(way, stages, parts)]
+        cuts = [cut_of_microbatches(way, stages, parts) for way in ways]
+        is_free = self._request.microbatches is None
+        return [w for w, cut in zip(ways, cuts) if cut == 1 or (is_free and parts % cut == 0)]
 
     def states(self, stages: int) -> Sequence[States]:
         """Return the settings of states to weigh, the simplest first."""
