@@ -227,7 +227,7 @@ def record(say):
                 ends = tracks.setdefault(event.track, [0.0])
                 assert event.start >= ends[-1]
                 ends.append(event.end)
-        gantt = measured_gantt(recording.events(), module.plan.candidate)
+        gantt = measured_gantt(recording.events(), module.plan)
         assert gantt is not None
         assert {name.partition(" of ")[0] for name, *_ in gantt.after} == {"gather", "sum"}
         assert gantt.drawn().file().count("sum of ") > 0
