@@ -9,7 +9,8 @@
 [('all_gather', ('tp',), 'reduce_scatter')]
 
 Read `movement` (the table), `redistribution` (the cheapest path), `torch_operators` (between
-processes), `virtual_movements` (in one process), then `joint_kernels` (calls with messages inside).
+processes), `virtual_movements` (in one process), then `joint_kernels` (calls with messages inside)
+and `joint_messages` (how a process carries these out).
 """
 
 from autopar.collectives.movement import Movement

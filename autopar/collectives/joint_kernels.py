@@ -28,14 +28,10 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar._torch.communication import PendingWork, moves_through_host, process_group, wait_for
-from autopar.collectives.point_to_point import send_and_receive, uses_messages
 from autopar.collectives.single_backward import GradientEnds, forbid_double_grad, gradient_ends
-from autopar.collectives.torch_operators import movable
 from autopar.errors import ExecutionError
 
 Tensors = tuple[Tensor, ...]
@@ -95,6 +91,7 @@ class AllToAll:
 
     tensors: Tensors
     shapes: Sequence[Shape]  # of what comes
+    is_joined: bool = False  # what comes lies in one tensor, row after row, which alone arrives
 
 
 @dataclass(frozen=True)
@@ -317,15 +314,20 @@ def _deliver(requests: Sequence[Any]) -> list[Tensors]:
                 got=f"member {at} of {count} says {request.shapes}, and {shapes} arrive",
                 remedy="say the shapes of what the member before sends",
             )
-    return [tuple(tensor.clone() for tensor in tensors) for tensors in delivered]
+    return [
+        (torch.cat(tensors),)
+        if isinstance(request, AllToAll) and request.is_joined
+        else tuple(tensor.clone() for tensor in tensors)
+        for tensors, request in zip(delivered, requests)
+    ]
 
 
 def drive_without_messages(members: Sequence[Steps]) -> list[Any]:
     """Run members whose messages arrive empty, as to see which memory they take."""
-    return [_run_member(steps, _send_nothing) for steps in members]
+    return [run_member(steps, _send_nothing) for steps in members]
 
 
-def _run_member(steps: Steps, set_out: Callable[[Request], InFlight]) -> Any:
+def run_member(steps: Steps, set_out: Callable[[Request], InFlight]) -> Any:
     """Run one member, whose requests `set_out` starts, and return its result."""
     answer: Any = None
     try:
@@ -338,6 +340,8 @@ def _run_member(steps: Steps, set_out: Callable[[Request], InFlight]) -> Any:
 
 def _send_nothing(request: Request) -> InFlight:
     match request:
+        case AllToAll(is_joined=True):
+            empty: Tensors = (join_empty(request.tensors[0], request.shapes)[0],)
         case RingShift() | AllToAll():
             like = request.tensors
             empty = tuple(x.new_empty(tuple(shape)) for x, shape in zip(like, request.shapes))
@@ -346,102 +350,10 @@ def _send_nothing(request: Request) -> InFlight:
     return InFlight(lambda: empty)
 
 
-# Processes.
-
-
-def drive_on_process(name: str, group: KernelGroup) -> Driver:
-    """Return a driver of this process's member of the process group called `name`."""
-
-    def drive(members: Sequence[Steps]) -> list[Any]:
-        (steps,), among = members, process_group(name)
-        return [_run_member(steps, lambda asked: _send_request(asked, group, among))]
-
-    return drive
-
-
-def _send_request(request: Request, member: KernelGroup, group: dist.ProcessGroup) -> InFlight:
-    count, index = member.count, member.index
-    empty: Tensors = ()
-    match request:
-        case RingShift():
-            sent: list[Tensors] = [empty] * count
-            expected: list[Sequence[Shape]] = [()] * count
-            target, source = (index + request.by) % count, (index - request.by) % count
-            if target == index:
-                copies = tuple(x.clone() for x in request.tensors)
-                return InFlight(lambda: copies)
-            sent[target], expected[source] = request.tensors, request.shapes
-            travelling = _exchange_pieces(sent, expected, request.tensors, index, group)
-            return InFlight(lambda: travelling()[source])
-        case AllToAll():
-            sent = [(tensor,) for tensor in request.tensors]
-            expected = [(shape,) for shape in request.shapes]
-            travelling = _exchange_pieces(sent, expected, request.tensors[:1], index, group)
-            return InFlight(lambda: tuple(piece for (piece,) in travelling()))
-        case AllGather():
-            x = request.tensor
-            travelling = _exchange_pieces([(x,)] * count, [(x.shape,)] * count, (x,), index, group)
-            return InFlight(lambda: tuple(piece for (piece,) in travelling()))
-        case AllReduce():
-            x = request.tensor
-            total = x.cpu() if x.is_cuda and moves_through_host(group) else x.clone()
-            work = dist.all_reduce(total, group=group, async_op=True)
-
-            def arrive() -> Tensors:
-                if work is not None:
-                    wait_for(work)
-                return (total.to(x.device),)
-
-            return InFlight(arrive)
-
-
-def _exchange_pieces(
-    sent: Sequence[Tensors],
-    shapes: Sequence[Sequence[Shape]],
-    like: Tensors,
-    index: int,
-    group: dist.ProcessGroup,
-) -> Callable[[], list[Tensors]]:
-    """Send tensors to each member and receive those of `shapes`, in the dtypes of `like`."""
-    is_on_host = like[0].is_cuda and moves_through_host(group)
-    out = [[_contiguous_at(x, is_on_host=is_on_host) for x in tensors] for tensors in sent]
-    device = torch.device("cpu") if is_on_host else like[0].device
-    received = [
-        [torch.empty(tuple(s), dtype=x.dtype, device=device) for s, x in zip(member_shapes, like)]
-        for member_shapes in shapes
-    ]
-    for into, out_of in zip(received[index], out[index]):
-        into.copy_(out_of)
-    moved_out = [[movable(x) for x in tensors] for tensors in out]
-    moved_in = [[movable(x) for x in tensors] for tensors in received]
-    moved_out[index], moved_in[index] = [], []
-    if uses_messages(device, group) or is_on_host:
-        works: list[PendingWork] = send_and_receive(moved_out, moved_in, index, group)
-    else:
-        works = _send_batched(moved_out, moved_in, group)
-
-    def arrive() -> list[Tensors]:
-        for work in works:
-            wait_for(work)
-        assert moved_out is not None  # held as long as it is being sent
-        return [tuple(x.to(like[0].device) for x in tensors) for tensors in received]
-
-    return arrive
-
-
-def _contiguous_at(x: Tensor, *, is_on_host: bool) -> Tensor:
-    return (x.cpu() if is_on_host else x).contiguous()
-
-
-def _send_batched(
-    sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], group: dist.ProcessGroup
-) -> list[PendingWork]:
-    """Start all messages as one batch, as NCCL needs of messages that cross."""
-    operations = [
-        dist.P2POp(kind, x, group=group, group_peer=member)
-        for kind, all_ in ((dist.isend, sent), (dist.irecv, received))
-        for member, tensors in enumerate(all_)
-        for x in tensors
-        if x.numel()
-    ]
-    return [*dist.batch_isend_irecv(operations)] if operations else []
+def join_empty(
+    like: Tensor, shapes: Sequence[Shape], device: torch.device | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return memory for tensors of some shapes, row after row in one, and its pieces."""
+    lengths = [shape[0] for shape in shapes]
+    joined = like.new_empty((sum(lengths), *like.shape[1:]), device=device or like.device)
+    return joined, joined.split(lengths)

@@ -16,10 +16,10 @@ from torch import fx
 from autopar.collectives import Movement
 from autopar.collectives.joint_kernels import (
     Driver,
-    drive_on_process,
     drive_without_messages,
     run_joint_kernel,
 )
+from autopar.collectives.joint_messages import drive_on_process
 from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
 from autopar.passes.insert_movements import insert_movement

@@ -12,9 +12,9 @@ from autopar.collectives.joint_kernels import (
     KernelGroup,
     RingShift,
     Steps,
-    drive_on_process,
     in_lock_step,
 )
+from autopar.collectives.joint_messages import drive_on_process
 from autopar.errors import VerifierError
 from autopar.layout import Layout
 from autopar.mesh import Mesh

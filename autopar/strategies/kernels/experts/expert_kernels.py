@@ -16,10 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
 from autopar._torch.operators import below_autograd
 from autopar.layout import chunk
@@ -27,6 +30,20 @@ from autopar.strategies.kernels.expressions import evaluate
 
 GATED = "mul(silu(gate), up)"
 HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class ByExpert:
+    """The choices of some experts, sorted by expert. Choices are numbered over tokens and k."""
+
+    order: Tensor
+    sizes: Sequence[int]  # how many each expert has
+    k: int
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """Return the token of each choice."""
+        return self.order // self.k
 
 
 @dataclass(frozen=True)
@@ -57,24 +74,27 @@ class Experts:
         """Return the learned tensors in the order of the operator's arguments."""
         return self.down, self.gate, self.up, self.gate_bias, self.up_bias
 
-    def routes(self, chosen: Tensor) -> tuple[Tensor, list[int]]:
-        """Return the numbers of the choices of these experts, by expert, and how many each has.
+    def routes(self, chosen: Tensor, sizes: Sequence[int] | None = None) -> ByExpert:
+        """Return the choices of these experts, sorted by expert.
 
-        Choices are numbered over tokens and k. On meta tensors all experts have as many.
+        `sizes`: how many each has; None: they are counted, or on meta tensors all have as many.
         """
+        k = chosen.shape[-1]
         if chosen.is_meta:
             count = chosen.numel()
-            sizes = [chunk(count, self.count, at)[1] for at in range(self.count)]
-            return chosen.new_empty(sum(sizes)), sizes
+            sizes = sizes or [chunk(count, self.count, at)[1] for at in range(self.count)]
+            return ByExpert(chosen.new_empty(sum(sizes), dtype=torch.long), sizes, k)
         local = chosen.reshape(-1) - self.start
         local = torch.where((local >= 0) & (local < self.count), local, self.count)
-        sizes = torch.bincount(local, minlength=self.count + 1).tolist()[:-1]
-        return local.argsort(stable=True)[: sum(sizes)], sizes
+        if sizes is None:
+            sizes = torch.bincount(local, minlength=self.count + 1).tolist()[:-1]
+        return ByExpert(local.argsort(stable=True)[: sum(sizes)], sizes, k)
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def forward(
+        self, x: Tensor, weights: Tensor, by_expert: ByExpert
+    ) -> tuple[Tensor, list[Tensor]]:
         """Return the share of these experts in y, and their rows before `inner`."""
-        order, sizes = self.routes(chosen)
-        tokens = order // chosen.shape[-1]
+        order, sizes, tokens = by_expert.order, by_expert.sizes, by_expert.tokens
         rows = x[tokens]
         before = [products(rows, matrices.mT, sizes, bias) for matrices, bias in self.layers]
         out = products(self.evaluated(before), self.down.mT, sizes)
@@ -93,11 +113,15 @@ class Experts:
         return evaluate(self.inner, **dict(zip(("gate", "up"), parts)))
 
     def backward(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, before: Sequence[Tensor], grad: Tensor
+        self,
+        x: Tensor,
+        weights: Tensor,
+        by_expert: ByExpert,
+        before: Sequence[Tensor],
+        grad: Tensor,
     ) -> tuple[Any, ...]:
         """Return the gradients of x, weights, and all learned tensors: None of absent ones."""
-        order, sizes = self.routes(chosen)
-        tokens = order // chosen.shape[-1]
+        order, sizes, tokens = by_expert.order, by_expert.sizes, by_expert.tokens
         rows, slopes = x[tokens], grad[tokens]
         dtype = sum_dtype(grad, weights)
         factors = weights.reshape(-1, 1)[order].to(dtype)
@@ -159,6 +183,8 @@ def products(
 ) -> Tensor:
     """Return the rows of each expert times its matrix, [e, i, o]."""
     biases = [None] * len(sizes) if bias is None else bias.unbind()
+    if bias is None and _has_grouped(rows, matrices):
+        return grouped_mm(rows, matrices, offs=_ends(sizes))
     calls = [*zip(rows.split(sizes), matrices.unbind(), biases)] if sizes else []
     if not calls:
         return rows.new_zeros(0, matrices.shape[-1])
@@ -181,9 +207,23 @@ def _product(
 
 def products_of_rows(left: Tensor, right: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return for each expert its left rows, transposed, times its right rows, [e, o, i]."""
+    if _has_grouped(left, right) and sizes:
+        return grouped_mm(left.mT, right, offs=_ends(sizes))
     pairs = zip(left.split(sizes), right.split(sizes)) if sizes else ()
     terms = [rows.mT @ others for rows, others in pairs]
     return torch.stack(terms) if terms else left.new_zeros(0, left.shape[-1], right.shape[-1])
+
+
+def _has_grouped(left: Tensor, right: Tensor) -> bool:
+    """Return whether one call multiplies all groups; on GPUs it wants aligned rows in bfloat16."""
+    are_cpu = left.is_cpu and right.is_cpu and len(right) > 0
+    is_known = left.dtype == right.dtype and left.dtype in (*HALVES, torch.float32)
+    return are_cpu and is_known and not torch.is_grad_enabled()
+
+
+def _ends(sizes: Sequence[int]) -> Tensor:
+    """Return the number of the row at which each expert ends."""
+    return torch.tensor([*accumulate(sizes)], dtype=torch.int32)
 
 
 def _sums_of_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -196,8 +236,14 @@ def _sums_of_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _run(x: Tensor, chosen: Tensor, weights: Tensor, *arguments: Any) -> Tensor:
-    y, _ = Experts(*arguments).forward(as_rows(x), as_rows(chosen), as_rows(weights))
-    return y.view(x.shape)
+    return _forward(Experts(*arguments), x, chosen, weights)[0]
+
+
+def _forward(
+    layer: Experts, x: Tensor, chosen: Tensor, weights: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    y, before = layer.forward(as_rows(x), as_rows(weights), layer.routes(as_rows(chosen)))
+    return y.view(x.shape), before
 
 
 def _fake(x: Tensor, chosen: Tensor, weights: Tensor, down: Tensor, *_: Any) -> Tensor:
@@ -214,9 +260,9 @@ class _Recorded(torch.autograd.Function):
         if type(x) not in (Tensor, torch.nn.Parameter):  # nothing can be computed
             with below_autograd():
                 return EXPERTS(x, chosen, weights, *arguments)
-        y, before = layer.forward(as_rows(x), as_rows(chosen), as_rows(weights))
+        y, before = _forward(layer, x, chosen, weights)
         ctx.save_for_backward(x, chosen, weights, *layer.learned, *before)
-        return y.view(x.shape)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -230,7 +276,11 @@ class _Recorded(torch.autograd.Function):
             by_index = dict(zip(leaves, gradients))
             return tuple(by_index.get(index) for index in range(11))
         of_x, of_weights, *others = layer.backward(
-            as_rows(x), as_rows(chosen), as_rows(weights), learned[5:], as_rows(grad)
+            as_rows(x),
+            as_rows(weights),
+            layer.routes(as_rows(chosen)),
+            learned[5:],
+            as_rows(grad),
         )
         return of_x.view(x.shape), None, of_weights.view(weights.shape), *others, None, None, None
 
