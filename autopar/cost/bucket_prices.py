@@ -33,6 +33,7 @@ FIRST_BUCKET_BYTES = 4 * 2**20  # the first gradients wait for no more
 MIN_SHARDED_BYTES = 2 * 2**20  # fewer bytes that are cut do not pay for a collective
 SINGLE_BUCKET_BYTES = 2 * 2**20  # from here on, a copy costs more than a collective of its own
 DIRECT_SEND_BYTES = 2**20  # of a piece: from here on, a copy costs more than a message of its own
+SHORT_LIVED_BYTES = 2**15  # likewise, of copies that live a use: a buffer takes memory beside them
 
 
 class SizedGradient(Protocol):
@@ -82,10 +83,12 @@ def fill_buckets(
     return buckets
 
 
-def is_sent_directly(shape: Sequence[int], dim: int, piece: int) -> bool:
+def is_sent_directly(
+    shape: Sequence[int], dim: int, piece: int, most_copied: int = DIRECT_SEND_BYTES
+) -> bool:
     """Return whether a rank's piece of a tensor goes in a message of its own, without a copy: it
     has many bytes, in one stretch of memory."""
-    return math.prod(shape[:dim]) == 1 and piece > DIRECT_SEND_BYTES
+    return math.prod(shape[:dim]) == 1 and piece > most_copied
 
 
 @dataclass(frozen=True)

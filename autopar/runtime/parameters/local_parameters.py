@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autopar._torch.autograd import backward_pass_number
 from autopar._torch.leaf_gradients import keep_gradients_unshared
 from autopar._torch.tensors import local_of, version_of
-from autopar.cost.bucket_prices import sharded_bucket_bytes
+from autopar.cost.bucket_prices import DIRECT_SEND_BYTES, SHORT_LIVED_BYTES, sharded_bucket_bytes
 from autopar.cost.copy_groups import CopyGroup, largest_group_bytes
 from autopar.mesh import Mesh
 from autopar.passes import ParameterCopies
@@ -211,4 +211,5 @@ class LocalParameters:
         where: dict[str, Any] = {"mesh": self._mesh, "rank": self._rank, "axes": plan.kind.axes}
         ways = [(movement.shape, plan.kind.way(movement)) for movement in plan.parameters]
         pieces = [TensorPieces.between(way.target, way.source, s, **where) for s, way in ways]
-        return PieceExchange(pieces, group, like.dtype, like.device)
+        most = DIRECT_SEND_BYTES if plan.kind.is_step_long else SHORT_LIVED_BYTES
+        return PieceExchange(pieces, group, like.dtype, like.device, most_copied=most)

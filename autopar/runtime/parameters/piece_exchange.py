@@ -31,7 +31,7 @@ from autopar._torch.communication import (
 from autopar._torch.tensors import copy_each
 from autopar.collectives.point_to_point import ScatteredSum, send_and_receive, uses_messages
 from autopar.collectives.torch_operators import movable
-from autopar.cost.bucket_prices import is_sent_directly
+from autopar.cost.bucket_prices import DIRECT_SEND_BYTES, is_sent_directly
 from autopar.runtime.backends.host_copies import HostLink, PendingCopy
 from autopar.runtime.parameters.flat_buffers import Packing, TensorPieces, pack_tensors
 
@@ -71,8 +71,10 @@ class PieceExchange:
         device: torch.device,
         *,
         may_go_straight: bool = True,
+        most_copied: int = DIRECT_SEND_BYTES,
     ) -> None:
-        """Prepare for pieces of one dtype; large ones go straight where allowed and faster."""
+        """Prepare for pieces of one dtype; those of more than `most_copied` bytes go straight where
+        allowed and faster."""
         self.group, self._member, self._dtype = group, tensors[0].member, dtype
         self._members = len(tensors[0].bounds)
         self._uses_messages = uses_messages(device, group)
@@ -80,10 +82,10 @@ class PieceExchange:
         on_host = device.type == "cuda" and moves_through_host(group)
         self._carrier = torch.device("cpu") if on_host else device
         has_straight = self._uses_messages and may_go_straight
+        sizes = [math.prod(cut.shape_of(0)) * dtype.itemsize for cut in tensors]
         is_large = [
-            has_straight
-            and is_sent_directly(cut.shape, cut.dim, math.prod(cut.shape_of(0)) * dtype.itemsize)
-            for cut in tensors
+            has_straight and is_sent_directly(cut.shape, cut.dim, size, most_copied)
+            for cut, size in zip(tensors, sizes)
         ]
         self._large = [at for at, large in enumerate(is_large) if large]
         self._small = [at for at, large in enumerate(is_large) if not large]
