@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar import Mesh
 from autopar.strategies.kernels.experts.capacity import within_capacity
+from autopar.strategies.kernels.experts.expert_kernels import products, products_of_rows
 from tests.mixtures import Mixture, mixture, mixture_cut, tokens_of_experts
 from tests.models import Case
 from tests.parity import assert_parity
@@ -90,6 +91,20 @@ def test_a_search_sends_tokens_rather_than_experts() -> None:
     explained = plan.explain("blocks.0")
     assert "experts@dp" in str(explained)
     assert "of routing that is balanced" in str(explained)
+
+
+@pytest.mark.parametrize("width", [6, 8])
+def test_groups_of_rows_in_one_call_are_those_one_by_one(width: int) -> None:
+    """float32 of whole 16 bytes goes through torch's grouped product, all else group by group."""
+    sizes = [3, 0, 5, 1]
+    rows, others, matrices = torch.randn(9, 4), torch.randn(9, width), torch.randn(4, 4, width)
+    with torch.no_grad():
+        together = products(rows, matrices, sizes), products_of_rows(rows, others, sizes)
+        rows, others, matrices = rows.double(), others.double(), matrices.double()
+        alone = products(rows, matrices, sizes), products_of_rows(rows, others, sizes)
+    for value, expected in zip(together, alone):
+        torch.testing.assert_close(value, expected.float())
+    assert not together[1][1].any()
 
 
 def test_on_one_device() -> None:

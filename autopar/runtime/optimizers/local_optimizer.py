@@ -116,15 +116,16 @@ class LocalOptimizer(Optimizer):
         """Update the parameters, and return what the user's class returns.
 
         A closure, which computes the loss, is called before."""
-        closure = kwargs.get("closure", args[0] if args else None)
+        values = [*args]
+        closure = kwargs.get("closure", values[0] if values else None)
         if callable(closure):
             if not self._is_closure_checked:
                 self.check_closure()
                 self._is_closure_checked = True
             with torch.enable_grad():
                 loss = closure()
-            if args:
-                args = (lambda: loss, *args[1:])
+            if values:
+                values[0] = lambda: loss
             else:
                 kwargs["closure"] = lambda: loss
         hooks = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
@@ -142,7 +143,7 @@ class LocalOptimizer(Optimizer):
                 if not all(map(UpdatedGroup.begin, self.updated_groups)):
                     self._complete_gradients()
                 self._gather()
-                result = step_without_hooks(self.user_class)(self, *args, **kwargs)
+                result = step_without_hooks(self.user_class)(self, *values, **kwargs)
                 for exchange in self.exchanges:
                     exchange.scatter()
             finally:
