@@ -79,9 +79,8 @@ def flatten(
 ) -> GraphBuilder:
     """The flat graph of `program`.
 
-    `fakes` holds a fake tensor for every parameter and buffer by its name, in the order wanted,
-    and `names` leads there from every name. `read`: as the program reads them, by every name, in
-    the order of an export. Blocks that are left out have none.
+    `fakes`: of every parameter and buffer by its name, in order; `names` leads there from every
+    name. `read`: as the program reads them, by every name. Blocks that are left out have none.
     """
     tied = {alias: name for alias, name in names.items() if alias != name}
     builder = GraphBuilder(mode, tied, input_spec, program.call_spec.out_spec)
