@@ -95,7 +95,7 @@ def _sizes(part: ap.Cluster, batch: int, most_stages: int, count: int) -> Iterat
             for inner in _meshes(part.devices // stages, 2):
                 mesh = Mesh(pp=stages, **inner.sizes)
                 for made in weighed_schedules(stages, parts, count):
-                    yield {"mesh": mesh, "schedule": made, "microbatches": parts}
+                    yield {"mesh": mesh, "schedule": made, "microbatches": made.microbatches}
 
 
 def _meshes(devices: int, most: int) -> list[Mesh]:

@@ -212,6 +212,8 @@ def outer_choices(machines: ap.Cluster, parts: int) -> list[tuple[ap.Cluster, di
             inner = part.devices // stages
             for mesh in meshes(inner, 2, inner) if inner > 1 else [ap.Mesh(x=1)]:
                 for made in weighed_schedules(stages, parts):
+                    if made.parts > 1:  # a number of micro-batches that is given is not halved
+                        continue
                     whole = ap.Mesh(pp=stages, **mesh.sizes)
                     found.append((part, {"mesh": whole, "schedule": made}))
     return found

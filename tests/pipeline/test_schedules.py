@@ -8,6 +8,7 @@ import pytest
 
 from autopar.errors import InvalidInput
 from autopar.pipeline import NAMES, check, schedule, simulate
+from autopar.pipeline.schedules import schedule_of_parts, weighed_schedules
 from autopar.pipeline.schedules.registry import generator
 
 
@@ -66,6 +67,17 @@ def test_sizes_with_chunks():
     assert [made.rank_of(0, stage) for stage in range(5)] == [0, 1, 2, 3, 0]
     made = schedule("zb-v", stages=3, microbatches=3)
     assert made.placement == ((0, 1, 2, 2, 1, 0),)
+
+
+def test_a_batch_in_parts_has_half_as_many_microbatches_where_these_are_halved():
+    made = schedule_of_parts("chimera", stages=4, parts=8, scale="halving")
+    assert made == schedule("chimera", stages=4, microbatches=4, scale="halving")
+    assert made.all_parts == 8
+    assert schedule_of_parts("1f1b", stages=4, parts=7).microbatches == 7
+    with pytest.raises(InvalidInput, match="cuts each micro-batch into 2 parts"):
+        schedule_of_parts("chimera", stages=4, parts=7, scale="halving")
+    scales = {dict(s.options).get("scale") for s in weighed_schedules(4, 16)} - {None}
+    assert scales == {"direct", "doubling", "halving", "list"}
 
 
 def test_halving_counts_halves():

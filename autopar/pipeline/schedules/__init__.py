@@ -40,7 +40,7 @@ MOST_FORWARDS = 1 << 20
 # Forwards of a schedule with as many chunks as blocks, or of one that repeats nothing.
 _MOST_WEIGHED = 1 << 12
 # The times, with their defaults, for which a schedule may be planned.
-PLANNED_FOR = {"forward": 1, "backward": 2, "backward_weight": None, "latency": 0}
+_PLANNED_FOR = {"forward": 1, "backward": 2, "backward_weight": None, "latency": 0}
 _MOST_CHUNKS = 8  # more hardly shorten the wait, and messages take their time
 NAMES = tuple(sorted(GENERATORS))
 FROM_FILE = "what autopar.pipeline.load reads from a file"
@@ -75,7 +75,7 @@ def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Sc
     made = _generated(name, stages, microbatches, **options)
     if sync is None:
         return made
-    times: dict[str, Any] = {cost: options.get(cost, time) for cost, time in PLANNED_FOR.items()}
+    times: dict[str, Any] = {cost: options.get(cost, time) for cost, time in _PLANNED_FOR.items()}
     summed = with_sums(made, sync, partial(simulate, made, **times))
     return replace(summed, options=tuple(sorted({**dict(made.options), "sync": sync}.items())))
 
