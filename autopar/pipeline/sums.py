@@ -35,8 +35,8 @@ def place_sums(schedule: Schedule, early: Collection[int]) -> Schedule:
     plain = without_sums(schedule)
     return _changed(
         plain,
-        lambda some: replace(
-            some, orders=tuple(_with_sums(some, rank, early) for rank in range(some.ranks))
+        lambda variant: replace(
+            variant, orders=tuple(_with_sums(variant, rank, early) for rank in range(variant.ranks))
         ),
     )
 

@@ -72,12 +72,12 @@ def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Sc
             got=", ".join(f"{word}={size}" for word, size in counts.items()),
             remedy="fewer of them",
         )
-    made = _generated(name, stages, microbatches, **options)
+    generated = _generated(name, stages, microbatches, **options)
     if sync is None:
-        return made
+        return generated
     times: dict[str, Any] = {cost: options.get(cost, time) for cost, time in _PLANNED_FOR.items()}
-    summed = with_sums(made, sync, partial(simulate, made, **times))
-    return replace(summed, options=tuple(sorted({**dict(made.options), "sync": sync}.items())))
+    summed = with_sums(generated, sync, partial(simulate, generated, **times))
+    return replace(summed, options=tuple(sorted({**dict(generated.options), "sync": sync}.items())))
 
 
 def _generated(name: str, stages: int, microbatches: int, **options: Any) -> Schedule:
@@ -103,16 +103,16 @@ def _short(generate: Generate, stages: int, microbatches: int, **options: Any) -
 
 def schedule_of_parts(name: str, *, stages: int, parts: int, **options: Any) -> Schedule:
     """Return schedule `name` for a batch in so many parts: micro-batches, or halves of them."""
-    made = schedule(name, stages=stages, microbatches=parts, **options)
-    if made.parts == 1:
-        return made
-    if parts % made.parts:
+    generated = schedule(name, stages=stages, microbatches=parts, **options)
+    if generated.parts == 1:
+        return generated
+    if parts % generated.parts:
         raise InvalidInput(
-            f"schedule {name} cuts each micro-batch into {made.parts} parts",
+            f"schedule {name} cuts each micro-batch into {generated.parts} parts",
             got=f"a batch in {counted(parts, 'part')}",
-            remedy=f"a multiple of {made.parts}",
+            remedy=f"a multiple of {generated.parts}",
         )
-    return schedule(name, stages=stages, microbatches=parts // made.parts, **options)
+    return schedule(name, stages=stages, microbatches=parts // generated.parts, **options)
 
 
 def known_names() -> list[str]:

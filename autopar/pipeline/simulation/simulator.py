@@ -75,10 +75,10 @@ def simulate(
     activations = tuple(share / schedule.parts for share in shares)
     latencies = delay if message_costs is None else message_costs
 
-    def timeline_of(some: Schedule) -> Timeline:
-        timed = cache(partial(_time_all_actions, some, times, latencies))
-        figures = repeated_times(some, times, latencies) or RankTimes.of(some, timed())
-        return Timeline(some, figures, timed, activations)
+    def timeline_of(variant: Schedule) -> Timeline:
+        timed = cache(partial(_time_all_actions, variant, times, latencies))
+        figures = repeated_times(variant, times, latencies) or RankTimes.of(variant, timed())
+        return Timeline(variant, figures, timed, activations)
 
     if sync is not None:
         schedule = with_sums(schedule, sync, lambda: timeline_of(schedule))
