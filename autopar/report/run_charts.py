@@ -175,12 +175,12 @@ def measured_gantt(events: Sequence[Event], candidate: Candidate) -> Gantt | Non
     starts = [[event.start - first for event in row] for row in rows]
     ends = [[event.end - first for event in row] for row in rows]
     places = {rank: place for place, rank in ranks.items()}
-    beside = [
+    movements = [
         (event.name, (places[event.rank],), event.start - first, event.end - first)
         for event in events
         if event.track >= MOVEMENTS and event.args["step"] == last and event.rank in places
     ]
-    return Gantt(schedule, starts, ends, beside, seconds_text)
+    return Gantt(schedule, starts, ends, movements, seconds_text)
 
 
 def draw_lines(
