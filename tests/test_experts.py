@@ -91,7 +91,8 @@ def test_tokens_are_exchanged_twice_forward_and_twice_backward() -> None:
     module = ap.parallelize(case.model, case.args, **about)
     with trades() as seen:
         module.step(*case.args)
-    assert sum(shape[-1] == 16 for shape in seen) == 4
+    # Sizes; tokens with two choices and their weights; results; their gradients; those of tokens.
+    assert [shape[-1] for shape in seen] == [2, 16 + 4, 16, 16, 16 + 2]
     assert str(module.graph).count("f64[8@ep, 12, 16]") == 2
 
 
