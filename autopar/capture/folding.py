@@ -24,7 +24,7 @@ from autopar.program.segments import Program, Segment
 from autopar.program.unfolding import unfold
 from autopar.strategies.node_info import info
 
-MIN_SEGMENT_BLOCKS = 8  # of a segment: of more, capture may have written a few
+MIN_SEGMENT_BLOCKS = 8  # fewest blocks of a segment; of longer rows capture writes some
 MIN_FOLDED_BLOCKS = 12  # for one to stand for others
 SHOWN = 3, 3  # before and after the block that stands for the others
 

@@ -5,8 +5,8 @@
     first.graph is rest.graph                  # equal means identical
     unfold(program)                            # all blocks in one graph (unfolding.py)
 
-A value that a segment reads is named by the one who makes it: of an earlier segment the last block
-counts. What each block reads of the block before is `carried`.
+A placeholder has the name of the node that makes its value; in a repeated block, that of the last
+repetition is read. What each block reads of the block before is `carried`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Segment:
     first: int = 0  # the number of its first block, among those of this graph
     names: Mapping[str, Numbered] = field(default_factory=dict)  # of modules and parameters
     own: tuple[str, ...] = ()  # the placeholders of which each block has one of its own
-    # By placeholder: what the first of all blocks reads, and what the others read of the last.
+    # By placeholder: what the first of all blocks reads, and what others read of the block before.
     carried: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     draws: int = 0  # of random numbers, in each block
     checkpoints: int = 0  # of the user, in each block

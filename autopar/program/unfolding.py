@@ -39,7 +39,7 @@ class _Writer:
     shown: tuple[int, int] | None
     folded: Collection[fx.Graph] | None
     graph: fx.Graph = field(default_factory=fx.Graph)
-    # By the name in the first block: of the last block that was written.
+    # The newest copy of each value, by its name in the first block.
     values: dict[str, fx.Node] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)  # the graphs of which some block was written
     own_inputs: dict[tuple[int, str], fx.Node] = field(default_factory=dict)  # by block and name

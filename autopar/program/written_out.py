@@ -2,9 +2,8 @@
 
     write_out(graph)
 
-A block stands for as many as `info(node).block` says. Each of these reads of the block before what
-the first of them reads of the one before it. What the same call reads in the next block too is one
-value for all of them.
+A block stands for as many as `info(node).block` says. Copy k reads from copy k - 1 what the shown
+block reads from the block before it. A value that the next shown block reads too is shared by all.
 """
 
 from __future__ import annotations

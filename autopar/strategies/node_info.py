@@ -99,7 +99,7 @@ class BlockPlace:
 
     blocks: BlockNames
     name: str  # of the node in the first block
-    number: int  # of its block
+    number: int  # of its block, counted from 0 in its row
     count: int = 1  # of the blocks that it stands for
 
     @property
