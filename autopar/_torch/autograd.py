@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,16 +27,6 @@ def saved_tensor_hooks() -> tuple[Pack, Callable[[Any], Tensor]]:
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is under way has ended."""
     Variable._execution_engine.queue_callback(callback)
-
-
-def accumulate_gradients(leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Add gradients of the leaves' shapes to those of leaves, with hooks, as `backward()` does.
-
-    It is one call where `torch.autograd.backward` makes thirty (seen in torch 2.11 to 2.13).
-    """
-    run = Variable._execution_engine.run_backward
-    options = {"allow_unreachable": True, "accumulate_grad": True}
-    run(tuple(leaves), tuple(gradients), False, False, (), **options)
 
 
 def backward_pass_number() -> int:

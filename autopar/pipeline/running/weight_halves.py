@@ -7,8 +7,6 @@ Backward through y gives the gradient of x. The small graph of this one operator
 y, from which the gradient of w follows, stay in `halves`; autograd has freed everything else.
 Where the gradient of w costs no product (norms, biases, tables) it comes with the gradient of x. It
 then waits only if w is computed from parameters, through which backward goes once.
-
-Linear layers, which are most of the products, need no graph: both halves are one product each.
 """
 
 from __future__ import annotations
@@ -24,10 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from autopar._torch.autograd import accumulate_gradients
 from autopar.strategies.node_info import WeightInputs
-
-_LINEAR = (torch.ops.aten.linear.default, torch.nn.functional.linear)
 
 
 @dataclass
@@ -49,44 +44,26 @@ class WeightHalf:
         return gradients
 
 
-@dataclass
-class LinearHalf(WeightHalf):
-    """Hold the inputs of a linear layer, and the gradients of its results."""
-
-    factors: tuple[Tensor, Tensor] | None = None
-
-    def of_weights(self) -> list[Tensor | None]:
-        """Return the gradients of the matrix and the bias, and release what they follow from."""
-        if self.factors is None:
-            return [None] * len(self.weights)
-        (x, gradient), self.factors = self.factors, None
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        of_matrix = rows.mT @ x.reshape(-1, x.shape[-1])
-        return [of_matrix] if len(self.weights) == 1 else [of_matrix, rows.sum(0)]
-
-
 def add_weight_gradients(halves: Sequence[WeightHalf]) -> None:
     """Add the gradients of weights to those of parameters, the last of the program first.
 
-    Those of each operator are added alone. Weights that are computed from parameters, and the
-    parameters behind them, come last in one pass, so that each parameter is reached by one.
+    Each is added alone, except those of weights that are computed from parameters: these, and those
+    of the parameters behind them, come last in one pass, so that each parameter is reached by one.
     """
     count = Counter(id(w) for half in halves for w in half.weights if isinstance(w, Tensor))
     edges = [w for half in halves for w in half.weights if not isinstance(w, Tensor)]
     behind = _parameters_behind(edges)
     waiting: list[tuple[Tensor | GradientEdge, Tensor]] = []
     for half in reversed(halves):
-        leaves: list[tuple[Tensor, Tensor]] = []
-        for weight, gradient in zip(half.weights, half.of_weights()):
+        weights = half.weights
+        for weight, gradient in zip(weights, half.of_weights()):
             if gradient is None:
                 continue
             if not isinstance(weight, Tensor) or count[id(weight)] > 1 or id(weight) in behind:
                 waiting.append((weight, gradient))
             else:
-                leaves.append((weight, gradient))
+                torch.autograd.backward(weight, gradient)
             del gradient
-        if leaves:
-            accumulate_gradients(*zip(*leaves))
     if waiting:
         targets, gradients = zip(*waiting)
         torch.autograd.backward(targets, gradients)
@@ -133,32 +110,7 @@ class WeightHalves:
         self, function: Callable[..., Tensor], weights: WeightInputs
     ) -> Callable[..., Tensor]:
         """Return `function` with its weight gradients deferred to a recorded half."""
-        is_linear = function in _LINEAR and weights.product and weights.positions[0] == 1
-        general = self._deferring_any(function, weights)
-        return self._deferring_linear(general, weights) if is_linear else general
 
-    def _deferring_linear(
-        self, general: Callable[..., Tensor], weights: WeightInputs
-    ) -> Callable[..., Tensor]:
-        has_bias = len(weights.positions) == 2
-
-        def run(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-            are_learned = matrix.requires_grad and has_bias == (
-                bias is not None and bias.requires_grad
-            )
-            if not are_learned or not torch.is_grad_enabled():
-                return general(x, matrix, bias)
-            learned = [matrix, bias] if has_bias and bias is not None else [matrix]
-            half = LinearHalf([_gradient_target(weight) for weight in learned])
-            self._recorded.append(half)
-            bias = None if bias is None else bias.detach()
-            return _Linear.apply(half, self._anchor, x, matrix.detach(), bias)
-
-        return run
-
-    def _deferring_any(
-        self, function: Callable[..., Tensor], weights: WeightInputs
-    ) -> Callable[..., Tensor]:
         def run(*args: Any, **kwargs: Any) -> Tensor:
             if not torch.is_grad_enabled():
                 return function(*args, **kwargs)
@@ -192,29 +144,6 @@ class WeightHalves:
             return call([leaves[place] for place in places])
 
         return run
-
-
-class _Linear(torch.autograd.Function):
-    """Run backward of a linear layer to its input, and keep the factors of the other half."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, half: LinearHalf, anchor: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        ctx.half = half
-        ctx.save_for_backward(x, matrix)
-        ctx.set_materialize_grads(False)
-        return torch.nn.functional.linear(x, matrix, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        half, ctx.half = ctx.half, None
-        if gradient is None:
-            return None, None, None, None, None
-        x, matrix = ctx.saved_tensors
-        half.factors = x, _with_own_memory(gradient)
-        of_x = gradient @ matrix if ctx.needs_input_grad[2] else None
-        return None, None, of_x, None, None
 
 
 class _Product(torch.autograd.Function):
