@@ -34,13 +34,14 @@ from autopar.cluster import Cluster, Device
 from autopar.cost.cluster_price import ClusterPrice
 from autopar.cost.footprint import unsharded_bytes
 from autopar.cost.operator_costs import facts_of
-from autopar.cost.saved_tensors import SavedTensors, saved_values, source
+from autopar.cost.saved_tensors import SavedTensors, saved_values
 from autopar.cost.unsharded_work import (
     UnshardedWork,
     runs_each_microbatch,
     spread_seconds,
     unsharded_work,
 )
+from autopar.cost.value_storage import source
 from autopar.mesh import Mesh
 from autopar.pipeline.memory.activation_counts import peak_counts
 from autopar.pipeline.schedule import Schedule

@@ -248,7 +248,8 @@ def _is_compilable(node: fx.Node, outside: Collection[fx.Node]) -> bool:
     if info(node).joint is not None:
         return False
     region = info(node).region
-    if region is not None and not region.is_full and region.how.keep != "device":
+    is_by_value = region is not None and not region.is_full
+    if is_by_value and (region.is_by_policy or region.how.keep != "device"):
         return False
     return not info(node).on_host
 
