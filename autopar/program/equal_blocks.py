@@ -89,10 +89,10 @@ class ShownBlocks:
 
 def rows_of(graph: fx.Graph) -> list[ShownBlocks]:
     """Return the rows of blocks of a program."""
-    rows = dict[int, dict[int, dict[str, fx.Node]]]()
+    rows = dict[fx.Graph, dict[int, dict[str, fx.Node]]]()
     for node in graph.nodes:
         if (place := info(node).block) is not None:
-            blocks = rows.setdefault(id(place.blocks.graph), {})
+            blocks = rows.setdefault(place.blocks.graph, {})
             blocks.setdefault(place.number, {})[place.name] = node
     return [ShownBlocks([*blocks.values()]) for blocks in rows.values()]
 

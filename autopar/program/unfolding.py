@@ -41,7 +41,7 @@ class _Writer:
     graph: fx.Graph = field(default_factory=fx.Graph)
     # The newest copy of each value, by its name in the first block.
     values: dict[str, fx.Node] = field(default_factory=dict)
-    begun: set[int] = field(default_factory=set)  # the graphs of which some block was written
+    begun: set[fx.Graph] = field(default_factory=set)  # the graphs of which some block was written
     own_inputs: dict[tuple[int, str], fx.Node] = field(default_factory=dict)  # by block and name
 
     def written(self) -> fx.Graph:
@@ -86,7 +86,7 @@ class _Writer:
 
     def _write(self, segment: Segment, block: int, count: int) -> None:
         here = dict[fx.Node, fx.Node]()
-        is_first = id(segment.graph) not in self.begun
+        is_first = segment.graph not in self.begun
         for source in segment.graph.nodes:
             name = source.name
             if source.op == "placeholder":
@@ -99,7 +99,7 @@ class _Writer:
             node = copy_node(self.graph, source, name, here.__getitem__)
             self._mark(node, source, segment, block, count)
             here[source] = node
-        self.begun.add(id(segment.graph))
+        self.begun.add(segment.graph)
         self.values |= {s.name: node for s, node in here.items() if s.op != "placeholder"}
 
     def _mark(

@@ -7,7 +7,14 @@ When p divides m the makespan exceeds m(F + B) by (p - 1)(F + B) / chunks.
 from __future__ import annotations
 
 from autopar.pipeline.schedule import Action, Schedule, make
-from autopar.pipeline.schedules.registry import Period, generator, in_turn, leave_out, positive
+from autopar.pipeline.schedules.registry import (
+    Period,
+    generator,
+    in_turn,
+    leave_out,
+    positive,
+    walk_chunks,
+)
 
 
 @generator(
@@ -15,14 +22,7 @@ from autopar.pipeline.schedules.registry import Period, generator, in_turn, leav
 )
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     positive("interleaved", "chunks", chunks)
-    groups = -(-microbatches // stages)
-    walk = [
-        (chunk, group * stages + member)
-        for group in range(groups)
-        for chunk in range(chunks)
-        for member in range(stages)
-    ]
-    orders = []
+    walk, orders = walk_chunks(stages, microbatches, chunks), []
     for rank in range(stages):
         forwards = [Action("F", 0, chunk * stages + rank, (m,)) for chunk, m in walk]
         backwards = [

@@ -7,7 +7,7 @@ and puts each W off by r actions of that kind: the last ranks fill with W what t
 from __future__ import annotations
 
 from autopar.pipeline.schedule import Action, Schedule, make
-from autopar.pipeline.schedules.registry import Period, generator, leave_out, positive
+from autopar.pipeline.schedules.registry import Period, generator, leave_out, positive, walk_chunks
 
 
 @generator(
@@ -15,14 +15,7 @@ from autopar.pipeline.schedules.registry import Period, generator, leave_out, po
 )
 def interleaved_zb(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     positive("interleaved-zb", "chunks", chunks)
-    groups = -(-microbatches // stages)
-    walk = [
-        (chunk, group * stages + member)
-        for group in range(groups)
-        for chunk in range(chunks)
-        for member in range(stages)
-    ]
-    orders = []
+    walk, orders = walk_chunks(stages, microbatches, chunks), []
     for rank in range(stages):
         ahead = stages - 1 - rank + (chunks - 1) * stages
         order = [Action("F", 0, chunk * stages + rank, (m,)) for chunk, m in walk[:ahead]]

@@ -120,3 +120,16 @@ def leave_out(order: Iterable[Action], microbatches: int) -> list[Action]:
     A schedule stays sound without a micro-batch: the other actions keep their order.
     """
     return [action for action in order if action.microbatches[0] < microbatches]
+
+
+def walk_chunks(stages: int, microbatches: int, chunks: int) -> list[tuple[int, int]]:
+    """Return the chunks and micro-batches that a rank goes through, in whole groups.
+
+    A group of as many micro-batches as there are stages runs on its first chunk, then on its next.
+    """
+    return [
+        (chunk, group * stages + member)
+        for group in range(-(-microbatches // stages))
+        for chunk in range(chunks)
+        for member in range(stages)
+    ]
