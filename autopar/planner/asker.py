@@ -76,8 +76,9 @@ class Asker:
         self, model: nn.Module, captured: Captured, request: Request, report: Report
     ) -> None:
         require_used(model, captured, request.mode, request.stages)
-        self._model, self._request, self._report = model, request, report
+        self._request, self._report = request, report  # no model: who asks may outlive it
         self._annotations, self._pins = parameter_annotations(model), stage_pins(model)
+        self._marked = marked_regions(model)
         self.whole_program = captured
         self.program = self._short(captured)
         self.whole: Whole | None = None
@@ -160,8 +161,8 @@ class Asker:
     def _short(self, captured: Captured) -> Captured:
         """Return the folded program, if no single modules are annotated, or chosen by option, and
         each region is in one block."""
-        model, request = self._model, self._request
-        is_annotated = any(self._annotations) or any(self._pins) or any(marked_regions(model))
+        request = self._request
+        is_annotated = any(self._annotations) or any(self._pins) or any(self._marked)
         if request.mode != "auto" or is_annotated or request.recompute.modules:
             return captured
         short = fold(captured)
@@ -170,7 +171,7 @@ class Asker:
 
     def _program_asker(self, program: Captured) -> _ProgramAsker:
         whole = self.whole if program is self.program else None
-        regions = Regions(program, self._request.recompute, marked_regions(self._model))
+        regions = Regions(program, self._request.recompute, self._marked)
         layouts = Layouts(self._request, self.constraints, self._report, whole)
         return _ProgramAsker(self, program, regions, layouts, whole)
 

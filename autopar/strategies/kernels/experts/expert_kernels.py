@@ -215,12 +215,16 @@ def products_of_rows(left: Tensor, right: Tensor, sizes: Sequence[int]) -> Tenso
 
 
 def _has_grouped(left: Tensor, right: Tensor) -> bool:
-    """Return whether one call multiplies all groups: on CPUs, of rows of whole 16 bytes."""
+    """Return whether one call multiplies all groups: on CPUs, of rows of whole 16 bytes.
+
+    Rows of other results would be kept with their padding.
+    """
     are_cpu = left.is_cpu and right.is_cpu and len(right) > 0
     is_known = left.dtype == right.dtype and left.dtype in (*HALVES, torch.float32)
     if not are_cpu or not is_known or torch.is_grad_enabled():
         return False
     steps = [step for x in (left, right) for step in x.stride() if step != 1]
+    steps.append(right.shape[-1])
     are_dense = 1 in left.stride()[-2:] and 1 in right.stride()[-2:]
     return are_dense and all(step and step * left.itemsize % 16 == 0 for step in steps)
 

@@ -166,14 +166,18 @@ def _route(group: KernelGroup, chosen: Tensor, pieces: Sequence[tuple[int, int]]
         sizes = [chunk(each * members * k, local, at)[1] for at in range(local)]
         rows = chosen.new_empty(each * members)
         return _Route(rows, (each,) * members, (each,) * members, sizes)
-    # The last is the number of those that exist nowhere, and the places of uneven pieces.
-    owners = [member for member, (_, length) in enumerate(pieces) for _ in range(length)]
-    places = [[start + at if at < n else experts + 1 for at in range(most)] for start, n in pieces]
-    owner_of = torch.tensor([*owners, members], device=chosen.device)
+    # Numbers count from the first expert here; others may have experts before, between and after.
+    first, end = min(start for start, _ in pieces), max(start + length for start, length in pieces)
+    owners, absent = [members] * (end - first + 1), end - first + 1
+    for member, (start, length) in enumerate(pieces):
+        owners[start - first : start - first + length] = [member] * length
+    places = [[start - first + at if at < n else absent for at in range(most)] for start, n in pieces]
+    numbers = torch.where((chosen >= first) & (chosen < end), chosen - first, end - first)
     mask = torch.zeros(len(chosen), members + 1, dtype=torch.bool, device=chosen.device)
-    mask = mask.scatter_(1, owner_of[chosen], True)[:, :members]
+    owner_of = torch.tensor(owners, device=chosen.device)
+    mask = mask.scatter_(1, owner_of[numbers], True)[:, :members]
     rows = mask.T.nonzero()[:, 1]
-    by_expert = torch.bincount(chosen.reshape(-1), minlength=experts + 2)
+    by_expert = torch.bincount(numbers.reshape(-1), minlength=absent + 1)
     counts = by_expert[torch.tensor(places, device=chosen.device)]
     sent = torch.cat([mask.sum(0)[:, None], counts], 1)
     (received,) = yield (yield AllToAll(sent.split(1), [(1, most + 1)] * members, is_joined=True))
