@@ -1,6 +1,6 @@
 """Axis roles: the axes of a chosen mesh are named by what they do.
 
-    dp   cuts the batch            tp   cuts parameters
+    dp   cuts the batch            tp   cuts most of the parameters
     sp   cuts another dim          ep   cuts the experts of a mixture
 
 >>> axis_roles(candidate)
@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.candidates.candidate import Candidate
-from autopar.candidates.state_places import data_axes
 from autopar.candidates.training_step import TrainingStep
 from autopar.strategies.node_info import info
 
@@ -24,12 +23,13 @@ EXPERT_DIMS = 3  # dims of a parameter that holds a matrix for each expert
 def axis_roles(candidate: Candidate) -> dict[str, str]:
     """Return the name of each axis of the mesh inside a stage, by its name so far."""
     captured, layouts = candidate.captured, candidate.decisions.placeholders
-    cut, of_experts, summed = Counter[str](), Counter[str](), Counter[str]()
+    cut, of_experts, elements = Counter[str](), Counter[str](), 0
     batch, others = Counter[str](), Counter[str]()
-    for node, axes in data_axes(candidate.rewritten, candidate.mesh).items():
-        size = int(info(node).val.numel()) * info(node).count
-        summed.update(dict.fromkeys(axes, size))
-        layout = layouts[node.name]
+    for node in captured.graph.find_nodes(op="placeholder"):
+        if node.name not in captured.parameters:
+            continue
+        size, layout = int(info(node).val.numel()) * info(node).count, layouts[node.name]
+        elements += size
         cut.update(dict.fromkeys(layout.axes, size))
         if layout.ndim == EXPERT_DIMS:
             of_experts.update(dict.fromkeys(layout.dims[0], size))
@@ -45,7 +45,7 @@ def axis_roles(candidate: Candidate) -> dict[str, str]:
             continue
         if of_experts[axis] > cut[axis] / 2:
             role = "ep"
-        elif cut[axis] > summed[axis]:
+        elif cut[axis] > elements / 2:
             role = "tp"
         else:
             role = "sp" if others[axis] > batch[axis] else "dp"

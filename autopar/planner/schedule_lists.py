@@ -31,11 +31,13 @@ def listed(name: Schedule | ScheduleName, stages: int, parts: int) -> Schedule:
     return schedule_of_parts(name.name, stages=stages, parts=parts, **options)
 
 
-def cut_of_microbatches(name: ScheduleName, stages: int, count: int) -> int:
-    """Return into how many parts a schedule cuts each of so many micro-batches."""
-    with suppress(InvalidInput):  # it does not exist for these numbers
-        options: dict[str, Any] = dict(name.options)
-        return schedule(name.name, stages=stages, microbatches=count, **options).parts
+@lru_cache(1 << 10)
+def cut_of_microbatches(name: ScheduleName, stages: int) -> int:
+    """Return into how many parts a schedule cuts each micro-batch: the least one shows it."""
+    options: dict[str, Any] = dict(name.options)
+    for count in (1, 2, stages, 2 * stages):
+        with suppress(InvalidInput):  # it does not exist for these numbers
+            return schedule(name.name, stages=stages, microbatches=count, **options).parts
     return 1
 
 

@@ -55,7 +55,7 @@ class Templates:
             return [None]
         names = weighed_names(stages, parts, self._blocks)
         ways = [ScheduleName(name, tuple(sorted(options.items()))) for name, options in names]
-        cuts = [cut_of_microbatches(way, stages, parts) for way in ways]
+        cuts = [cut_of_microbatches(way, stages) for way in ways]
         is_free = self._request.microbatches is None
         return [w for w, cut in zip(ways, cuts) if cut == 1 or (is_free and parts % cut == 0)]
 
