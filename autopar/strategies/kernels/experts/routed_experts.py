@@ -171,7 +171,9 @@ def _route(group: KernelGroup, chosen: Tensor, pieces: Sequence[tuple[int, int]]
     owners, absent = [members] * (end - first + 1), end - first + 1
     for member, (start, length) in enumerate(pieces):
         owners[start - first : start - first + length] = [member] * length
-    places = [[start - first + at if at < n else absent for at in range(most)] for start, n in pieces]
+    places = [
+        [start - first + at if at < n else absent for at in range(most)] for start, n in pieces
+    ]
     numbers = torch.where((chosen >= first) & (chosen < end), chosen - first, end - first)
     mask = torch.zeros(len(chosen), members + 1, dtype=torch.bool, device=chosen.device)
     owner_of = torch.tensor(owners, device=chosen.device)
