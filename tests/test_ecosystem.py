@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar as ap
 from autopar import Mesh
 from autopar.runtime.parameters.weight_files import INDEX, open_weights
-from examples import hf_finetune
+from examples import accelerate_loop, hf_finetune, lightning_module
 from tests import models
 from tests.captures import shared_captures
 from tests.parity import Outcome, assert_equal
@@ -228,3 +228,26 @@ def test_adapters_of_peft_learn_as_on_one_device(tmp_path: Path) -> None:
     saved = peft.get_peft_model_state_dict(again)
     for name, value in peft.get_peft_model_state_dict(adapted(), found.state).items():
         assert torch.equal(saved[name], value.to(saved[name].dtype))
+
+
+@pytest.mark.parametrize("states", ["whole", "zero3"])
+def test_lightning_trains_as_without_autopar(states: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected = lightning_module.fit(lightning_module.Writer()).losses
+    assert expected[-1] < expected[0] / 4
+    assert lightning_module.train(tmp_path, states) == pytest.approx(expected, rel=1e-4)
+
+
+def test_accelerate_trains_and_generates_as_without_autopar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parallel = accelerate_loop.train(tmp_path / "parallel", "zero2")
+    monkeypatch.setattr(ap, "parallelize", lambda model, **_: model)
+    monkeypatch.setattr(ap, "save", lambda *_: None)
+    alone = accelerate_loop.train(tmp_path / "alone")
+    assert parallel["written"] == alone["written"] == [*range(8)]
+    assert parallel["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+    models_saved = [tmp_path / name / "model" for name in ("parallel", "alone")]
+    trained = [transformers.LlamaForCausalLM.from_pretrained(path) for path in models_saved]
+    for ours, theirs in zip(*(model.parameters() for model in trained), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
