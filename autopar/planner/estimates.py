@@ -167,8 +167,9 @@ class Estimates:
         if stages > 1:  # on unlike machines stages are uneven, but not as uneven as these
             work = (work + self._shared_work(pieces)) / 2
         once = work + self._message_seconds(stages, mesh, parts, cuts) + again
-        # Blocks are not split: the slowest stage has a whole number of them.
-        slowest = math.ceil(self._blocks / stages) * stages / self._blocks if stages > 1 else 1.0
+        # Blocks are not split: the slowest chunk has a whole number of them.
+        chunks = stages * shape.chunks
+        slowest = math.ceil(self._blocks / chunks) * chunks / self._blocks if stages > 1 else 1.0
         per_stage = once / stages * slowest
         # One micro-batch passes all stages, however few there are to hide behind.
         seconds = max(stages, parts + shape.bubble * (stages - 1)) * per_stage
@@ -202,6 +203,8 @@ class Estimates:
             return replicas if factor == "all" else min(factor, replicas)
 
         factors: dict[str, Factor] = {"gradients": states.gradients}
+        if states.parameters == 1 or states.lifetime == "step":
+            factors["gathered"] = 1
         if states.parameters_device != "host":
             factors["parameters"] = states.parameters
         if not states.is_on_host:

@@ -128,7 +128,9 @@ def option_names(name: str) -> tuple[str, ...]:
 def most_chunks(stages: int, microbatches: int, blocks: int) -> int:
     """Return the most chunks on a rank that are tried for a program of `blocks` equal blocks."""
     short = min(microbatches, 4 * stages)  # of an interleaved schedule, of which it repeats a part
-    return max(2, min(_MOST_CHUNKS, blocks // stages, _MOST_WEIGHED // (stages * short)))
+    most = min(_MOST_CHUNKS, blocks // stages, _MOST_WEIGHED // (stages * short))
+    even = (chunks for chunks in range(most, 2, -1) if blocks % (stages * chunks) == 0)
+    return next(even, max(2, most))  # all chunks have as many blocks, if some number allows it
 
 
 def weighed_names(
