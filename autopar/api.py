@@ -159,7 +159,8 @@ def parallelize(
         recompute: Which blocks run their forward again in backward: "full", "selective" (what is
             cheap to make again), None, or a mapping of module names to these. "auto": as much as
             memory asks for. Example: `{"layers.*": "full"}`. Blocks inside
-            `torch.utils.checkpoint` are always recomputed.
+            `torch.utils.checkpoint` are always recomputed. `{"policy": ...}` takes a checkpoint
+            policy as torch does, or a list of operators whose results stay.
         precision: The dtypes of computing and of gradient sums. None: those of the model. Example:
             `ap.Precision(compute=torch.bfloat16)`.
         states: How ZeRO cuts parameters, gradients and optimizer states over replicas: "whole",

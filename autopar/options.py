@@ -33,7 +33,7 @@ from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import FROM_FILE, known_names
 from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.precision import Precision
-from autopar.recompute import Recompute, RecomputeSetting
+from autopar.recompute import POLICY, Recompute, RecomputeSetting
 from autopar.states import NAMED, States
 from autopar.text.progress import Report
 from autopar.text.source_lines import shorten
@@ -44,7 +44,9 @@ DEFAULT_SCHEDULE = "1f1b"
 StatesLike = Literal["auto", "whole", "zero1", "zero2", "zero3"] | States
 ScheduleLike = str | Mapping[str, Any] | Schedule | None
 DynamicShapesLike = Mapping[str, Any] | tuple[Any, ...] | list[Any] | None
-RecomputeLike = Literal["auto"] | RecomputeSetting | Mapping[str, RecomputeSetting]
+# A checkpoint policy as torch takes it, or a list of operators whose results stay.
+PolicyLike = Callable[..., Any] | list[Any] | tuple[Any, ...]
+RecomputeLike = Literal["auto"] | RecomputeSetting | Mapping[str, RecomputeSetting | PolicyLike]
 RECOMPUTE_NAMES = ("selective", "full")
 SCHEDULE_ONLY_OPTIONS = ("schedule_options",)
 
@@ -86,7 +88,32 @@ def _require_schedule(name: str, value: object) -> None:
 def _require_recompute(name: str, value: object) -> None:
     RECOMPUTE(name, value)
     for module, setting in value.items() if isinstance(value, Mapping) else ():
-        MODULE_RECOMPUTE(f"{name} of {module!r}", setting)
+        if module == "policy" and _is_policy(setting):
+            _require_operators(setting)
+        else:
+            MODULE_RECOMPUTE(f"{name} of {module!r}", setting)
+
+
+def _is_policy(value: object) -> bool:
+    """Return whether a value is a checkpoint policy, or a list of operators to save."""
+    return callable(value) or isinstance(value, list | tuple)
+
+
+def _require_operators(policy: Any) -> None:
+    """Refuse a list of something else than overloads of operators."""
+    for operator in () if callable(policy) else policy:
+        if not isinstance(operator, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+            raise InvalidInput(
+                "a policy is a function, or a list of overloads of operators whose results stay",
+                got=f"{operator!r} in recompute['policy']",
+                remedy="recompute={'policy': [torch.ops.aten.mm.default]}",
+            )
+
+
+def recompute_policy(value: Any) -> Any:
+    """Return the checkpoint policy that a value of `recompute` has; None if it has none."""
+    policy = value.get("policy") if isinstance(value, Mapping) else None
+    return policy if _is_policy(policy) else None
 
 
 def _require_cluster(name: str, value: object) -> None:
@@ -99,10 +126,13 @@ def _require_cluster(name: str, value: object) -> None:
 
 
 def _read_recompute(value: Any) -> AskedRecomputation:
-    """Read what is recomputed; modules that a mapping does not name keep everything."""
+    """Read what is recomputed; modules that a mapping does not name keep everything, or what its
+    policy says."""
     of = Recompute.of
     if isinstance(value, Mapping):
-        return AskedRecomputation(of(None), {name: of(entry) for name, entry in value.items()})
+        blocks = of(None) if recompute_policy(value) is None else POLICY
+        named = {n: v for n, v in value.items() if n != "policy" or blocks != POLICY}
+        return AskedRecomputation(blocks, {name: of(entry) for name, entry in named.items()})
     return AskedRecomputation(value if value == "auto" else of(value))
 
 
@@ -119,7 +149,8 @@ MODULE_RECOMPUTE = OptionKind(
     "None or a Recompute",
 )
 RECOMPUTE = OptionKind(
-    '"auto", "selective", "full", None or a Recompute, or a mapping of names of modules to these',
+    '"auto", "selective", "full", None or a Recompute, or a mapping of names of modules to these, '
+    'and of "policy" to a checkpoint policy',
     lambda given: isinstance(given, bool | Recompute | None) or _is_named(given),
     '"full", or {"layers.*": ap.Recompute("full", keep="host")}',
     ("auto", *RECOMPUTE_NAMES),

@@ -15,9 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.admission import admit, require_loss
 from autopar.candidates.patience import SECONDS, Patience
+from autopar.candidates.recomputation import Regions
 from autopar.capture import capture
+from autopar.capture.annotations import marked_regions
 from autopar.capture.dynamic import DynamicShapes, read_dynamic
 from autopar.capture.failure import check_call
+from autopar.capture.policies import ask_policy
 from autopar.cluster import Cluster
 from autopar.defaults import Mode
 from autopar.mesh import Mesh
@@ -28,6 +31,7 @@ from autopar.options import (
     ScheduleLike,
     StatesLike,
     read_request,
+    recompute_policy,
 )
 from autopar.planner.offers import Choice, has_world
 from autopar.plans.plan import Plan
@@ -92,7 +96,8 @@ def plan(
         recompute: Which blocks run their forward again in backward: "full", "selective" (what is
             cheap to make again), None, or a mapping of module names to these. "auto": as much as
             memory asks for. Example: `{"layers.*": "full"}`. Blocks inside
-            `torch.utils.checkpoint` are always recomputed.
+            `torch.utils.checkpoint` are always recomputed. `{"policy": ...}` takes a checkpoint
+            policy as torch does, or a list of operators whose results stay.
         precision: The dtypes of computing and of gradient sums. None: those of the model. Example:
             `ap.Precision(compute=torch.bfloat16)`.
         states: How ZeRO cuts parameters, gradients and optimizer states over replicas: "whole",
@@ -135,6 +140,9 @@ def make_plans(
         dynamic = _declared(model, args, kwargs, options)
         started = time.process_time()
         captured = capture(model, args, kwargs, options.precision)
+        if (policy := recompute_policy(options.recompute)) is not None:
+            regions = Regions(captured, request.recompute, marked_regions(model))
+            captured = ask_policy(captured, regions.by_policy, policy)
         patience = Patience.begun(options.seconds, time.process_time() - started)
         if profile is not None:
             require_loss(captured, profile)

@@ -13,9 +13,14 @@ from typing import Any, Literal, get_args
 
 from autopar.errors import InvalidInput, require_one_of
 
-Kind = Literal["full", "selective"] | None
+Kind = Literal["full", "selective", "policy"] | None
 Keep = Literal["device", "cut", "host"]
-_WORDS: dict[Kind, str] = {"full": "full", "selective": "selective", None: "none"}
+_WORDS: dict[Kind, str] = {
+    "full": "full",
+    "selective": "selective",
+    "policy": "policy",
+    None: "none",
+}
 _KEPT = {"device": "", "cut": ", kept as pieces", "host": ", kept on the host"}
 
 
@@ -25,6 +30,7 @@ class Recompute:
 
     Attributes:
         kind: "full" keeps what the region reads, "selective" what is dear to make, None everything.
+            A plan has "policy" where a policy says which operators' results are kept.
         keep: "device" keeps values where they are; "cut" keeps a piece on each of the ranks that
             would keep the same (ZeRO-R's Pa); "host" moves these pieces to the host (Pa+cpu).
     """
@@ -34,12 +40,18 @@ class Recompute:
 
     def __post_init__(self) -> None:
         if self.kind is not None:
-            require_one_of("kind", self.kind, ("full", "selective"))
+            require_one_of("kind", self.kind, ("full", "selective", "policy"))
         require_one_of("keep", self.keep, get_args(Keep))
 
     @classmethod
     def of(cls, setting: object) -> Recompute:
         """Read a setting: True is "full", False and None recompute nothing."""
+        if "policy" in (setting, getattr(setting, "kind", None)):
+            raise InvalidInput(
+                "a policy is a function, or a list of operators whose results are kept",
+                got=f"recompute={setting!r}",
+                remedy='recompute={"policy": [torch.ops.aten.mm.default]} on plan or parallelize',
+            )
         if isinstance(setting, Recompute):
             return setting
         if setting is not None and not isinstance(setting, str | bool):
@@ -74,7 +86,13 @@ class Recompute:
     @property
     def words(self) -> str:
         """The setting in words for a person."""
-        how = {"full": "in full", "selective": "selectively", None: "nothing again"}[self.kind]
+        words: dict[Kind, str] = {
+            "full": "in full",
+            "selective": "selectively",
+            "policy": "by a policy",
+            None: "nothing again",
+        }
+        how = words[self.kind]
         return how + _KEPT[self.keep]
 
 
@@ -82,6 +100,7 @@ class Recompute:
 RecomputeSetting = Literal["full", "selective"] | Recompute | bool | None
 
 PLAIN, SELECTIVE, FULL = Recompute(None), Recompute("selective"), Recompute("full")
+POLICY = Recompute("policy")
 
 
 def summary(decided: Mapping[str, Recompute]) -> str:

@@ -29,7 +29,7 @@ from autopar.cost.copy_groups import copied_parameters
 from autopar.defaults import Mode
 from autopar.layout import Layout, ParameterPlacement
 from autopar.passes.microbatches import Microbatches, batch_size
-from autopar.recompute import FULL, Recompute
+from autopar.recompute import Recompute
 from autopar.search.constraints import (
     Constraints,
     LayoutConstraint,
@@ -209,7 +209,7 @@ def _source_layouts(source: Candidate, captured: Captured) -> Mapping[str, Layou
 def _recomputed(source: Candidate, captured: Captured) -> dict[str, Recompute]:
     """Return the regions that run again in backward: checkpoints, and those that `source` has."""
     decided = source.decisions.recompute
-    wrapped = dict.fromkeys(checkpoints(captured), FULL)
+    wrapped = checkpoints(captured)
     regions = found(captured, (*wrapped, *decided))
     return {name: decided.get(name) or wrapped[name] for name in regions}
 

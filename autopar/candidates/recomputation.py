@@ -16,7 +16,7 @@ from autopar.capture.annotations import MarkedRegion
 from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks, checkpoints, found
 from autopar.errors import InvalidInput
-from autopar.recompute import FULL, PLAIN, SELECTIVE, Recompute
+from autopar.recompute import FULL, PLAIN, POLICY, SELECTIVE, Recompute
 from autopar.strategies.node_info import info
 
 KINDS = (PLAIN, SELECTIVE, FULL)
@@ -42,13 +42,13 @@ class Regions:
         marked: Sequence[MarkedRegion] = (),
     ) -> None:
         """`marked`: modules that annotations name, with what they ask for and their lines."""
-        self.fixed: dict[str, Recompute] = dict.fromkeys(checkpoints(captured), FULL)
+        self.fixed: dict[str, Recompute] = checkpoints(captured)
         block_names = blocks(captured)
         paths = {info(node).module.partition("@")[0] for node in captured.operators}
         modules = {p for path in paths for p in _prefixes(path)}
         named: dict[str, Recompute] = {}
         for pattern, kind in request.modules.items():
-            if pattern in self.fixed and kind == FULL:  # as it is
+            if self.fixed.get(pattern) == kind:  # as it is
                 continue
             matched = [
                 name for name in (*sorted(modules), *block_names) if fnmatchcase(name, pattern)
@@ -73,6 +73,18 @@ class Regions:
         left = found(captured, (*self.fixed, *free)) if self.fixed else free
         self.free = tuple(name for name in free if name in left)
         self.kinds = KINDS if request.blocks == "auto" and self.free else (self._plain(request),)
+
+    @property
+    def by_policy(self) -> tuple[str, ...]:
+        """Return the regions that a policy by option is for; refuse one that is for none."""
+        if not self.free:
+            raise InvalidInput(
+                "a policy is for the program's own blocks that no other key names",
+                got="recompute={'policy': ...} for a program of which no such block is left",
+                remedy="leave it out, or wrap a part of forward in torch.utils.checkpoint with "
+                "context_fn=",
+            )
+        return self.free
 
     @property
     def staged(self) -> tuple[Recompute, ...]:
@@ -125,7 +137,7 @@ def _covered(
     left = found(captured, (*wrapped, *named)) if wrapped else named
     covered = [name for name in named if name not in left]
     for name in covered:
-        if named[name] != FULL:
+        if named[name] != FULL or POLICY in wrapped.values():
             raise InvalidInput(
                 "what the model wraps in torch.utils.checkpoint is recomputed in full",
                 got=f"recompute={{{name!r}: {str(named[name])!r}}}, all of it inside a checkpoint",

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.autocasts import switched
 from autopar.capture.captured import Captured
 from autopar.capture.export import capture
+from autopar.capture.policies import keep_answers_like
 
 THIS = "the inputs of this call"
 
@@ -44,7 +45,8 @@ def captured_again(
         for name in learning:
             parameters[name].requires_grad_(True)
         with switched(example.autocasts), torch.random.fork_rng(devices=[]):
-            return capture(example.model, args, kwargs, example.precision, THIS, values)
+            other = capture(example.model, args, kwargs, example.precision, THIS, values)
+            return keep_answers_like(other, captured)
     finally:
         for path, was_training in modes.items():
             modules[path].training = was_training

@@ -1,8 +1,9 @@
 """Checkpoints: what the user wrapped in torch.utils.checkpoint, seen while a model is exported.
 
-    y = checkpoint(block, x)    ──▶    border(0, True), the operators of block, border(0, False)
+    y = checkpoint(block, x)    ──▶    border(0, True, -1), the operators, border(0, False, -1)
 
-What stands between two borders is a region that a plan recomputes. Eager code never runs a border.
+What stands between two borders is a region that a plan recomputes. A border has the number of the
+policy by which the checkpoint saves results, or -1. Eager code never runs a border.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
 
 from autopar.capture.captured import Captured
 from autopar.capture.hooks import replaced
-from autopar.errors import InvalidInput
+from autopar.capture.policies import NO_POLICY, CheckpointPolicies
 from autopar.strategies.node_info import info
-from autopar.text.source_lines import caller, frames_to_caller
+from autopar.text.source_lines import frames_to_caller
 
 
 @torch.library.custom_op("autopar::border", mutates_args=())
-def border(number: int, opens: bool) -> None:
-    """Where the region of a checkpoint begins or ends."""
+def border(number: int, opens: bool, policy: int) -> None:
+    """Where the region of a checkpoint begins or ends, and which policy it has."""
 
 
 @border.register_fake
-def _(number: int, opens: bool) -> None:
+def _(number: int, opens: bool, policy: int) -> None:
     return None
 
 
@@ -41,36 +42,31 @@ fx.node.has_side_effect(BORDER)  # it stays in the graph, though nobody reads it
 
 
 @contextmanager
-def checkpoints_marked() -> Iterator[None]:
-    """While forward runs, put borders around what is checkpointed; of nested ones the outermost."""
+def checkpoints_marked(policies: CheckpointPolicies) -> Iterator[None]:
+    """While forward runs, put borders around what is checkpointed; of nested ones the outermost.
+
+    Note in `policies` by what they save."""
     numbers, depth = itertools.count(), 0
 
     @contextmanager
-    def marked() -> Iterator[None]:
+    def marked(context: Any = noop_context_fn) -> Iterator[None]:
         nonlocal depth
         number = next(numbers) if depth == 0 and torch.is_grad_enabled() else None
         if number is not None:
-            BORDER(number, True)
+            BORDER(number, True, policies.number_of(context))
         depth += 1
         try:
             yield
         finally:
             depth -= 1
         if number is not None:
-            BORDER(number, False)
+            BORDER(number, False, NO_POLICY)
 
     def beside(
         function: Callable[..., Any], preserve: bool = True, context: Any = noop_context_fn, *_: Any
     ) -> Iterator[None]:
         """What torch does before and after a function whose forward runs again."""
-        if context is not noop_context_fn:
-            raise InvalidInput(
-                "a checkpoint keeps what its function reads, and nothing that it makes",
-                got=f"torch.utils.checkpoint with context_fn={context!r}",
-                remedy="recompute='selective', or a checkpoint around less",
-                source=caller(),
-            )
-        with marked():
+        with marked(context):
             yield
 
     def reentrant(cls: type, function: Callable[..., Any], _: bool, *args: Any) -> Any:

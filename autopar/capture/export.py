@@ -83,6 +83,7 @@ from autopar.capture.normalise import normalise
 from autopar.capture.overlaps import require_no_overlaps
 from autopar.capture.parameter_aliases import aliases_of
 from autopar.capture.plainly import answered_plainly
+from autopar.capture.policies import CheckpointPolicies
 from autopar.capture.python_changes import (
     Noted,
     changes_noted,
@@ -104,7 +105,7 @@ from autopar.program.names import path_above
 from autopar.states import StateBytes
 from autopar.strategies.node_info import info
 
-KEPT = ("val", "source", "module", "differentiable", "checkpoint")
+KEPT = ("val", "source", "module", "differentiable", "checkpoint", "policy")
 
 
 @deferred_collection()
@@ -166,6 +167,7 @@ def _captured(
         )
         is_kept, values = varies(len(leaves)), leaves if values is None else values
         noted, asked, contents = Noted(), decisions_made(run, values), list[Content]()
+        policies = CheckpointPolicies()
         with hooks_refused() as lines, inside(run, autocasts), asked as decided:
             own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
             with (
@@ -175,7 +177,7 @@ def _captured(
                 changes_noted(run, noted, is_kept),
             ):
                 program, left_out = _export(
-                    run, mode, own_args, own_kwargs, given, spaces, shown, contents
+                    run, mode, own_args, own_kwargs, given, spaces, shown, contents, policies
                 )
         with tensors_put_back(run), emptied_afterwards(run, spaces, own):
             effects = settled(noted, run, mode, pytree.tree_unflatten(inputs, input_spec))
@@ -192,6 +194,7 @@ def _captured(
         require_rows(builder)
         example = Example(copy, call[0], call[1], device, precision, autocasts)
         captured = complete_program(_freeze(builder, example), held, left_out)
+        captured = policies.decided(captured)
         require_no_overlaps(model, captured)
         decisions = by_placeholder(decided, captured.inputs)
         writes = writes_to(builder.writes, captured.inputs)
@@ -217,8 +220,9 @@ def _export(
     spaces: dict[int, dict[str, Any]],
     shown: int | None,
     contents: list[Content],
+    policies: CheckpointPolicies,
 ) -> tuple[ExportedProgram, set[str]]:
-    """The exported program and the paths of blocks that it has not; note `contents`."""
+    """The exported program and the paths of blocks that it has not; note `contents`, `policies`."""
     hiding = Hiding()
     try:
         with ExitStack() as stack:
@@ -228,6 +232,7 @@ def _export(
                 stack.enter_context(around())
             hiding = stack.enter_context(blocks_followed_once(model, shown))
             stack.enter_context(contents_seen(model, contents))
+            stack.enter_context(checkpoints_marked(policies))
             program = torch.export.export(model, args, kwargs, strict=False)
             hiding.require_unread(program)
             return program, hiding.left_out
@@ -308,7 +313,6 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
 _AROUND = (
     users_warnings_shown,
     own_backwards_kept,
-    checkpoints_marked,
     idle_refused,
     answered_plainly,
     trained_anywhere,

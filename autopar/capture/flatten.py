@@ -177,7 +177,7 @@ class _Inliner:
 
     builder: GraphBuilder
     held: dict[str, Any]  # parameters and buffers by name
-    checkpoint: int | None = None  # that what follows stands in
+    checkpoint: dict[str, int] = field(default_factory=dict)  # that what follows stands in
     checkpoints: int = 0  # until here
     kept: Sequence[fx.Node] = ()  # what forward leaves behind in Python
     blocks: dict[int, Template] = field(default_factory=dict)
@@ -266,8 +266,8 @@ class _Inliner:
         if node.target is aten._assert_tensor_metadata.default:
             return None  # a dtype as export knew it, which autocast may have made another
         if node.target is BORDER:
-            self.checkpoint = self.checkpoints if args[1] else None
-            self.checkpoints += args[1]
+            here = {"checkpoint": self.checkpoints, "policy": args[2]} if args[1] else {}
+            self.checkpoint, self.checkpoints = here, self.checkpoints + args[1]
             return None
         if node.target is FLEX_ATTENTION:
             return self._attention(args, node, region)
@@ -283,7 +283,7 @@ class _Inliner:
         new = self.builder.graph.create_node("call_function", node.target, args, kwargs)
         info(new).module, info(new).source = self._origin(node)
         info(new).no_grad = not region.gradients
-        info(new).checkpoint = self.checkpoint
+        info(new).update(**self.checkpoint)
         try:
             value = self.builder.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -415,7 +415,7 @@ class _Inliner:
             module=info(value).module,
             source=of_stack(node.meta.get("stack_trace")),
             no_grad=not region.gradients,
-            checkpoint=self.checkpoint,
+            **self.checkpoint,
         )
         return new
 

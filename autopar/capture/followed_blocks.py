@@ -164,7 +164,7 @@ def is_same_program(one: FollowedBlock, other: FollowedBlock) -> bool:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: same.get(x, x))
         border = getattr(node.target, "_schema", None)
         if border is not None and border.name == "autopar::border":
-            args = twin.args  # they are numbered in turn
+            args = twin.args[:1] + args[1:]  # they are numbered in turn
         if (node.op, node.target, args, kwargs) != (twin.op, twin.target, twin.args, twin.kwargs):
             return False
         if _values(node) != _values(twin) or _origin(node, one) != _origin(twin, other):

@@ -24,7 +24,7 @@ from autopar.capture.marker import Annotation
 from autopar.strategies import OperatorCall
 from autopar.strategies.node_info import info
 
-INHERITED = ("source", "module", "no_grad", "checkpoint", "draw")
+INHERITED = ("source", "module", "no_grad", "checkpoint", "policy", "draw")
 
 
 @dataclass

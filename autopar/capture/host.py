@@ -147,5 +147,6 @@ def _cross(graph: fx.Graph, value: fx.Node, reader: fx.Node) -> fx.Node:
         differentiable=info(value).differentiable,
         on_host=not goes_up,
         checkpoint=info(about).checkpoint,
+        policy=info(about).policy,
     )
     return made

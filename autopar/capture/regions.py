@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.capture.captured import Captured
+from autopar.recompute import FULL, POLICY, Recompute
 from autopar.strategies.node_info import info
 
 CHECKPOINT = "checkpoint "
@@ -28,10 +29,14 @@ _NUMBERED = re.compile(r"\d+(?=\.|$)")
 _WHOLE = 0.8  # of the operators of a module: modules in it that have so many stand for it
 
 
-def checkpoints(captured: Captured) -> tuple[str, ...]:
-    """The regions that the user wrapped in torch.utils.checkpoint."""
-    numbers = (info(node).checkpoint for node in captured.operators)
-    return tuple(f"{CHECKPOINT}{n}" for n in dict.fromkeys(numbers) if n is not None)
+def checkpoints(captured: Captured) -> dict[str, Recompute]:
+    """Return the regions that the user wrapped in torch.utils.checkpoint, and what they keep."""
+    kinds = dict[str, Recompute]()
+    for node in captured.operators:
+        if info(node).checkpoint is not None:
+            name = f"{CHECKPOINT}{info(node).checkpoint}"
+            kinds[name] = FULL if info(node).policy_saves is None else POLICY
+    return kinds
 
 
 def blocks(captured: Captured) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ program or stage. While the backward of a region runs, recomputed tensors are al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from torch import fx
@@ -20,12 +20,13 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.origins import copied_parameter
 from autopar.cost.operator_costs import ShardSizes
+from autopar.cost.policy_regions import calls_made_again, extend_spans
+from autopar.cost.value_storage import source, storage
 from autopar.mesh import Mesh
 from autopar.program.equal_blocks import NO_EQUAL_BLOCKS, EqualBlocks
 from autopar.recompute import Keep
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import RecomputeRegion, flat_values, info
-from autopar.strategies.registry import is_view
 from autopar.strategies.results import maker, result_index, tensor_arguments, tensors_of
 from autopar.strategies.rule import Facts, Saved
 
@@ -37,7 +38,8 @@ class SavedTensors:
     """The tensors that each reader saves in one captured graph.
 
     A fully recomputed region saves only its inputs. A selectively recomputed one drops results that
-    are cheap to make, and a region that saves on the host has nothing on the device.
+    are cheap to make, and one with a policy those that it does not save. A region that saves on the
+    host has nothing on the device.
     """
 
     def __init__(
@@ -45,11 +47,17 @@ class SavedTensors:
         facts: Mapping[str, Facts | None],
         readers: Mapping[str, Sequence],
         regions: Mapping[str, RecomputeRegion],
+        runs: Iterable[Sequence[fx.Node]] = (),
     ) -> None:
-        """Take `regions` by the names of all values in them."""
+        """Take `regions` by the names of all values in them; `runs`: the nodes of each region."""
         self.facts, self.readers, self.regions = facts, readers, regions
         self._kept: dict[str, bool] = {}
         self._inputs: dict[int, tuple[int, ...]] = {}  # by id of facts
+        self._by_policy = set[str]()  # values that policies let be made again
+        for nodes in runs:
+            if regions[nodes[0].name].is_by_policy:
+                again = calls_made_again(nodes, self._saved_calls(nodes))
+                self._by_policy |= {node.name for node in nodes if source(node) in again}
 
     def keeps(self, value: str, reader: str, position: int) -> bool:
         """Return whether an operator saves one of its inputs, itself or through views of it."""
@@ -64,6 +72,8 @@ class SavedTensors:
             return False
         if facts.is_view and position == 0:
             return self.is_kept(reader)
+        if reader in self._by_policy:
+            return True  # it runs again
         if id(facts) not in self._inputs:
             self._inputs[id(facts)] = facts.rule.saved.inputs_for(facts.differentiable)
         return position in self._inputs[id(facts)]
@@ -87,11 +97,24 @@ class SavedTensors:
         return facts is not None and facts.rule.saved.output and any(facts.differentiable)
 
     def remade(self, nodes: Sequence[fx.Node]) -> set[str]:
-        """Return the calls of a fully recomputed region that run again under any layouts: up to the
-        last one that saves a tensor of the region."""
+        """Return the calls of a region that run again under any layouts, but for cheap ones. In a
+        fully recomputed region they go up to the last one that saves a tensor of the region."""
+        region = self.regions.get(nodes[0].name)
+        if region is not None and not region.is_full:
+            return {node.name for node in nodes if node.name in self._by_policy}
         in_region = {node.name for node in nodes}
         needs = [index for index, node in enumerate(nodes) if self._keeps_of(in_region, node)]
         return {node.name for node in nodes[: needs[-1] + 1]} if needs else set()
+
+    def _saved_calls(self, nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+        """Yield the calls whose results some of `nodes` save."""
+        for node in nodes:
+            facts = self.facts.get(node.name)
+            if facts is not None and any(facts.differentiable):
+                read, saved = tensor_arguments(node), facts.rule.saved
+                places = saved.inputs_for(facts.differentiable)
+                yield from (source(read[i]) for i in places if i < len(read))
+                yield from [source(node)] * saved.output
 
     def _keeps_of(self, in_region: set[str], node: fx.Node) -> bool:
         """Return whether a call saves a value of the region, by whatever kernel."""
@@ -113,6 +136,8 @@ class SavedTensors:
         return facts is not None and facts.on_host
 
     def _is_dropped(self, value: str, region: RecomputeRegion | None) -> bool:
+        if value in self._by_policy:
+            return True
         facts = self.facts.get(value)
         is_selective = region is not None and region.how.kind == "selective"
         return is_selective and facts is not None and facts.is_cheap
@@ -139,21 +164,6 @@ def saved_values(captured: Captured, *, at_most: bool = False) -> dict[tuple[fx.
                     size = tensor.numel() * tensor.itemsize
                     sizes[maker(value), place] = size * info(maker(value)).count
     return sizes
-
-
-def storage(node: fx.Node) -> fx.Node:
-    """Return the value whose memory `node` looks at: itself, unless it is a view."""
-    while node.op == "call_function":
-        movement = info(node).movement
-        if not (is_view(node) or (movement is not None and movement.kind == "identity")):
-            break
-        node = node.all_input_nodes[0]
-    return node
-
-
-def source(value: fx.Node) -> fx.Node:
-    """Return the operator in whose memory a value lies, or a placeholder."""
-    return maker(storage(value))
 
 
 def saved_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
@@ -280,9 +290,9 @@ def _offloaded_key(key: Storage, region: RecomputeRegion) -> Storage:
 def saved_throughout(
     node: fx.Node, region: RecomputeRegion, mesh: Mesh, saved: SavedBytes | None = None
 ) -> dict[Storage, float]:
-    """Return the storages that backward reads without recomputing them."""
+    """Return the storages that backward reads, or runs again from, without recomputing them."""
     storages = dict(saved_by(node, mesh) if saved is None else saved)
-    if region.is_full and info(node).remade:
+    if (region.is_full or region.is_by_policy) and info(node).remade:
         storages |= _storage_bytes([storage(value) for value in node.all_input_nodes], mesh)
     return {key: size for key, size in storages.items() if not _is_recomputed(key, region)}
 
@@ -376,6 +386,8 @@ def peak_recomputed_bytes(
         sizes[until[key]] -= size
     alive, most = sizes.cumsum().tolist(), 0.0
     for region, remade in regions.items():
+        if region.is_by_policy:
+            extend_spans([node for node in nodes if info(node).region == region], remade)
         if region.is_full:
             most = max(most, alive[ends[region]] + sum(size for _, _, size in remade.values()))
             continue

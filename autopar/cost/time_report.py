@@ -27,8 +27,9 @@ from autopar.cost.copy_groups import late_sum_axes
 from autopar.cost.deferred_reductions import linears_after, weight_gradient_seconds
 from autopar.cost.joint_kernels import ComputeSeconds, joint_collectives, joint_message_cost
 from autopar.cost.operator_costs import ShardSizes, operator_seconds, operator_work
-from autopar.cost.saved_tensors import piece_bytes, storage
+from autopar.cost.saved_tensors import piece_bytes
 from autopar.cost.state_price import SUMS, NodeCost, OverlappedWork, ParameterFacts, StatePrice
+from autopar.cost.value_storage import storage
 from autopar.layout import ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.program.equal_blocks import NO_EQUAL_BLOCKS, EqualBlocks

@@ -3,13 +3,13 @@
 Runs last in `PASSES`. A region that is fully recomputed keeps only what it reads: its backward
 begins with its forward, up to the last operator that keeps something of it. Selective recomputation
 drops values that cheap operators make again from others that are kept anyway, where
-backward first reads them. A region may also offload what it keeps: in pieces to other ranks, or to
-the host.
+backward first reads them; by a policy, all are dropped that it does not save. A region may also
+offload what it keeps: in pieces to other ranks, or to the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -17,7 +17,9 @@ from torch import fx
 from autopar.capture.origins import gathered_parameter, is_made_of_parameters
 from autopar.capture.randomness import is_random
 from autopar.capture.regions import runs
-from autopar.cost.saved_tensors import offload_axes, saved_by, saved_throughout, source, storage
+from autopar.cost.policy_regions import calls_made_again
+from autopar.cost.saved_tensors import offload_axes, saved_by, saved_throughout
+from autopar.cost.value_storage import is_read_outside, source, storage
 from autopar.mesh import Mesh
 from autopar.passes.pass_context import RewriteContext
 from autopar.strategies.node_info import RecomputeRegion, info
@@ -43,7 +45,7 @@ def mark_recomputed(graph: fx.Graph, context: RewriteContext) -> fx.Graph:
         for node in nodes:
             info(node).region = region
         if region.how.kind is not None:
-            (_mark_full if region.is_full else _mark_selective)(nodes, context.mesh)
+            _MARKS[region.how.kind](nodes, context.mesh)
         if region.how.keep != "device":
             _mark_away(nodes, region, context.mesh)
     return graph
@@ -75,7 +77,7 @@ def _mark_selective(nodes: Sequence[fx.Node], mesh: Mesh) -> None:
                 value.op == "placeholder" or value in saved or is_cheap.get(value, False)
                 for value in map(source, node.all_input_nodes)
             )
-    possible = [n for n in saved & members if is_cheap.get(n) and not _is_read_outside(n, members)]
+    possible = [n for n in saved & members if is_cheap.get(n) and not is_read_outside(n, members)]
     threshold = SMALL * max((sizes[node] for node in possible), default=0.0)
     dropped = {node for node in possible if sizes[node] >= threshold}
     to_remake = list(dropped)
@@ -87,6 +89,19 @@ def _mark_selective(nodes: Sequence[fx.Node], mesh: Mesh) -> None:
             info(node).remade = True
             sources = map(source, node.all_input_nodes)
             to_remake += [v for v in sources if v in members and (v not in saved or v in dropped)]
+
+
+def _mark_by_policy(nodes: Sequence[fx.Node], mesh: Mesh) -> None:
+    saved = {value for node in nodes for value, at in saved_by(node, mesh) if isinstance(at, int)}
+    for node in calls_made_again(nodes, saved):
+        info(node).update(remade=True, dropped=True)
+
+
+_MARKS: Mapping[str, Callable[[Sequence[fx.Node], Mesh], None]] = {
+    "full": _mark_full,
+    "selective": _mark_selective,
+    "policy": _mark_by_policy,
+}
 
 
 def _mark_away(nodes: Sequence[fx.Node], region: RecomputeRegion, mesh: Mesh) -> None:
@@ -109,23 +124,6 @@ def stay_received(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if info(node).away and storage(node).op == "placeholder":
             info(node).away = {}
-
-
-def _is_read_outside(node: fx.Node, members: set[fx.Node]) -> bool:
-    """Return whether an operator's results, or views of them, are read outside of `members`."""
-    return any(
-        user not in members
-        or (
-            (is_result(user) or is_view(user) or _is_identity(user))
-            and _is_read_outside(user, members)
-        )
-        for user in node.users
-    )
-
-
-def _is_identity(node: fx.Node) -> bool:
-    movement = info(node).movement
-    return movement is not None and movement.kind == "identity"
 
 
 def _is_cheap(node: fx.Node) -> bool:

@@ -34,13 +34,14 @@ from autopar.cluster import Cluster, Device
 from autopar.cost.cluster_price import ClusterPrice
 from autopar.cost.footprint import unsharded_bytes
 from autopar.cost.operator_costs import facts_of
-from autopar.cost.saved_tensors import SavedTensors, saved_values, source
+from autopar.cost.saved_tensors import SavedTensors, saved_values
 from autopar.cost.unsharded_work import (
     UnshardedWork,
     runs_each_microbatch,
     spread_seconds,
     unsharded_work,
 )
+from autopar.cost.value_storage import source
 from autopar.mesh import Mesh
 from autopar.pipeline.memory.activation_counts import peak_counts
 from autopar.pipeline.schedule import Schedule
@@ -269,8 +270,7 @@ class Bounds:
 
     @cached_property
     def _region_works(self) -> list[_Region]:
-        """Return the regions. What a region keeps goes for nothing if nothing in it has to run
-        again."""
+        """Return the regions; what one keeps is free if nothing in it has to run again."""
         kept_bytes, saved = Counter[fx.Node](), SavedTensors(self._facts, {}, {})
         for (node, _), size in self._values.items():
             kept_bytes[node] += size

@@ -184,7 +184,7 @@ class Estimates:
         """Return the seconds that a micro-batch takes more, and the bytes that stay."""
         kind = question.recompute
         if isinstance(kind, Recompute):
-            base = Recompute(kind.kind)
+            base = SELECTIVE if kind.kind == "policy" else Recompute(kind.kind)
             return Estimate(self._bounds.again(pieces, base), kept_bytes[base])
         room = self._request.memory - states
         steps = [(kept_bytes[k], self._bounds.again(pieces, k)) for k in (PLAIN, SELECTIVE, FULL)]

@@ -33,6 +33,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.dynamic import DynamicShapes
 from autopar.capture.failure import check_call
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
+from autopar.capture.policies import keep_answers
 from autopar.cluster.cluster_part import PipelineLine
 from autopar.errors import AutoparError, InvalidInput
 from autopar.passes.microbatches import cut_batch
@@ -226,6 +227,9 @@ class SavedPlan(SavedValue):
 
     def attach_captured(self, captured: Captured) -> Plan:
         """Return the plan of a captured model, which is known to be the one that was planned."""
+        decided = self.decisions.recompute
+        by_policy = [name for name, how in decided.items() if how.kind == "policy"]
+        captured = keep_answers(captured, by_policy, self.saved_results)
         batches = (
             None if self.microbatch_count is None else cut_batch(captured, self.microbatch_count)
         )

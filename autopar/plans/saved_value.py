@@ -20,6 +20,7 @@ from autopar.candidates.search_step import SearchStep
 from autopar.candidates.trial import Trial
 from autopar.capture.dynamic import DynamicShapes
 from autopar.capture.fingerprint import Fingerprint
+from autopar.capture.policies import saved_results
 from autopar.cluster import Cluster
 from autopar.defaults import Mode
 from autopar.errors import InvalidInput
@@ -65,6 +66,7 @@ class SavedValue:
     dynamic: DynamicShapes | None = field(metadata={"key": "dynamic_shapes"})
     strict: bool
     fingerprint: Fingerprint = field(metadata={"key": "model"})
+    saved_results: tuple[str, ...] = ()  # the calls whose results checkpoint policies save
 
     @cached_property
     def decisions(self) -> Decisions:
@@ -110,6 +112,7 @@ def values_to_save(plan: PlanValue) -> dict[str, Any]:
     computed = {
         "microbatch_count": None if plan.batches is None else plan.batches.count,
         "typed": TypedDecisions.of(plan.decisions, plan.types),
+        "saved_results": saved_results(plan.captured),
         "others": {name: t for name, t in plan.types.items() if name not in placeholders},
     }
     names = (field.name for field in fields(SavedValue))

@@ -134,9 +134,9 @@ class CostGraphBuilder:
         for node in calls:
             self._find_candidates(node)
         facts = {name: candidates.facts for name, (candidates, _) in self._candidates.items()}
-        self.saved = SavedTensors(facts, self.uses, self.regions)
-        full = [nodes for _, nodes in self.runs if self.regions[nodes[0].name].is_full]
-        self.remade = set[str]().union(*map(self.saved.remade, full))
+        regions = [nodes for _, nodes in self.runs]
+        self.saved = SavedTensors(facts, self.uses, self.regions, regions)
+        self.remade = set[str]().union(*map(self.saved.remade, regions))
         self.counts_activations, self.counts_gradients = count_moments(
             self.captured, self.uses, self.saved, self.microbatches, other=self.at_other_moment
         )

@@ -52,6 +52,10 @@ class RecomputeRegion:
     def is_full(self) -> bool:
         return self.how.kind == "full"
 
+    @property
+    def is_by_policy(self) -> bool:
+        return self.how.kind == "policy"
+
 
 @dataclass(frozen=True)
 class ParameterReaders:
@@ -136,6 +140,8 @@ class NodeInfo:
     # Dims of equal parts and their numbers, as in a qkv weight or a batch joined of several.
     parts: Parts = ()
     checkpoint: int | None = None  # the number of the user's checkpoint that contains it
+    policy: int = -1  # the number of that checkpoint's policy, until it has decided; -1: none
+    policy_saves: bool | None = None  # whether a policy keeps its result; None: no policy decides
     block: BlockPlace | None = None  # where it stands among equal blocks
 
     # Written by assign_types.

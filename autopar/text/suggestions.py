@@ -31,7 +31,7 @@ _MEANINGS = {
     "data": "ddp dp",
     "propagate": "gspmd spmd manual",
     "full": "checkpoint checkpointing all block",
-    "selective": "attention core",
+    "selective": "attention core sac op",
     "1f1b": "pipedreamflush dapple",
     "interleaved": "interleaved1f1b looped loopedbfs virtualpipeline vpp",
     "interleaved-zb": "interleavedzerobubble zbinterleaved",

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autopar.capture.graph_builder import Site, rewrites, shape_of
+from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
 
@@ -85,6 +86,21 @@ def set_biases_apart(call: Site) -> fx.Node | None:
     product = call.make(node.target, *args, **kwargs)  # type: ignore[arg-type]
     column = [shape_of(bias)[0]] + [1] * (len(shape_of(node.args[1])) - 2)
     return call.make(aten.add.Tensor, product, call.make(aten.reshape.default, bias, column))
+
+
+def biased(product: fx.Node) -> fx.Node | None:
+    """Return the sum of a product with the bias that was set apart from it; None without one."""
+    total = next(iter(product.users)) if len(product.users) == 1 else None
+    if total is None or total.target is not aten.add.Tensor or len(total.args) != 2:
+        return None
+    places = [(info(node).module, info(node).source) for node in (product, total)]
+    bias: Any = total.args[1]
+    if places[0] != places[1] or total.args[0] is not product or not isinstance(bias, fx.Node):
+        return None
+    if product.target is aten.linear.default:
+        return total if info(bias).val.ndim == 1 else None
+    is_column = bias.target is aten.reshape.default
+    return total if product.target in _CONVOLUTIONS and is_column else None
 
 
 @rewrites(*_PADDED)

@@ -230,7 +230,7 @@ def _form(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
 
 def _place(node: fx.Node) -> tuple[object, ...]:
     """What calls have in common that can be one."""
-    return info(node).no_grad, info(node).checkpoint
+    return info(node).no_grad, info(node).checkpoint, info(node).policy
 
 
 def _reads(value: Any) -> bool:

@@ -20,7 +20,8 @@ from torch import fx
 from autopar.capture.origins import copied_parameter
 from autopar.cost.bucket_prices import BucketConfig
 from autopar.cost.deferred_reductions import mergeable_linears
-from autopar.cost.saved_tensors import SavedBytes, SavedBytesCache, Storage, source, storage
+from autopar.cost.saved_tensors import SavedBytes, SavedBytesCache, Storage
+from autopar.cost.value_storage import source, storage
 from autopar.mesh import Mesh
 from autopar.pipeline.memory import moments
 from autopar.pipeline.memory.call_memory import HANDED_ON, CallMemories

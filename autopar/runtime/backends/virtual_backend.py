@@ -8,6 +8,7 @@ Autograd adds whole gradients to `parameter.grad`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -175,10 +176,12 @@ class VirtualGraph:
         if (movement := info(node).movement) is not None:
             (value,) = node.all_input_nodes
             sum_dtype = None if gathered_parameter(node) is None else self._sum_dtype
-            mesh = self.mesh
-            return lambda values: move(movement, values[value], mesh, sums=sum_dtype)
+            moved: Callable[..., Value] = partial(move, movement, mesh=self.mesh, sums=sum_dtype)
+            if recompute is not None and info(node).remade:
+                moved = recompute.recompute(moved)
+            return lambda values: moved(values[value])
         if info(node).joint is not None:
-            return self._joint_call(node)
+            return self._joint_call(node, recompute)
         calls, weights = [], info(node).weight_inputs
         for rank in range(self.mesh.size):
             function, args, kwargs = local_call(node, self.mesh, rank, self.device)
@@ -190,7 +193,9 @@ class VirtualGraph:
             calls.append(RankCall(function, args, kwargs))
         return lambda values: [call(values, rank) for rank, call in enumerate(calls)]
 
-    def _joint_call(self, node: fx.Node) -> Callable[[Environment], Value]:
+    def _joint_call(
+        self, node: fx.Node, recompute: SelectiveRecompute | None
+    ) -> Callable[[Environment], Value]:
         """Return a call that the ranks of a group compute together."""
         call, ranks = info(node).joint, range(self.mesh.size)
         assert call is not None
@@ -198,11 +203,14 @@ class VirtualGraph:
         args = [arguments_of(node, self.mesh, rank) for rank in ranks]
         drive = drive_groups(self.mesh.groups(call.axes))
         is_one = not has_results(node)
+        run_kernel: Callable[..., Any] = partial(run_joint_kernel, kernel, groups, drive)
+        if recompute is not None and info(node).remade:
+            run_kernel = recompute.recompute(run_kernel)
 
         def run(values: Environment) -> Value:
             calls = [fx.map_arg(a, lambda v: values[v][rank]) for rank, a in enumerate(args)]  # noqa: B023
-            results = run_joint_kernel(kernel, groups, drive, calls)
-            return [outputs[0] if is_one else outputs for outputs in results]  # type: ignore[misc]
+            results = run_kernel(calls)
+            return [outputs[0] if is_one else outputs for outputs in results]
 
         return run
 

@@ -247,10 +247,12 @@ def _is_compilable(node: fx.Node, outside: Collection[fx.Node]) -> bool:
         return _is_compilable(producer, outside)
     if info(node).joint is not None:
         return False
-    region = info(node).region
-    if region is not None and not region.is_full and region.how.keep != "device":
+    if info(node).on_host:
         return False
-    return not info(node).on_host
+    region = info(node).region
+    if region is None or region.is_full:
+        return True
+    return not region.is_by_policy and region.how.keep == "device"
 
 
 def _producer(node: fx.Node) -> fx.Node:

@@ -251,7 +251,7 @@ class SelectiveRecompute:
             if self._fresh is None:
                 self._fresh = []
             values = function(*args, **kwargs)
-            args, kwargs = pytree.tree_map_only(Tensor, self._reference, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(Tensor, self._saved_input, (args, kwargs))
             recomputed = _RecomputedCall(plain or function, args, kwargs)
             for place, value in enumerate(_leaves(values)):
                 if isinstance(value, Tensor):
@@ -260,6 +260,13 @@ class SelectiveRecompute:
             return values
 
         return call
+
+    def _saved_input(self, tensor: Tensor) -> _SavedTensor | _ValueView:
+        """Save an input of a call that runs again."""
+        reference = self._reference(tensor)
+        if isinstance(reference, Tensor):
+            return _SavedTensor(self._pack(reference), self._unpack)
+        return reference
 
     def offloading(self, function: Function, axes: Axes) -> Function:
         """Return `function` with a value that is offloaded."""
@@ -321,22 +328,18 @@ class SelectiveRecompute:
 class _RecomputedCall:
     """A call that runs again when backward first reads one of its values."""
 
-    __slots__ = ("args", "function", "kwargs", "values", "version")
+    __slots__ = ("args", "function", "kwargs", "values")
 
     def __init__(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
         self.values: Any = None
-        self.version = self._now()
-
-    def _now(self) -> int:
-        return sum(map(_tensor_version, pytree.tree_leaves((self.args, self.kwargs))))
 
     def __call__(self, place: int) -> Tensor:
         if self.values is None:
-            if self.version != self._now():
-                raise changed_before_backward()
-            args, kwargs = pytree.tree_map_only(
-                _ValueView, _ValueView.unpack, (self.args, self.kwargs), is_leaf=_is_view
+            args, kwargs = pytree.tree_map(
+                lambda value: value.unpack() if _is_saved(value) else value,
+                (self.args, self.kwargs),
+                is_leaf=_is_saved,
             )
             with torch.no_grad():
                 self.values = _leaves(self.function(*args, **kwargs))
@@ -381,8 +384,8 @@ class _SavedReference:
         return self.saved.unpack()
 
 
-def _is_view(value: object) -> bool:
-    return isinstance(value, _ValueView)
+def _is_saved(value: object) -> bool:
+    return isinstance(value, _ValueView | _SavedTensor)
 
 
 def _leaves(values: Any) -> list[Any]:
