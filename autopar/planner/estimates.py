@@ -44,6 +44,9 @@ _HIDDEN = 0.7  # of a rank's compute, behind which sums and gathers hide
 _SHOWN = 0.1  # of a movement that hides
 _ENDS = 2  # layers besides equal blocks: an embedding and a head
 _WAITING = 1.0  # of what a micro-batch keeps: the inputs of its weight gradients
+_WHOLE = (
+    0.25  # of what is kept beside attention: the inputs of norms and of the products of a block
+)
 _KEPT_BY_FULL = 0.04  # of what a program keeps, if all its regions run again
 
 
@@ -158,8 +161,12 @@ class Estimates:
         states = ratio * self._state_bytes(question.states, cuts) * shape.pipes / stages
         live = 1.0 if question.schedule is None else min(parts, shape.live * stages)
         share = ratio * live / pieces / stages
-        kept_bytes = {kind: self._bounds.kept(kind) * share for kind in (PLAIN, SELECTIVE)}
-        kept_bytes[FULL] = _KEPT_BY_FULL * kept_bytes[PLAIN]
+        # What enters products is whole on the ranks that cut them.
+        whole = _WHOLE * self._bounds.kept(SELECTIVE) * (cuts.tensor - 1)
+        kept_bytes = {
+            kind: (self._bounds.kept(kind) + whole) * share for kind in (PLAIN, SELECTIVE)
+        }
+        kept_bytes[FULL] = _KEPT_BY_FULL * self._bounds.kept(PLAIN) * cuts.tensor * share
         waiting = _WAITING * kept_bytes[PLAIN] * min(parts, shape.waiting * stages) / live
         kept_bytes = {kind: max(size, waiting) for kind, size in kept_bytes.items()}
         again, bytes_ = self._recompute_costs(question, states, kept_bytes, pieces)
@@ -203,14 +210,15 @@ class Estimates:
             return replicas if factor == "all" else min(factor, replicas)
 
         factors: dict[str, Factor] = {"gradients": states.gradients}
-        if states.parameters == 1 or states.lifetime == "step":
-            factors["gathered"] = 1
         if states.parameters_device != "host":
-            factors["parameters"] = states.parameters
+            factors["gathered"] = states.parameters  # copies that are read
         if not states.is_on_host:
-            factors["optimizer"] = states.optimizer
+            factors |= dict.fromkeys(("parameters", "optimizer"), states.optimizer)
+        sizes = dict(self._sizes)
+        if not sizes["gathered"] and states.parameters != states.optimizer:
+            sizes["gathered"] = sizes["parameters"]
         return sum(
-            self._sizes[kind] * share / cut / parts(factor, replicas)
+            sizes[kind] * share / cut / parts(factor, replicas)
             for kind, factor in factors.items()
             for share, cut, replicas in self._parameter_shares(cuts)
         )
@@ -253,12 +261,14 @@ class Estimates:
     def _sync_seconds(self, question: Question, mesh: Mesh, cuts: _Cuts, per_stage: float) -> float:
         """Return the seconds of gathers and sums of what is learned that a step does not hide."""
         parts, states = question.microbatches, question.states
+        gather = 0.5 * (self._sizes["gathered"] or self._sizes["gradients"])  # of an all_reduce
+        gather /= self._sizes["gradients"] or 1.0
         if states.parameters != 1 and states.lifetime == "use":
-            times, overlapped = 1.5 * parts, parts
+            times, overlapped = (2 * gather + 0.5) * parts, parts
         elif states.gradients != 1:
-            times, overlapped = 0.5 * parts + 0.5, parts
+            times, overlapped = 0.5 * parts + gather, parts
         else:
-            times, overlapped = 1.0, 1
+            times, overlapped = 0.5 + gather, 1
         price = self._price(question.stages, mesh)
         outer = mesh.names[: max(1, len(mesh.names) - 1)]
         moved = 0.0
