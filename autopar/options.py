@@ -32,6 +32,7 @@ from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import FROM_FILE, known_names
 from autopar.pipeline.schedules import schedule as make_schedule
+from autopar.pipeline.weight_versions import count_updates
 from autopar.precision import Precision
 from autopar.recompute import POLICY, Recompute, RecomputeSetting
 from autopar.states import NAMED, States
@@ -426,6 +427,7 @@ def _read_schedule(options: PlanOptions, ranks: int, count: int | None) -> Sched
                 remedy="make the schedule for this mesh, or give its name",
             )
         check(value)
+        _require_runnable(value)
         return value
     if isinstance(value, Mapping):
         settings = {**value, **settings}
@@ -434,4 +436,17 @@ def _read_schedule(options: PlanOptions, ranks: int, count: int | None) -> Sched
     count = 2 * ranks if count is None else count
     schedule = make_schedule(name, stages=ranks, microbatches=count, **settings)
     check(schedule)
+    _require_runnable(schedule)
     return schedule
+
+
+def _require_runnable(schedule: Schedule) -> None:
+    """Refuse a schedule that updates weights inside a step."""
+    if schedule.delays or count_updates(schedule) > 1:
+        raise InvalidInput(
+            "asynchronous schedules are checked, simulated and drawn; a plan takes one that makes "
+            "one update, behind the step",
+            got=f"schedule={schedule.name!r}",
+            remedy=f'schedule="{DEFAULT_SCHEDULE}" or another synchronous one; '
+            "ap.pipeline.simulate() prices this one",
+        )

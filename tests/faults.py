@@ -247,9 +247,17 @@ FAULTS = (
         "checker-split-backward",
         "The checker lets an input gradient run before the forward of its micro-batch.",
         "autopar/pipeline/checker.py",
-        'elif action.kind != "W" and not done.issuperset(keys):',
+        'elif action.kind in ("B", "I") and not done.issuperset(keys):',
         'elif action.kind == "B" and not done.issuperset(keys):',
         ("tests/pipeline/test_checker.py::test_input_gradient_before_forward",),
+    ),
+    Fault(
+        "version-of-the-next-update",
+        "The checker lets a forward read a version that the next update makes.",
+        "autopar/pipeline/weight_versions.py",
+        "elif max(wanted) > latest:",
+        "elif max(wanted) > latest + 1:",
+        ("tests/pipeline/test_weight_versions.py",),
     ),
     Fault(
         "one-forward-too-many",

@@ -85,6 +85,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
         "idle": list(timeline.idle),
         "peak_activations": list(timeline.peak_activations),
         "weights": simulated.pipes,
+        "weight_versions": list(timeline.weight_versions),
         "critical_path": {name: getattr(path, name) for name in PATH},
     }
     if timeline.synchronizations:
@@ -97,6 +98,7 @@ def _summary(timeline: Timeline) -> str:
     split = f" + {path.weights} W" if path.weights else ""
     lines = [
         f"weights           {counted(timeline.schedule.pipes, 'copy')} of each stage",
+        f"weight versions   {' '.join(map(str, timeline.weight_versions))}",
         f"peak activations  {' '.join(f'{peak:g}' for peak in timeline.peak_activations)}",
         f"idle              {' '.join(f'{idle:g}' for idle in timeline.idle)}",
         f"critical path     {path.forwards} F + {path.backwards} B{split}, "

@@ -11,7 +11,8 @@ autopar.errors.InvalidInput: a micro-batch's backward on a stage follows its for
 A sound schedule is complete (each micro-batch passes each stage of one pipe, forward once and
 backward once), ordered on each rank, matched (what one stage sends together, the next one receives
 together) and free of deadlock as the executor runs it: a rank does its list in order, sends never
-block, and an action blocks until its input is there.
+block, and an action blocks until its input is there. Where updates are listed, each gradient is
+applied once, to weights as old as `delays` promise: no forward reads a version that does not exist.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from collections.abc import Iterator
 from functools import partial
 
 from autopar.errors import InvalidInput
-from autopar.pipeline.schedule import KINDS, MOST_UNLISTED, SUM, Action, Schedule
+from autopar.pipeline.schedule import KINDS, MOST_UNLISTED, SUM, UPDATE, Action, Schedule
 from autopar.pipeline.simulation.action_times import time_actions
+from autopar.pipeline.weight_versions import missing_versions, update_faults
 from autopar.text.units import counted
 
 SHOWN = 6  # offences in a message
@@ -49,6 +51,13 @@ def check(schedule: Schedule, *, of_call: bool = False) -> None:
         ("W follows I for the same micro-batches on a stage", "put the I first", _weight_follows),
         ("a rank sums a stage's gradient at most once, after its last B or W on the stage",
          "move the REDUCE_GRAD behind them, and remove others", _sums),
+        ("updates of a stage apply the gradient of each micro-batch once, after its B or W; delays "
+         "belong to updates, and are one for each stage",
+         "put the U behind the backwards of its micro-batches, and name each once", update_faults),
+        ("a forward reads weights that its stage has: those of as many updates ago as delays say, "
+         "counted from the update that applies its gradient",
+         "put the U that makes the version before the F, or give the stage a longer delay",
+         missing_versions),
         ("micro-batches that one stage sends together are received together by the next",
          "join them alike on all stages", _matched),
         ("a forward overlaps with the backward of another micro-batch that follows it",
@@ -99,8 +108,8 @@ def _named(schedule: Schedule) -> Iterator[str]:
     parts = schedule.all_parts
     for rank, action in schedule.actions:
         pipe, stage, microbatches = action.pipe, action.stage, action.microbatches
-        if action.kind not in (*KINDS, SUM):
-            yield f"rank {rank}: {action}: kind is not one of {', '.join((*KINDS, SUM))}"
+        if action.kind not in (*KINDS, SUM, UPDATE):
+            yield f"rank {rank}: {action}: kind is not one of {', '.join((*KINDS, SUM, UPDATE))}"
         elif not (0 <= pipe < pipes and 0 <= stage < stages):
             of_stages = counted(stages, "stage")
             yield f"rank {rank}: {action}: there are {counted(pipes, 'pipe')} of {of_stages}"
@@ -129,7 +138,7 @@ def _complete(schedule: Schedule, *, goes_back: bool) -> Iterator[str]:
     parts, stages = schedule.all_parts, schedule.stages
     counts = {kind: [0] * (parts * stages) for kind in KINDS}
     for _, action in schedule.actions:
-        if action.kind == SUM:
+        if action.kind not in KINDS:
             continue
         done, base = counts[action.kind], action.stage * parts
         for microbatch in action.microbatches:
@@ -164,7 +173,7 @@ def _complete(schedule: Schedule, *, goes_back: bool) -> Iterator[str]:
 
 def _idle(schedule: Schedule) -> Iterator[str]:
     for rank, order in enumerate(schedule.orders):
-        if all(action.kind == SUM for action in order):
+        if not any(action.kind in KINDS for action in order):
             yield f"rank {rank} runs nothing"
 
 
@@ -176,7 +185,7 @@ def _backward_follows(schedule: Schedule) -> Iterator[str]:
             keys = [action.stage * parts + microbatch for microbatch in action.microbatches]
             if action.kind == "F":
                 done.update(keys)
-            elif action.kind != "W" and not done.issuperset(keys):
+            elif action.kind in ("B", "I") and not done.issuperset(keys):
                 late = next(m for m, key in zip(action.microbatches, keys) if key not in done)
                 forward = Action("F", action.pipe, action.stage, (late,))
                 yield f"rank {rank}: {action} comes before {forward}"
@@ -211,7 +220,7 @@ def _matched(schedule: Schedule) -> Iterator[str]:
     """Find micro-batches that are joined on one stage and not on another of the pipe."""
     groups: dict[tuple[bool, int], tuple[Action, int]] = {}
     for rank, action in schedule.actions:
-        if action.kind in ("W", SUM):
+        if action.kind not in ("F", "B", "I"):
             continue
         forward = action.kind == "F"
         for microbatch in action.microbatches:

@@ -3,7 +3,7 @@
 An action is written stage, kind, micro-batches: ``1F2`` is the forward of micro-batch 2 on stage 1.
 Several micro-batches done together are joined by ``+``, a pipe other than 0 follows ``@``:
 ``0B4+5@1``. Two that overlap share a cell: ``(0F4;1B2)OVERLAP_F_B``. A sum of gradients names no
-micro-batch: ``1REDUCE_GRAD``.
+micro-batch: ``1REDUCE_GRAD``. An update names those whose gradients it applies: ``0U0+1``.
 
 >>> from autopar.pipeline import schedule
 >>> print(to_text(schedule("1f1b", stages=2, microbatches=2)))
@@ -14,8 +14,8 @@ rank 0: 0F0 0F1 0B0 0B1
 rank 1: 1F0 1B0 1F1 1B1
 
 CSV has one row for each rank and one action in a cell. torch reads the rows of a schedule with one
-pipe; a first row that starts with ``#`` carries the rest and is left out by ``header=False``. All
-files that torch writes are read (`torch_notation`).
+pipe and no updates; a first row that starts with ``#`` carries the rest and is left out by
+``header=False``. All files that torch writes are read (`torch_notation`).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from autopar.errors import InvalidInput
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import (
     SUM,
+    UPDATE,
     Action,
     Kind,
     Option,
@@ -50,7 +51,7 @@ from autopar.pipeline.torch_notation import read_cells
 
 _NUMBER = r"[0-9]{1,6}"  # larger numbers are refused
 _NUMBERS = rf"{_NUMBER}(?:\+{_NUMBER})*"
-ACTION = re.compile(rf"({_NUMBER})(?:([FBIW])({_NUMBERS})|({SUM}))(?:@({_NUMBER}))?")
+ACTION = re.compile(rf"({_NUMBER})(?:([FBIWU])({_NUMBERS})|({SUM}))(?:@({_NUMBER}))?")
 OVERLAP = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B")
 REMEDY = "write stage, kind and micro-batch as in 1F2, with +3 for more and @1 for pipe 1"
 
@@ -60,7 +61,7 @@ def parse_action(text: str) -> Action:
     match = ACTION.fullmatch(text.strip())
     if match is None:
         raise InvalidInput(
-            f"an action is written as stage, kind (F, B, I, W or {SUM}) and micro-batches",
+            f"an action is written as stage, kind (F, B, I, W, U or {SUM}) and micro-batches",
             got=repr(text[:80]),
             remedy=REMEDY,
         )
@@ -129,7 +130,8 @@ def from_text(text: str, source: str | None = None, *, of_call: bool = False) ->
             raise InvalidInput(
                 "a schedule's text has one line `key: value` for each key",
                 got=line.strip()[:80],
-                remedy="keys are name, microbatches, parts, options, pipe 0, ..., rank 0, ...",
+                remedy="keys are name, microbatches, parts, delays, options, pipe 0, ..., "
+                "rank 0, ...",
                 source=f"{source or 'text'}:{number}",
             )
         fields[key] = value
@@ -147,6 +149,12 @@ def to_csv(schedule: Schedule, *, header: bool = True) -> str:
 
     torch then adds the sums of gradients itself, each right after the last backward.
     """
+    if not header and any(action.kind == UPDATE for _, action in schedule.short.actions):
+        raise InvalidInput(
+            "schedules of torch.distributed.pipelining have no updates",
+            got=f"a schedule with {UPDATE}, {schedule.name}",
+            remedy="to_csv(schedule), with the header",
+        )
     schedule = schedule if header else without_sums(schedule)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -276,13 +284,13 @@ def _integer(text: str, key: str) -> int:
 def _assemble(
     fields: dict[str, str], orders: Iterable[Iterable[Action]], *, of_call: bool = False
 ) -> Schedule:
-    known = re.compile(r"name|microbatches|parts|options|(pipe|rank) \d+")
+    known = re.compile(r"name|microbatches|parts|delays|options|(pipe|rank) \d+")
     unknown = [key for key in fields if not known.fullmatch(key)]
     if unknown or "microbatches" not in fields:
         raise InvalidInput(
             "a schedule says its microbatches, and only keys that are known",
             got=", ".join(unknown)[:80] or "no microbatches",
-            remedy="keys are name, microbatches, parts, options, pipe 0, ..., rank 0, ...",
+            remedy="keys are name, microbatches, parts, delays, options, pipe 0, ..., rank 0, ...",
         )
     options: dict[str, Option] = {}
     for word in fields.get("options", "").split():
@@ -304,5 +312,7 @@ def _assemble(
         parts,
         **options,
     )
+    if "delays" in fields:
+        schedule = replace(schedule, delays=_integers(fields["delays"], "delays"))
     check(schedule, of_call=of_call)
     return schedule

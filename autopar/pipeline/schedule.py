@@ -15,6 +15,8 @@ An action is one piece of work of one stage on one or more micro-batches of one 
 - ``W``: only the gradients of weights, any time after the ``I`` of the same micro-batches;
 - ``REDUCE_GRAD``: its rank starts to sum the gradient of the stage over all ranks that have it. The
   sum runs beside later actions. Where none is listed, it starts with the last ``B`` or ``W``.
+- ``U``: the update of the stage's weights with the gradients of its micro-batches. Where none is
+  listed, one update follows the step (see `weight_versions.py` for schedules with several).
 
 A micro-batch goes through every stage of exactly one pipe: ``F`` from stage 0 to the last, then
 ``B`` (or ``I`` and ``W``) back. A pipe is one way of placing all stages on the ranks, with its own
@@ -29,15 +31,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, overload
 
-Kind = Literal["F", "B", "I", "W", "REDUCE_GRAD"]
+Kind = Literal["F", "B", "I", "W", "REDUCE_GRAD", "U"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")  # that compute, and take time
 SUM: Kind = "REDUCE_GRAD"
+UPDATE: Kind = "U"
 KIND_NAMES = {
     "F": "forward",
     "B": "backward",
     "I": "gradients of inputs",
     "W": "gradients of weights",
     SUM: "sum of gradients",
+    UPDATE: "update of weights",
 }
 MOST_UNLISTED = 1 << 12  # micro-batches times stages that a header may count beyond the actions
 Option = int | float | str | tuple[float, ...] | None
@@ -80,6 +84,9 @@ class Schedule:
     parts: int = 1
     # The options of its generator, sorted by name.
     options: tuple[tuple[str, Option], ...] = ()
+    # Of an asynchronous schedule, by stage: how many updates before the one that applies its
+    # gradient a micro-batch reads the weights. None: it reads those that the update changes.
+    delays: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -139,7 +146,7 @@ class Schedule:
     @cached_property
     def goes_back(self) -> bool:
         """Return whether there is a backward, as in every training step."""
-        return any(action.kind != "F" for _, action in self.short.actions)
+        return any(action.kind not in ("F", UPDATE) for _, action in self.short.actions)
 
     @cached_property
     def split_stages(self) -> frozenset[int]:
@@ -196,7 +203,7 @@ class Schedule:
         for rank, order in enumerate(self.orders):
             row = []
             for action in order:
-                if action.kind in ("W", SUM):
+                if action.kind in ("W", SUM, UPDATE):
                     row.append((-1, -1, False))
                     continue
                 step = 1 if action.kind == "F" else -1
@@ -356,6 +363,8 @@ def heading(schedule: Schedule) -> list[tuple[str, str]]:
     lines = [("name", schedule.name), ("microbatches", str(schedule.microbatches))]
     if schedule.parts > 1:
         lines.append(("parts", str(schedule.parts)))
+    if schedule.delays:
+        lines.append(("delays", " ".join(map(str, schedule.delays))))
     if schedule.options:
         options = (f"{name}={_write_option(value)}" for name, value in schedule.options)
         lines.append(("options", " ".join(options)))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from autopar.pipeline.schedule import SUM, Action, RepeatedOrders, Schedule
+from autopar.pipeline.schedule import SUM, UPDATE, Action, RepeatedOrders, Schedule
 
 Order = tuple[Action, ...]
 
@@ -47,6 +47,8 @@ def _with_sums(schedule: Schedule, rank: int, early: Collection[int]) -> Order:
     after: dict[int, list[Action]] = {}  # by position of an action, the sums that follow it
     for pipe, stage in sorted(schedule.local_stages(rank), key=lambda pair: pair[1]):
         last = computing.get(stage, (-1,))[-1] if stage in early else len(order) - 1
+        while last >= 0 and order[last].kind == UPDATE:  # which follow the sum
+            last -= 1
         after.setdefault(last, []).append(Action(SUM, pipe, stage, ()))
     placed = after.get(-1, [])
     for at, action in enumerate(order):

@@ -23,7 +23,7 @@ from autopar.base.schema import read as read_data
 from autopar.candidates.candidate import Candidate
 from autopar.errors import InvalidInput
 from autopar.pipeline.running.movement_spans import MovementSpan
-from autopar.pipeline.schedule import SUM, Action, one_stage
+from autopar.pipeline.schedule import KINDS, Action, one_stage
 from autopar.pipeline.simulation.timeline import UPDATES
 from autopar.report.module_tree import ProgramCall, calls_of
 
@@ -82,7 +82,7 @@ def events_of(candidate: Candidate) -> list[Event]:
             action_event(place, step=0, action=action, start=start, end=end)
             for place, order in enumerate(schedule.orders)
             for action, start, end in zip(order, timeline.starts[place], timeline.ends[place])
-            if action.kind != SUM
+            if action.kind in KINDS
         ]
         events += [
             Event(place, sync.name, sync.start, sync.end, SUMS)

@@ -33,6 +33,8 @@ _MEANINGS = {
     "full": "checkpoint checkpointing all block",
     "selective": "attention core sac op",
     "1f1b": "pipedreamflush dapple",
+    "pipedream": "weightstashing",
+    "pipedream-2bw": "doublebufferedweights doublebuffering 2bw",
     "interleaved": "interleaved1f1b looped loopedbfs virtualpipeline vpp",
     "interleaved-zb": "interleavedzerobubble zbinterleaved",
     "eager-where-it-helps": "eagersyncopt",

@@ -14,7 +14,7 @@ from autopar.pipeline.notation import parse_action
 
 actions = st.builds(
     Action,
-    st.sampled_from("FBIW"),
+    st.sampled_from("FBIWU"),
     st.integers(0, 20),
     st.integers(0, 200),
     st.lists(st.integers(0, 2000), min_size=1, max_size=3).map(tuple),

@@ -15,7 +15,7 @@ from autopar.pipeline.schedules.registry import generator
 def test_names():
     assert set(NAMES) == {
         "gpipe", "1f1b", "interleaved", "gems", "chimera", "zb-h1", "zb-v", "dualpipe",
-        "dualpipe-v", "chimera-zb", "interleaved-zb",
+        "dualpipe-v", "chimera-zb", "interleaved-zb", "pipedream", "pipedream-2bw",
     }  # fmt: skip
 
 

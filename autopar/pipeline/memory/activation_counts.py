@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.pipeline.schedule import SUM, Schedule
+from autopar.pipeline.schedule import SUM, UPDATE, Schedule
 
 # Micro-batches of which a stage keeps the activations of forward, the received values, the inputs
 # of weight gradients; and 1 if it recomputes in an unsplit backward, in a split one.
@@ -34,6 +34,7 @@ def live_counts(schedule: Schedule, rank: int, *, recompute: bool = False) -> Co
         "I": [(0, 0, 0, 0, again), (-1, -1, 1, 0, -again)],
         "W": [(0, 0, -1, 0, 0)],
         SUM: [],
+        UPDATE: [],
     }
     both_halves = schedule.split_stages if recompute else frozenset[int]()
     local = {stage: at for at, stage in enumerate(schedule.stages_on(rank))}

@@ -24,7 +24,7 @@ from autopar._torch.autograd import is_profiling
 from autopar.errors import InvalidInput
 from autopar.pipeline.running.movement_spans import MovementSpan
 from autopar.pipeline.running.worker import Value, Worker
-from autopar.pipeline.schedule import KIND_NAMES, SUM, Action, Schedule
+from autopar.pipeline.schedule import KIND_NAMES, KINDS, Action, Schedule
 from autopar.text.units import counted
 
 
@@ -42,7 +42,7 @@ def messages_of(schedule: Schedule, action: Action, *, sent: bool) -> list[tuple
     """Return the messages that an action sends, or awaits, each with its receiver or sender."""
     forward, pipe = action.kind == "F", action.pipe
     other = action.stage + (1 if forward == sent else -1)
-    if action.kind in ("W", SUM) or not 0 <= other < schedule.stages:
+    if action.kind not in ("F", "B", "I") or not 0 <= other < schedule.stages:
         return []
     neighbour = schedule.rank_of(pipe, other)
     stage = other if sent else action.stage
@@ -185,11 +185,11 @@ class RankRunner:
             transport.expect(key, sender)
         outputs, recording = self._outputs[position], self._recording
         start = 0.0 if recording is None else recording[0].clock()
-        for number, microbatch in enumerate(action.microbatches):
+        for number, microbatch in enumerate(action.microbatches if action.kind in KINDS else ()):
             values = self._do(action, microbatch, received.get(microbatch, []))
             if outputs:
                 transport.send(*outputs[number], values)
-        if recording is not None and action.kind != SUM:
+        if recording is not None and action.kind in KINDS:
             recorder, times = recording
             times.actions.append((action, start, recorder.clock()))
         self.recorded.order.append(action)

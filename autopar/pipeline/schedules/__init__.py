@@ -3,10 +3,10 @@
     @generator("my-schedule", {"chunks": 2}, {"chunks": 4})
     def my_schedule(stages: int, microbatches: int, chunks: int = 2) -> Schedule: ...
 
-The generator's further parameters are the options that users may give. Every schedule takes `sync`,
-too: where its gradient sums start (see `simulation.synchronization`). A plan that may choose any
-schedule tries this one with each of the option sets beside its name. Read `registry.py` first, then
-`gpipe.py` and `one_f_one_b.py`; `chimera*.py` and `two_lanes.py` need more.
+The generator's further parameters are the options that users may give. Every synchronous schedule
+takes `sync`, too: where its gradient sums start (see `simulation.synchronization`). A plan that may
+choose any schedule tries this one with each of the option sets beside its name. Read `registry.py`
+first, then `gpipe.py` and `one_f_one_b.py`; `chimera*.py` and `two_lanes.py` need more.
 
 >>> schedule("interleaved", stages=4, microbatches=8, chunks=2).stages
 8
@@ -35,7 +35,7 @@ from autopar.text.units import counted
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-_COUNTS = ("stages", "microbatches", "chunks")  # whose product is the number of forwards
+_COUNTS = ("stages", "microbatches", "chunks", "steps")  # whose product is the number of forwards
 MOST_FORWARDS = 1 << 20
 # Forwards of a schedule with as many chunks as blocks, or of one that repeats nothing.
 _MOST_WEIGHED = 1 << 12
@@ -56,7 +56,6 @@ def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Sc
     for label, value in (("stages", stages), ("microbatches", microbatches)):
         positive("a schedule", label, value)
     known = option_names(name)
-    sync = options.pop("sync", None)
     unknown = [option for option in options if option not in known]
     if unknown:
         raise InvalidInput(
@@ -64,6 +63,7 @@ def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Sc
             got=", ".join(f"{option}={options[option]!r}" for option in unknown),
             remedy="leave the others out",
         )
+    sync = options.pop("sync", None)
     sizes = {"stages": stages, "microbatches": microbatches, **options}
     counts = {word: size for word, size in sizes.items() if word in _COUNTS and is_count(size)}
     if prod(map(int, counts.values())) > MOST_FORWARDS:
@@ -122,7 +122,9 @@ def known_names() -> list[str]:
 
 def option_names(name: str) -> tuple[str, ...]:
     """Return the options that schedule `name` takes."""
-    return *GENERATORS[name].options, "sync"
+    generator = GENERATORS[name]
+    # Of an asynchronous schedule each update follows the sum of its gradient.
+    return generator.options if generator.is_asynchronous else (*generator.options, "sync")
 
 
 def most_chunks(stages: int, microbatches: int, blocks: int) -> int:

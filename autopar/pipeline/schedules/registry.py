@@ -34,6 +34,7 @@ class Generator:
     generate: Generate
     weighed: tuple[dict[str, Any], ...]
     period: Callable[..., Period | None]  # by the number of stages and the options
+    is_asynchronous: bool = False  # gradients are older than the weights that they change
 
     @cached_property
     def options(self) -> tuple[str, ...]:
@@ -49,12 +50,16 @@ def no_period(stages: int, **options: Any) -> None:
 
 
 def generator(
-    name: str, *weighed: dict[str, Any], period: Callable[..., Period | None] = no_period
+    name: str,
+    *weighed: dict[str, Any],
+    period: Callable[..., Period | None] = no_period,
+    is_asynchronous: bool = False,
 ) -> Callable[[Generate], Generate]:
     """Register the decorated function as the schedule `name`.
 
     `weighed`: option sets, each of which is tried where a plan may choose any schedule. `period`:
     how it grows, by the number of stages and the options; None: each action is looked at.
+    `is_asynchronous`: its gradients are older than the weights that they change.
     """
 
     def register(function: Generate) -> Generate:
@@ -65,7 +70,7 @@ def generator(
                 got=f"{name!r}, which {known.generate.__module__} has registered",
                 remedy=f'@generator("my-{name}")',
             )
-        GENERATORS[name] = Generator(function, weighed, period)
+        GENERATORS[name] = Generator(function, weighed, period, is_asynchronous)
         return function
 
     return register

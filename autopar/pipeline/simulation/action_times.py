@@ -74,7 +74,7 @@ def time_actions(
                     break
                 clock = arrival
             begun.append(clock)
-            if action.microbatches:  # a sum runs beside later actions
+            if action.kind in durations:  # sums run beside later actions
                 clock += durations[action.kind][action.stage] * len(action.microbatches)
             ended.append(clock)
             if sent >= 0:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.pipeline.schedule import KINDS, SUM, Action, Schedule
+from autopar.pipeline.schedule import KINDS, SUM, UPDATE, Action, Schedule
 from autopar.pipeline.simulation.action_costs import StageTimes
 from autopar.pipeline.simulation.repeated_path import longest_path
 from autopar.pipeline.simulation.repeated_step import Repeated, repeated_step
@@ -33,6 +33,7 @@ _KINDS = {
     "I": (1,),
     "W": (2,),
     SUM: (),
+    UPDATE: (),
 }  # of a stage's forward, input and weight gradients
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.pipeline.schedule import KIND_NAMES, SUM, Action, Schedule
+from autopar.pipeline.schedule import KIND_NAMES, KINDS, UPDATE, Action, Schedule
 from autopar.text.drawing import WIDE, Axis, Drawing, legend_places
 from autopar.text.units import counted, share_text
 
@@ -82,10 +82,12 @@ class Gantt:
         untitled = defaultdict(list)
         for rank, order in enumerate(self.schedule.orders):
             for action, start, end in zip(order, self.starts[rank], self.ends[rank]):
-                if action.kind == SUM:
-                    continue  # drawn from its start to its end, beside actions
                 left, right = axis.at(start), axis.at(end)
                 top, width, height = tops[rank] + 1, right - left, _ROW - 2
+                if action.kind == UPDATE:
+                    picture.box(right - 1, top, 2, height, "sync", title=_words(action))
+                if action.kind not in KINDS:
+                    continue  # a sum is drawn from its start to its end, beside actions
                 kind = f"{action.kind}{action.pipe % 2}"
                 if count > _MOST_TITLED:
                     untitled[kind].append((left, top, width, height))
@@ -103,11 +105,13 @@ class Gantt:
         """Return the words for each class of boxes, with the class."""
         schedule, legend = self.schedule, dict[str, str]()
         for kind, pipe in sorted(
-            {(a.kind, a.pipe % 2) for _, a in schedule.actions if a.kind != SUM},
+            {(a.kind, a.pipe % 2) for _, a in schedule.actions if a.kind in KINDS},
             key=lambda entry: ([*KIND_NAMES].index(entry[0]), entry[1]),
         ):
             words = KIND_NAMES[kind] + (f", pipe {pipe}" if schedule.pipes > 1 else "")
             legend[words] = f"{kind}{pipe}"
+        if any(action.kind == UPDATE for _, action in schedule.short.actions):
+            legend[KIND_NAMES[UPDATE]] = "sync"
         if self.after:
             legend["gathers and sums beside actions, and what is done once a step"] = "sync"
         return {**legend, f"bubble: {self.bubble}": "bubble"}

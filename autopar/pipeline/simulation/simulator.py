@@ -14,10 +14,11 @@ rank 3 |f2 f3 ...F0 B0    F1 B1    ...b2    ......b3    |
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
 
+from autopar.errors import InvalidInput
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.simulation.action_costs import (
@@ -31,6 +32,8 @@ from autopar.pipeline.simulation.action_times import ActionTimes, MessageCosts, 
 from autopar.pipeline.simulation.repeated_step import RankTimes, repeated_times
 from autopar.pipeline.simulation.synchronization import Sync, synchronize, with_sums
 from autopar.pipeline.simulation.timeline import Timeline
+from autopar.pipeline.weight_versions import count_updates
+from autopar.text.units import counted
 
 _NONE: Mapping[tuple[int, ...], float] = MappingProxyType({})
 
@@ -80,6 +83,15 @@ def simulate(
         figures = repeated_times(variant, times, latencies) or RankTimes.of(variant, timed())
         return Timeline(variant, figures, timed, activations)
 
+    is_summed = sync is not None or bool(shared_sync)
+    for cost in (sync_cost, after_sync):
+        is_summed |= any(cost) if isinstance(cost, Sequence) else cost != 0
+    if is_summed and (updates := count_updates(schedule)) > 1:
+        raise InvalidInput(
+            "sums of gradients are priced in a schedule of one update",
+            got=f"{schedule.name} with {counted(updates, 'update')} of each stage",
+            remedy="leave sync, sync_cost, after_sync and shared_sync out",
+        )
     if sync is not None:
         schedule = with_sums(schedule, sync, lambda: timeline_of(schedule))
     costs, after = (

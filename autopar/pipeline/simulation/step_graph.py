@@ -97,7 +97,7 @@ def _listed(schedule: Schedule, links: Links | None) -> tuple[list[StepNode], li
                 break
             (node, delay), (node_2, delay_2) = arrivals[awaited], arrivals[other]
             before = ended[-1] if ended else START
-            count = len(action.microbatches)
+            count = len(action.microbatches) if action.kind in KINDS else 0
             time = 1 + KINDS.index(action.kind) * stages + action.stage if count else 0
             end = add(time, count, (before, node, node_2), (delay, delay_2), position)
             ended.append(end)

@@ -12,10 +12,11 @@ import numpy as np
 from autopar.base.files import write_file
 from autopar.errors import require_ending
 from autopar.pipeline.memory.activation_counts import live_counts
-from autopar.pipeline.schedule import KIND_NAMES, SUM, Action, Schedule
+from autopar.pipeline.schedule import KIND_NAMES, KINDS, SUM, Action, Schedule
 from autopar.pipeline.simulation.action_times import ActionTimes
 from autopar.pipeline.simulation.gantt import Gantt
 from autopar.pipeline.simulation.repeated_step import RankTimes
+from autopar.pipeline.weight_versions import versions_alive
 from autopar.text.units import counted
 
 WIDTH = 160  # columns
@@ -157,6 +158,11 @@ class Timeline:
         return tuple(peaks)
 
     @cached_property
+    def weight_versions(self) -> tuple[int, ...]:
+        """Return, by stage, the most versions of its weights that a rank holds at once."""
+        return versions_alive(self.schedule.short)
+
+    @cached_property
     def critical_path(self) -> CriticalPath:
         """Return a chain that decides the makespan; among equals, one that follows messages."""
         schedule = self.schedule
@@ -181,7 +187,7 @@ class Timeline:
                     # An overlapped forward sends when the backward that follows it is done.
                     rank, position = sender, other + action.overlaps
                     break
-        worked = (action for action in reversed(chain) if action.kind != SUM)
+        worked = (action for action in reversed(chain) if action.kind in KINDS)
         return CriticalPath(tuple(worked), messages)
 
     def __str__(self) -> str:
@@ -229,7 +235,8 @@ def _rows(timeline: Timeline, width: int) -> list[str]:
         for start, end in zip(starts, ends)
     )
     shortest = min(filter(None, durations), default=span)
-    label = max(len("+".join(map(str, action.microbatches))) for _, action in schedule.actions)
+    worked = (action for _, action in schedule.actions if action.kind in KINDS)
+    label = max(len("+".join(map(str, action.microbatches))) for action in worked)
     # One column more than the label, so that neighbours stay apart.
     scale = (label + 2) / shortest
     labelled = round(scale * span) <= width

@@ -13,7 +13,7 @@ from autopar.cost.copy_groups import in_mesh_order
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.localize import Axes
-from autopar.pipeline.schedule import SUM, Schedule
+from autopar.pipeline.schedule import KINDS, Schedule
 from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.host_copies import HostLink
 from autopar.runtime.backends.process_groups import Groups
@@ -62,7 +62,7 @@ class StageRanks:
         The last stages have all losses then, and their sum overlaps a backward.
         """
         order = self.schedule.orders[self.place]
-        computing = [at for at, action in enumerate(order) if action.kind != SUM]
+        computing = [at for at, action in enumerate(order) if action.kind in KINDS]
         return computing[-2] if len(computing) > 1 else -2
 
     def places_of(self, stages: Sequence[int]) -> tuple[int, ...]:
