@@ -95,6 +95,7 @@ def parallelize(
     pipeline: str | int | None = "auto",
     schedule: ScheduleLike = "auto",
     schedule_options: Mapping[str, Any] | None = None,
+    asynchronous: bool = False,
     recompute: RecomputeLike = "auto",
     precision: Precision | None = None,
     states: StatesLike = "auto",
@@ -156,6 +157,8 @@ def parallelize(
             schedule that `ap.pipeline.load("mine.csv")` read. "auto" weighs all in mode "auto", and
             takes "1f1b" in the other modes.
         schedule_options: The options of the schedule that is named. Example: `{"pipes": 4}`.
+        asynchronous: Whether the schedule that is named may be "pipedream-2bw", whose gradients are
+            one update old: another trajectory of the optimizer.
         recompute: Which blocks run their forward again in backward: "full", "selective" (what is
             cheap to make again), None, or a mapping of module names to these. "auto": as much as
             memory asks for. Example: `{"layers.*": "full"}`. Blocks inside

@@ -42,6 +42,7 @@ from autopar.text.suggestions import nearest
 from autopar.text.units import LEAST_MEMORY, bytes_text, counted, read_bytes
 
 DEFAULT_SCHEDULE = "1f1b"
+ASYNCHRONOUS_SCHEDULE = "pipedream-2bw"
 StatesLike = Literal["auto", "whole", "zero1", "zero2", "zero3"] | States
 ScheduleLike = str | Mapping[str, Any] | Schedule | None
 DynamicShapesLike = Mapping[str, Any] | tuple[Any, ...] | list[Any] | None
@@ -49,7 +50,7 @@ DynamicShapesLike = Mapping[str, Any] | tuple[Any, ...] | list[Any] | None
 PolicyLike = Callable[..., Any] | list[Any] | tuple[Any, ...]
 RecomputeLike = Literal["auto"] | RecomputeSetting | Mapping[str, RecomputeSetting | PolicyLike]
 RECOMPUTE_NAMES = ("selective", "full")
-SCHEDULE_ONLY_OPTIONS = ("schedule_options",)
+SCHEDULE_ONLY_OPTIONS = ("schedule_options", "asynchronous")
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,7 @@ OPTION_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
         lambda given: given is None or _is_named(given),
         '{"pipes": 4}',
     ),
+    "asynchronous": FLAG,
     "recompute": _require_recompute,
     "precision": OptionKind(
         "a Precision, or None for that of the model",
@@ -235,6 +237,7 @@ class PlanOptions:
     pipeline: str | int | None = "auto"
     schedule: ScheduleLike = "auto"
     schedule_options: Mapping[str, Any] | None = None
+    asynchronous: bool = False
     recompute: RecomputeLike = "auto"
     precision: Precision | None = None
     states: StatesLike = "auto"
@@ -427,7 +430,7 @@ def _read_schedule(options: PlanOptions, ranks: int, count: int | None) -> Sched
                 remedy="make the schedule for this mesh, or give its name",
             )
         check(value)
-        _require_runnable(value)
+        _require_runnable(value, options)
         return value
     if isinstance(value, Mapping):
         settings = {**value, **settings}
@@ -436,17 +439,25 @@ def _read_schedule(options: PlanOptions, ranks: int, count: int | None) -> Sched
     count = 2 * ranks if count is None else count
     schedule = make_schedule(name, stages=ranks, microbatches=count, **settings)
     check(schedule)
-    _require_runnable(schedule)
+    _require_runnable(schedule, options)
     return schedule
 
 
-def _require_runnable(schedule: Schedule) -> None:
-    """Refuse a schedule that updates weights inside a step."""
-    if schedule.delays or count_updates(schedule) > 1:
+def _require_runnable(schedule: Schedule, options: PlanOptions) -> None:
+    """Refuse updates inside a step, and stale gradients that are not allowed."""
+    delays = {*schedule.delays}
+    if count_updates(schedule) > 1 or not (delays <= {0} or delays == {1}):
         raise InvalidInput(
-            "asynchronous schedules are checked, simulated and drawn; a plan takes one that makes "
-            "one update, behind the step",
+            "a step makes one update, of gradients that are at most one update old on all stages; "
+            "other asynchronous schedules are checked, simulated and drawn",
             got=f"schedule={schedule.name!r}",
-            remedy=f'schedule="{DEFAULT_SCHEDULE}" or another synchronous one; '
-            "ap.pipeline.simulate() prices this one",
+            remedy=f'schedule="{ASYNCHRONOUS_SCHEDULE}" with asynchronous=True, or '
+            f'"{DEFAULT_SCHEDULE}"; ap.pipeline.simulate() prices this one',
+        )
+    if delays == {1} and not options.asynchronous:
+        raise InvalidInput(
+            "an asynchronous schedule is taken where it is allowed: its gradients are one update "
+            "old, so the optimizer takes another trajectory",
+            got=f"schedule={schedule.name!r}",
+            remedy=f'asynchronous=True beside it, or schedule="{DEFAULT_SCHEDULE}"',
         )

@@ -90,6 +90,7 @@ def verify(
     pipeline: str | int | None = "auto",
     schedule: ScheduleLike = "auto",
     schedule_options: Mapping[str, Any] | None = None,
+    asynchronous: bool = False,
     recompute: RecomputeLike = "auto",
     precision: Precision | None = None,
     states: StatesLike = "auto",
@@ -214,6 +215,13 @@ def _compare_at(compared: _ComparedModel, call: CallArguments) -> tuple[Verifica
             first_different_module(own_copy(original), captured, _fresh_tensors(call), tolerances)
         )
     with parallelize(own_copy(original), *compared.example, **compared.options) as module:
+        if steps > 1 and module.program.schedule.delays:
+            raise InvalidInput(
+                "verify compares a plan with the model's own training, from which an asynchronous "
+                "schedule departs with the second step",
+                got=f"steps={steps}, schedule={module.program.schedule.name!r}",
+                remedy="steps=1",
+            )
         programs = module.programs
         plan = programs.program_for(*call, is_step=module.program.has_loss).plan
         outputs, difference = _forward(plan, original, _fresh_tensors(call), tolerances)

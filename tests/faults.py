@@ -260,6 +260,14 @@ FAULTS = (
         ("tests/pipeline/test_weight_versions.py",),
     ),
     Fault(
+        "stale-weights-stay",
+        "After an asynchronous step the parameters keep the values of the step before.",
+        "autopar/runtime/parameters/stale_weights.py",
+        "newest.copy_(before)",
+        "before.copy_(newest)",
+        ("tests/pipeline/test_delayed_updates.py",),
+    ),
+    Fault(
         "one-forward-too-many",
         "A stage of 1F1B starts with one forward more than its depth asks for.",
         "autopar/pipeline/schedules/one_f_one_b.py",

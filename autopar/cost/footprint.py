@@ -153,6 +153,18 @@ class Memory:
         peak = replace(self.at_peak, buffers=self.at_peak.buffers + size)
         return replace(self, buffers=self.buffers + size, at_peak=peak) if size else self
 
+    def with_stale(self, versions: Memory) -> Memory:
+        """Return this memory with older versions of parameters, those of `versions`."""
+        peak = replace(
+            self.at_peak, parameters=self.at_peak.parameters + versions.at_peak.parameters
+        )
+        return replace(
+            self,
+            parameters=self.parameters + versions.parameters,
+            host_parameters=self.host_parameters + versions.host_parameters,
+            at_peak=peak,
+        )
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"peak": self.peak, "host": self.host}
 

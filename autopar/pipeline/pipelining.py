@@ -45,4 +45,10 @@ class Pipelining:
                     bytes_text(stage.parameters),
                 )
             )
-        return "\n".join([*wrap_line(title), *table(rows)])
+        lines = [*wrap_line(title), *table(rows)]
+        if max(schedule.delays, default=0):
+            lines += wrap_line(
+                "asynchronous: gradients are those of the weights of the step before, so another "
+                "optimizer trajectory follows"
+            )
+        return "\n".join(lines)

@@ -27,7 +27,7 @@ from autopar.pipeline.simulation.message_costs import message_costs, replica_lin
 from autopar.pipeline.simulation.simulator import simulate
 from autopar.pipeline.simulation.timeline import Timeline
 from autopar.pipeline.stages.stage_cost import StageCost
-from autopar.strategies.node_info import ParameterReaders
+from autopar.strategies.node_info import ParameterReaders, info
 
 
 def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
@@ -176,6 +176,9 @@ def memory_by_place(
         activations = activation_peak_in_step(schedule, rank, taken)
         used = live_copy_bytes(copy_groups_of_nodes(counts, mesh, buffer_bytes, readers), mesh)
         memory = Memory.of(counts, mesh, activations, used=used).keeping(kept_in_python)
+        for _ in range(max(schedule.delays, default=0)):  # the versions of a step beyond the newest
+            learned = {n: count for n, count in counts.items() if info(n).learns}
+            memory = memory.with_stale(Memory.of(learned, mesh, 0.0))
         on_host = memory.host_activations + host_peak_in_step(schedule, rank, taken)
         memory = replace(memory, host_activations=on_host)
         memories.append(memory.at_once(peak_in_step(schedule, rank, taken), used))

@@ -28,6 +28,7 @@ from autopar.pipeline.running.worker import Value, Worker
 from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.execution.compiled_regions import RegionCompiler
 from autopar.runtime.parameters.placing import ReadPart
+from autopar.runtime.parameters.stale_weights import StaleWeights
 from autopar.strategies.node_info import info
 from autopar.tensor_type import TensorType
 
@@ -54,6 +55,7 @@ class Backend(ABC):
         self.workers: dict[tuple[int, int], Worker] = {}
         self.stages: dict[int, StageRun] = {}
         self.runners: list[RankRunner] = []
+        self.stale_weights = StaleWeights(max(self.schedule.delays, default=0))
 
     def _prepare(self, transport: Transport, on_action_done: Callable[[int], None]) -> None:
         """Build the stages of this process and the runner of each of its pipeline places."""
@@ -145,6 +147,7 @@ class Backend(ABC):
     def close(self) -> None:
         """Drop the stages and the tensors that they read, which form reference cycles with this
         backend."""
+        self.stale_weights.clear()
         self.workers.clear()
         self.stages.clear()
         self.runners.clear()

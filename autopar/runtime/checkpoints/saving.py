@@ -213,6 +213,7 @@ def load(
             boxes, dim = local_boxes(value)
             read = [saved.read(Key(name), bounds) for bounds in boxes]
             local_of(value).copy_(torch.cat(read, dim) if len(read) > 1 else read[0])
+        backend.stale_weights.clear()
         if saved.beside.loss_scale is not None and module.loss_scale is not None:
             module.loss_scale = saved.beside.loss_scale
         if saved.beside.random is not None:

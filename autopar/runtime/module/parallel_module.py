@@ -160,10 +160,8 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
             module._buffers.clear()
         if not isinstance(self.backend, ClosedModule):
             self._programs.close()
-            self._programs, self._tensors = (
-                cast(Programs, ClosedModule()),
-                cast(ModuleTensors, ClosedModule()),
-            )
+            self._programs = cast(Programs, ClosedModule())
+            self._tensors = cast(ModuleTensors, ClosedModule())
         self._check = None
         self.backend = cast(Backend, ClosedModule())
 
@@ -326,7 +324,8 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
         scale = 1.0 if scaled is None else scaled.value
         options = {"with_outputs": with_outputs, "is_first": all(g is None for _, g in before)}
         try:
-            results = backend.step(tensors, batches, loss_gradient=factor * scale, **options)
+            with self.backend.stale_weights.reading(tensors, is_first=options["is_first"]):
+                results = backend.step(tensors, batches, loss_gradient=factor * scale, **options)
             if scaled is not None:
                 is_good = bool(self.backend.norm(self._gradients(), 1.0).isfinite())
         except BaseException:
@@ -400,6 +399,7 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
         """Load pieces, as from `state_dict`, or whole tensors, as from `full_state_dict`; skip the
         tensors of other ranks of a pipeline."""
         aliases = self.program.captured.tied
+        self.backend.stale_weights.clear()
         local_, to_load = self.state_dict(keep_vars=True), dict(state_dict)
         for name, value in state_dict.items():
             if name not in local_ and name in self._names:

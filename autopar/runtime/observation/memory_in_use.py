@@ -252,13 +252,16 @@ def compare_with_plan(
 
 
 def resident_tensors(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None
+    module: nn.Module, backend: Backend, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, dict[str, list[Tensor]]]:
     """Return the tensors that stay after a step, by kind and by the name of their parameter or
     buffer."""
-    parameters = dict(module.named_parameters())
+    parameters, stale = dict(module.named_parameters()), backend.stale_weights.tensors
     tensors: dict[str, dict[str, list[Tensor]]] = {
-        "parameters": {name: [value] for name, value in parameters.items()},
+        "parameters": {
+            name: [value, stale[name]] if name in stale else [value]
+            for name, value in parameters.items()
+        },
         "gradients": {n: [value.grad] for n, value in parameters.items() if value.grad is not None},
         "buffers": {name: [value] for name, value in module.named_buffers()},
     }
@@ -275,7 +278,7 @@ def local_tensors(
     module: nn.Module, backend: Backend, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, list[Tensor]]:
     """Return the tensors of this process, by kind."""
-    named = resident_tensors(module, optimizer)
+    named = resident_tensors(module, backend, optimizer)
     tensors = {
         kind: [v for values in by_name.values() for v in values] for kind, by_name in named.items()
     }
@@ -304,6 +307,6 @@ def memory_use(
         local_rank = backend.world.rank
         held = local_bytes(local_tensors(module, backend, optimizer), backend.device)
         return MemoryUse({local_rank: compare(local_rank, held)})
-    named, ranks = resident_tensors(module, optimizer), range(plan.whole_mesh.size)
+    named, ranks = resident_tensors(module, backend, optimizer), range(plan.whole_mesh.size)
     program = backend.program
     return MemoryUse({rank: compare(rank, virtual_bytes(program, rank, named)) for rank in ranks})
