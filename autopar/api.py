@@ -157,8 +157,9 @@ def parallelize(
             schedule that `ap.pipeline.load("mine.csv")` read. "auto" weighs all in mode "auto", and
             takes "1f1b" in the other modes.
         schedule_options: The options of the schedule that is named. Example: `{"pipes": 4}`.
-        asynchronous: Whether the schedule that is named may be "pipedream-2bw", whose gradients are
-            one update old: another trajectory of the optimizer.
+        asynchronous: Whether gradients may be older than the weights that they change, as in
+            "pipedream-2bw" and "pipedream": another trajectory of the optimizer. `module.run` keeps
+            such a pipeline full from step to step.
         recompute: Which blocks run their forward again in backward: "full", "selective" (what is
             cheap to make again), None, or a mapping of module names to these. "auto": as much as
             memory asks for. Example: `{"layers.*": "full"}`. Blocks inside

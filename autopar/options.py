@@ -28,11 +28,9 @@ from autopar.cluster.presets import NAMES as PRESETS
 from autopar.defaults import MODES, Mode
 from autopar.errors import InvalidInput, require_one_of
 from autopar.mesh import AXIS_NAMES, Mesh
-from autopar.pipeline.checker import check
+from autopar.pipeline.requested_schedule import requested_schedule
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import FROM_FILE, known_names
-from autopar.pipeline.schedules import schedule as make_schedule
-from autopar.pipeline.weight_versions import count_updates
 from autopar.precision import Precision
 from autopar.recompute import POLICY, Recompute, RecomputeSetting
 from autopar.states import NAMED, States
@@ -41,8 +39,6 @@ from autopar.text.source_lines import shorten
 from autopar.text.suggestions import nearest
 from autopar.text.units import LEAST_MEMORY, bytes_text, counted, read_bytes
 
-DEFAULT_SCHEDULE = "1f1b"
-ASYNCHRONOUS_SCHEDULE = "pipedream-2bw"
 StatesLike = Literal["auto", "whole", "zero1", "zero2", "zero3"] | States
 ScheduleLike = str | Mapping[str, Any] | Schedule | None
 DynamicShapesLike = Mapping[str, Any] | tuple[Any, ...] | list[Any] | None
@@ -50,7 +46,7 @@ DynamicShapesLike = Mapping[str, Any] | tuple[Any, ...] | list[Any] | None
 PolicyLike = Callable[..., Any] | list[Any] | tuple[Any, ...]
 RecomputeLike = Literal["auto"] | RecomputeSetting | Mapping[str, RecomputeSetting | PolicyLike]
 RECOMPUTE_NAMES = ("selective", "full")
-SCHEDULE_ONLY_OPTIONS = ("schedule_options", "asynchronous")
+OF_SCHEDULES = ("schedule_options",)
 
 
 @dataclass(frozen=True)
@@ -305,7 +301,12 @@ def read_request(options: PlanOptions) -> Request:
     if axis is None:
         _refuse_options(
             options,
-            (*(("pipeline",) if mesh is None else ()), "schedule", *SCHEDULE_ONLY_OPTIONS),
+            (
+                *(("pipeline",) if mesh is None else ()),
+                "schedule",
+                "asynchronous",
+                *OF_SCHEDULES,
+            ),
             "a schedule is for a pipeline on a given mesh, as are its options",
             f"give the mesh an axis {AXIS!r}, as in mesh=ap.Mesh({AXIS}=4, dp=2)",
             f" with {mesh or 'no mesh'}",
@@ -325,16 +326,23 @@ def read_request(options: PlanOptions) -> Request:
         stages = mesh[axis]
         if mesh.names == (axis,):  # a stage is on one rank: its placements need an axis, too
             mesh = Mesh(**mesh.sizes, dp=1)
-    request = replace(request, axis=axis, mesh=mesh, stages=stages)
+    asynchronous = options.asynchronous
+    request = replace(request, axis=axis, mesh=mesh, stages=stages, asynchronous=asynchronous)
     if is_weighed or mesh is None:
         _refuse_options(
             options,
-            SCHEDULE_ONLY_OPTIONS,
+            OF_SCHEDULES,
             "options need the name of the schedule that they are for",
             'schedule="chimera" or another name, beside them',
         )
         return request
-    schedule = _read_schedule(options, mesh[axis], count)
+    schedule = requested_schedule(
+        options.schedule,
+        options.schedule_options,
+        ranks=mesh[axis],
+        count=count,
+        asynchronous=asynchronous,
+    )
     return replace(request, microbatches=schedule.all_parts, schedule=schedule)
 
 
@@ -413,51 +421,3 @@ def _axis_to_make(pipeline: str | int, devices: int) -> tuple[str, int | None]:
             remedy=f"another name than those of the other axes, {', '.join(AXIS_NAMES)}",
         )
     return pipeline, None
-
-
-def _read_schedule(options: PlanOptions, ranks: int, count: int | None) -> Schedule:
-    """Return the schedule that an option gives by its name, as a mapping, or finished."""
-    value = None if options.schedule == "auto" else options.schedule
-    settings = dict(options.schedule_options or {})
-    if isinstance(value, Schedule):
-        count = value.microbatches if count is None else count
-        if settings or value.ranks != ranks or count not in (1, value.microbatches):
-            raise InvalidInput(
-                "a finished schedule fits the mesh and the micro-batches, and takes no options",
-                got=f"a schedule of {counted(value.ranks, 'rank')} and "
-                f"{counted(value.microbatches, 'micro-batch')} for {counted(ranks, 'rank')} and "
-                f"{counted(count, 'micro-batch')}, options {settings}",
-                remedy="make the schedule for this mesh, or give its name",
-            )
-        check(value)
-        _require_runnable(value, options)
-        return value
-    if isinstance(value, Mapping):
-        settings = {**value, **settings}
-        value = settings.pop("name", DEFAULT_SCHEDULE)
-    name = DEFAULT_SCHEDULE if value is None else value
-    count = 2 * ranks if count is None else count
-    schedule = make_schedule(name, stages=ranks, microbatches=count, **settings)
-    check(schedule)
-    _require_runnable(schedule, options)
-    return schedule
-
-
-def _require_runnable(schedule: Schedule, options: PlanOptions) -> None:
-    """Refuse updates inside a step, and stale gradients that are not allowed."""
-    delays = {*schedule.delays}
-    if count_updates(schedule) > 1 or not (delays <= {0} or delays == {1}):
-        raise InvalidInput(
-            "a step makes one update, of gradients that are at most one update old on all stages; "
-            "other asynchronous schedules are checked, simulated and drawn",
-            got=f"schedule={schedule.name!r}",
-            remedy=f'schedule="{ASYNCHRONOUS_SCHEDULE}" with asynchronous=True, or '
-            f'"{DEFAULT_SCHEDULE}"; ap.pipeline.simulate() prices this one',
-        )
-    if delays == {1} and not options.asynchronous:
-        raise InvalidInput(
-            "an asynchronous schedule is taken where it is allowed: its gradients are one update "
-            "old, so the optimizer takes another trajectory",
-            got=f"schedule={schedule.name!r}",
-            remedy=f'asynchronous=True beside it, or schedule="{DEFAULT_SCHEDULE}"',
-        )

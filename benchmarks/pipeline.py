@@ -1,11 +1,14 @@
 """Pipelines on four real ranks: against the simulator, and against torch.distributed.pipelining.
 
-    torchrun --nproc-per-node 4 -m benchmarks.pipeline [--rounds 5] [--only sleep|sums|gpt]
+    torchrun --nproc-per-node 4 -m benchmarks.pipeline [--rounds 5] [--only sleep|runs|sums|gpt]
 
 sleep: every stage sleeps for a known time forward and backward, so that the number of cores does
 not matter. Wall time of a step over the simulated makespan, and chimera's gain over 1f1b beside the
 predicted one. The naps are operators of an ordinary model: capture, stage cut, autograd and the
 executor are those of every program.
+
+runs: steps of the same stages that follow one another without a drain. Time from loss to loss, once
+the pipeline is full, over the work of a stage in a step: 1 is no bubble.
 
 sums: chimera on the same sleeping stages, with each mode of `sync`, over a network on which the sum
 of a stage's gradient takes a known time; every round runs all modes. Wall time of a step over the
@@ -124,16 +127,19 @@ def sleeper(name: str, options: dict[str, Any]) -> tuple[Callable[[], None], flo
 
 
 def sleeping_step(made: Schedule) -> Callable[[], None]:
+    module, x = sleeping_module(made)
+    return lambda: _discard(module.step(x))
+
+
+def sleeping_module(made: Schedule, **options: Any) -> tuple[ap.ParallelModule, Tensor]:
     share = made.chunks * made.parts
     torch.manual_seed(0)
     model = Sleeper(made.stages, FORWARD / share, BACKWARD / share)
     x = torch.randn(made.all_parts, 4)
     for index, layer in enumerate(model.layers[1:], 1):
         ap.shard(layer, stage=index)
-    module = ap.parallelize(
-        model, (x,), mesh=ap.Mesh(pp=RANKS), schedule=made, microbatches=made.microbatches
-    )
-    return lambda: _discard(module.step(x))
+    options |= {"schedule": made, "microbatches": made.microbatches}
+    return ap.parallelize(model, (x,), mesh=ap.Mesh(pp=RANKS), **options), x
 
 
 def autopar_step(sizes: Sizes, name: str, options: dict[str, Any]) -> Callable[[], None]:
@@ -240,6 +246,30 @@ def run_sleepers(rounds: int) -> None:
         )
 
 
+def run_runs(rounds: int) -> None:
+    for name, count in (("pipedream-2bw", MICROBATCHES), ("pipedream", 1)):
+        made = ap.pipeline.schedule(name, stages=RANKS, microbatches=count)
+        module, x = sleeping_module(made, asynchronous=True)
+        optimizer, steps = torch.optim.SGD(module.parameters(), lr=1e-3), rounds * MICROBATCHES
+        warm, times = RANKS, list[float]()
+        dist.barrier()
+        for _ in module.run([x] * (warm + steps // count), optimizer):
+            times.append(time.perf_counter())
+        drained = RANKS if count == 1 else 1  # losses while the pipeline runs empty
+        gaps = [end - begin for begin, end in zip(times[warm:], times[warm + 1 : -drained])]
+        longest = torch.tensor(statistics.median(gaps))
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        work = count * (FORWARD + BACKWARD)
+        flushed = ap.pipeline.simulate(made, forward=FORWARD, backward=BACKWARD).makespan
+        say(
+            case=f"runs {name}",
+            wall=float(longest),
+            work=work,
+            ratio=float(longest) / work,
+            drained_step=flushed,
+        )
+
+
 class SlowNetwork:
     """Sums over gloo as `torch.distributed` does, and takes `SUM_SECONDS` for each."""
 
@@ -335,12 +365,14 @@ def say(**values: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=("sleep", "sums", "gpt"))
+    parser.add_argument("--only", choices=("sleep", "runs", "sums", "gpt"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if arguments.only in (None, "sleep"):
         run_sleepers(arguments.rounds)
+    if arguments.only in (None, "runs"):
+        run_runs(arguments.rounds)
     if arguments.only in (None, "gpt"):
         run_gpt(4 * arguments.rounds)
     if arguments.only in (None, "sums"):

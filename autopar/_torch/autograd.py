@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch._functorch import eager_transforms as function_transforms
 from torch._functorch.predispatch import _vmap_decrement_nesting as mapping_ends
 from torch._functorch.predispatch import _vmap_increment_nesting as mapping_begins
 from torch.autograd import Variable, forward_ad, profiler
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 from torch.autograd.graph import get_gradient_edge
 
 __all__ = ["function_transforms", "mapping_begins", "mapping_ends"]  # imported here for others
@@ -22,6 +24,13 @@ Pack = Callable[[Tensor], Any]
 def saved_tensor_hooks() -> tuple[Pack, Callable[[Any], Tensor]]:
     """Return the innermost hooks that pack and unpack tensors saved for backward."""
     return _outer_hooks(False) or (lambda tensor: tensor, lambda packed: packed)
+
+
+def unchanged_for_autograd(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Return a context in which changes of tensors in place do not count for autograd.
+
+    Their values are put back before backward reads them. Seen in torch 2.11 to 2.13."""
+    return preserve_versions(tuple(tensors))
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

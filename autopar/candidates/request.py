@@ -35,6 +35,7 @@ class Request:
     stages: int | None = None  # ranks along the axis
     microbatches: int | None = None
     schedule: Schedule | None = None
+    asynchronous: bool = False  # gradients may be older than the weights that they change
     recompute: AskedRecomputation = field(default_factory=AskedRecomputation)
     states: States | None = None
     patience: Patience = FOREVER

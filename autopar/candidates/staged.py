@@ -63,7 +63,7 @@ class StagedWay:
     @property
     def seconds(self) -> float:
         """Return the predicted seconds of a step."""
-        return self.timeline.step_time
+        return self.timeline.seconds
 
     @cached_property
     def candidate(self) -> Candidate:

@@ -91,7 +91,7 @@ class TrainingStep:
     @property
     def seconds(self) -> float:
         """Return the predicted seconds of one step."""
-        return self.cost.seconds if self.timeline is None else self.timeline.step_time
+        return self.cost.seconds if self.timeline is None else self.timeline.seconds
 
     @cached_property
     def memory(self) -> Memory:

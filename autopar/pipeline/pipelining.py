@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
+from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.pipeline.notation import from_text
 from autopar.pipeline.schedule import Schedule
@@ -24,6 +25,19 @@ class Pipelining:
     schedule: Annotated[Schedule, partial(from_text, of_call=True)]
     stages: tuple[StageCost, ...]
     shared: tuple[SharedSum, ...] = ()  # of parameters that several stages read
+
+    def __post_init__(self) -> None:
+        delays = self.schedule.delays
+        for shared in self.shared if delays else ():
+            if len({delays[stage] for stage in shared.stages}) > 1:
+                raise InvalidInput(
+                    "stages that share parameters read one version of them in a step",
+                    got=f"schedule={self.schedule.name!r}, whose gradients are "
+                    f"{' and '.join(str(delays[stage]) for stage in shared.stages)} updates old on "
+                    f"stages {' and '.join(map(str, shared.stages))}, which share parameters",
+                    remedy='schedule_options={"vertical_sync": True}, schedule="pipedream-2bw", '
+                    "or parameters that are not tied over stages",
+                )
 
     def __str__(self) -> str:
         schedule, uneven = self.schedule, imbalance(self.stages)
@@ -46,9 +60,10 @@ class Pipelining:
                 )
             )
         lines = [*wrap_line(title), *table(rows)]
-        if max(schedule.delays, default=0):
+        if any(schedule.delays):
+            ages = ", ".join(map(str, dict.fromkeys(schedule.delays)))
             lines += wrap_line(
-                "asynchronous: gradients are those of the weights of the step before, so another "
-                "optimizer trajectory follows"
+                f"asynchronous: gradients are {ages} updates older than the weights that they "
+                "change, so another optimizer trajectory follows"
             )
         return "\n".join(lines)

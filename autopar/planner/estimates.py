@@ -324,7 +324,8 @@ def _schedule_shape(name: Schedule | ScheduleName, stages: int) -> _ScheduleShap
     third = [schedule.parts / schedule.stages / 3] * schedule.stages
     twice = [2 * share for share in third]
     step = simulate(schedule, forward=third, backward=twice, backward_weight=third).makespan
-    bubble = max(0.0, step * stages - parts) / max(1, stages - 1)
+    is_full = any(schedule.delays)  # from step to step
+    bubble = 0.0 if is_full else max(0.0, step * stages - parts) / max(1, stages - 1)
     peaks = peak_counts(schedule, recompute=False)
     fullest = max(sum(counts[0] for counts in live.values()) for live in peaks)
     waiting = max(sum(counts[2] for counts in live.values()) for live in peaks)

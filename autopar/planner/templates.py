@@ -53,7 +53,8 @@ class Templates:
             return [self._request.schedule]
         if stages == 1:
             return [None]
-        names = weighed_names(stages, parts, self._blocks)
+        allowed = self._request.asynchronous
+        names = weighed_names(stages, parts, self._blocks, asynchronous=allowed)
         ways = [ScheduleName(name, tuple(sorted(options.items()))) for name, options in names]
         cuts = [cut_of_microbatches(way, stages) for way in ways]
         is_free = self._request.microbatches is None

@@ -228,7 +228,8 @@ def test_a_step_that_breaks_off_changes_no_version(monkeypatch):
     ("options", "message"),
     [
         ({"asynchronous": False}, "remedy: asynchronous=True beside it"),
-        ({"schedule": "pipedream"}, 'schedule="pipedream-2bw" with asynchronous=True'),
+        ({"schedule": "pipedream"}, 'microbatches=1 with schedule="pipedream"'),
+        ({"schedule": "pipedream", "microbatches": 1}, "stages 0 and 1, which share parameters"),
         ({"schedule_options": {"steps": 2}}, "a step makes one update"),
         ({"microbatches": 1}, "microbatches=2 or more"),
         ({"asynchronous": 1}, "asynchronous is True or False"),

@@ -111,18 +111,25 @@ class RankRunner:
         workers: Workers,
         transport: Transport,
         on_action_done: Callable[[int], None] = lambda position: None,
+        before_action: Callable[[Action], None] = lambda action: None,
     ) -> None:
-        """Prepare the messages of all actions; call `on_action_done(i)` when action i is done."""
+        """Prepare the messages of all actions; call `before_action` with each action before it is
+        done, and `on_action_done(i)` when action i is done."""
         self.schedule, self.rank, self.workers = schedule, rank, workers
-        self.order, self.transport = schedule.orders[rank], transport
-        self.on_action_done = on_action_done
-        self._inputs = [*(messages_of(schedule, action, sent=False) for action in self.order), []]
-        self._outputs = [messages_of(schedule, action, sent=True) for action in self.order]
+        self.transport = transport
+        self.on_action_done, self.before_action = on_action_done, before_action
+        self.set_order(schedule.orders[rank])
         self._kept = [worker.kept for worker in workers.values()]
         self._entries_per_microbatch = schedule.chunks * schedule.parts
         self.recorded = RankRecord()
         self._recorder: Callable[[], Recorder | None] = lambda: None  # a weak reference
         self._recording: tuple[Recorder, StepTimes] | None = None  # of the running step
+
+    def set_order(self, order: Sequence[Action], following: Sequence[Action] = ()) -> None:
+        """Do these actions from the next `start` on; `following`: those that come after them."""
+        inputs = [messages_of(self.schedule, a, sent=False) for a in (*order, *following[:1])]
+        self.order, self._inputs = order, inputs if following else [*inputs, []]
+        self._outputs = [messages_of(self.schedule, action, sent=True) for action in order]
 
     def record(self, recorder: Recorder) -> None:
         """Give the times of the next steps to `recorder`."""
@@ -183,6 +190,7 @@ class RankRunner:
             received[key.microbatch] = transport.receive(key, sender)
         for key, sender in self._inputs[position + 1]:
             transport.expect(key, sender)
+        self.before_action(action)
         outputs, recording = self._outputs[position], self._recording
         start = 0.0 if recording is None else recording[0].clock()
         for number, microbatch in enumerate(action.microbatches if action.kind in KINDS else ()):

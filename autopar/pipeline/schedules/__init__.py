@@ -135,20 +135,27 @@ def most_chunks(stages: int, microbatches: int, blocks: int) -> int:
     return next(even, max(2, most))  # all chunks have as many blocks, if some number allows it
 
 
+def microbatches_of_step(name: str, stages: int) -> int:
+    """Return how many micro-batches a step has if nobody says: one if each is an update."""
+    known = GENERATORS.get(name)
+    return 1 if known is not None and known.updates_each else 2 * stages
+
+
 def weighed_names(
-    stages: int, microbatches: int, blocks: int = 0
+    stages: int, microbatches: int, blocks: int = 0, *, asynchronous: bool = False
 ) -> list[tuple[str, Mapping[str, Any]]]:
     """Return the names and options of the schedules to weigh for these numbers.
 
     `microbatches`: those of the batch, or the halves of some schedules.
 
     Schedules with chunks are tried with as many as `blocks` equal blocks allow, too. Those that
-    repeat nothing are left out where they have many actions.
+    repeat nothing are left out where they have many actions. `asynchronous`: whether gradients may
+    be older than the weights that they change.
     """
     names: list[tuple[str, Mapping[str, Any]]] = []
     most = most_chunks(stages, microbatches, blocks)
     for name, generator in sorted(GENERATORS.items()):
-        weighed = generator.weighed
+        weighed = generator.weighed if asynchronous or not generator.is_asynchronous else ()
         if any(0 < options.get("chunks", 0) < most for options in weighed):
             weighed = *weighed, {"chunks": most}
         for options in weighed:

@@ -10,29 +10,34 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.errors import InvalidInput
-from autopar.pipeline.schedule import UPDATE, Action, Schedule, make
+from autopar.pipeline.schedule import UPDATE, Action, Option, Schedule, make
 from autopar.pipeline.schedules.one_f_one_b import one_f_one_b
-from autopar.pipeline.schedules.registry import generator, straight
+from autopar.pipeline.schedules.registry import generator, positive, straight
 
 
-@generator("pipedream", is_asynchronous=True)
-def pipedream(stages: int, microbatches: int, vertical_sync: bool = False) -> Schedule:
+@generator("pipedream", is_asynchronous=True, updates_each=True)
+def pipedream(
+    stages: int, microbatches: int, vertical_sync: bool = False, steps: int = 1
+) -> Schedule:
+    """Return `steps` steps of so many micro-batches each, of which each is an update."""
+    positive("pipedream", "steps", steps)
     if not isinstance(vertical_sync, bool):
         raise InvalidInput(
             "vertical_sync of pipedream is True or False",
             got=f"vertical_sync={vertical_sync!r}",
             remedy="vertical_sync=True",
         )
-    orders = []
-    for order in one_f_one_b(stages, microbatches).orders:
+    count, orders = steps * microbatches, []
+    for order in one_f_one_b(stages, count).orders:
         updated = list[Action]()
         for action in order:
             updated.append(action)
             if action.kind == "B":
                 updated.append(Action(UPDATE, 0, action.stage, action.microbatches))
         orders.append(updated)
-    options = {"vertical_sync": True} if vertical_sync else {}
-    made = make("pipedream", microbatches, [straight(stages)], orders, **options)
+    options: dict[str, Option] = {"vertical_sync": True} if vertical_sync else {}
+    options |= {"steps": steps} if steps > 1 else {}
+    listed = make("pipedream", count, [straight(stages)], orders, **options)
     last = stages - 1
     delays = (last - stage * (not vertical_sync) for stage in range(stages))
-    return replace(made, delays=tuple(delays))
+    return replace(listed, delays=tuple(delays))

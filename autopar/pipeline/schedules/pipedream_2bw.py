@@ -16,7 +16,7 @@ from autopar.pipeline.schedules.registry import generator, positive, straight
 from autopar.text.units import counted
 
 
-@generator("pipedream-2bw", is_asynchronous=True)
+@generator("pipedream-2bw", {}, is_asynchronous=True)
 def pipedream_2bw(stages: int, microbatches: int, steps: int = 1) -> Schedule:
     """Return `steps` steps of so many micro-batches each."""
     positive("pipedream-2bw", "steps", steps)
@@ -38,5 +38,5 @@ def pipedream_2bw(stages: int, microbatches: int, steps: int = 1) -> Schedule:
                 updated.append(Action(UPDATE, 0, stage, step))
         orders.append(updated)
     options = {"steps": steps} if steps > 1 else {}
-    made = make("pipedream-2bw", count, [straight(stages)], orders, **options)
-    return replace(made, delays=(1,) * stages)
+    listed = make("pipedream-2bw", count, [straight(stages)], orders, **options)
+    return replace(listed, delays=(1,) * stages)

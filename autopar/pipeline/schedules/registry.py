@@ -35,6 +35,7 @@ class Generator:
     weighed: tuple[dict[str, Any], ...]
     period: Callable[..., Period | None]  # by the number of stages and the options
     is_asynchronous: bool = False  # gradients are older than the weights that they change
+    updates_each: bool = False  # each micro-batch is an update
 
     @cached_property
     def options(self) -> tuple[str, ...]:
@@ -54,12 +55,14 @@ def generator(
     *weighed: dict[str, Any],
     period: Callable[..., Period | None] = no_period,
     is_asynchronous: bool = False,
+    updates_each: bool = False,
 ) -> Callable[[Generate], Generate]:
     """Register the decorated function as the schedule `name`.
 
     `weighed`: option sets, each of which is tried where a plan may choose any schedule. `period`:
     how it grows, by the number of stages and the options; None: each action is looked at.
-    `is_asynchronous`: its gradients are older than the weights that they change.
+    `is_asynchronous`: its gradients are older than the weights that they change. `updates_each`:
+    each micro-batch is an update.
     """
 
     def register(function: Generate) -> Generate:
@@ -70,7 +73,7 @@ def generator(
                 got=f"{name!r}, which {known.generate.__module__} has registered",
                 remedy=f'@generator("my-{name}")',
             )
-        GENERATORS[name] = Generator(function, weighed, period, is_asynchronous)
+        GENERATORS[name] = Generator(function, weighed, period, is_asynchronous, updates_each)
         return function
 
     return register

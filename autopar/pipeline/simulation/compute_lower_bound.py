@@ -57,6 +57,9 @@ def least_time(schedule: Schedule, enough: float = math.inf) -> float:
         for work in _work_of_ranks(schedule, repeated):  # a rank does one action at a time
             program.Add(length >= _weighted_sum(work, spread))
     program.Minimize(length)
+    if any(schedule.delays):  # steps follow one another: no rank waits for all of a path
+        program.Solve()
+        return program.Objective().Value() * (1 - _SLACK)
     point, bound = [1 / len(spread)] * len(spread), 0.0
     for _ in range(ROUNDS):
         makespan, path = _longest_path(schedule, repeated, point)

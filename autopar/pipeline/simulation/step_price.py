@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import fx
 
@@ -16,6 +17,7 @@ from autopar.cost.rooflines import collective_seconds
 from autopar.cost.state_price import SUMS
 from autopar.cost.time_report import ROUNDED, Cost, RunCost
 from autopar.passes.stages import StageCut
+from autopar.pipeline.continued_steps import continued, in_steady_state
 from autopar.pipeline.memory.step_memory import (
     StageMemory,
     activation_peak_in_step,
@@ -49,17 +51,28 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
         parts * (stage.backward + stage.reduced * (index in schedule.split_stages))
         for index, stage in enumerate(stages)
     ]
-    return simulate(
-        schedule,
+    simulated = partial(
+        simulate,
         forward=[parts * stage.forward for stage in stages],
         backward=backward,
         # Recomputation belongs to B or I, never to W.
         backward_weight=[parts * (stage.backward - stage.again) / 2 for stage in stages],
+    )
+    timeline = simulated(
+        schedule,
         message_costs=message_costs(schedule, stages, cluster, line),
         sync_cost=sums,
         after_sync=[stage.after for stage in stages],
         shared_sync=shared,
     )
+    if not any(schedule.delays):
+        return timeline
+    count = in_steady_state(schedule).microbatches // schedule.microbatches
+    shorter, longer = (
+        simulated(steps, message_costs=message_costs(steps, stages, cluster, line)).makespan
+        for steps in (continued(schedule, count), continued(schedule, count + 1))
+    )
+    return replace(timeline, drain=max(0.0, timeline.makespan - (longer - shorter)))
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,7 @@ def pipeline_cost(pipelining: Pipelining, run: RunCost, timeline: Timeline) -> C
     every = sum(sync.end - sync.start for sync in timeline.synchronizations)
     sums = every - gathered if every - gathered > ROUNDED * every else 0.0
     updated, casts = _visible_updates(timeline, stages)
-    waits = timeline.makespan - busy
+    waits = timeline.makespan - timeline.drain - busy
     exposed = moved + timeline.uncovered_sync - updated - casts
     return Cost(
         compute=busy * share + casts,
@@ -171,15 +184,16 @@ def memory_by_place(
     in a step. `kept_in_python`: bytes that forward keeps outside of the graph.
     """
     schedule, mesh = pipelining.schedule, pipelining.mesh.without(pipelining.axis)
-    memories = []
+    memories, steady = [], in_steady_state(schedule)
     for rank, counts in enumerate(held):
-        activations = activation_peak_in_step(schedule, rank, taken)
+        activations = activation_peak_in_step(steady, rank, taken)
         used = live_copy_bytes(copy_groups_of_nodes(counts, mesh, buffer_bytes, readers), mesh)
         memory = Memory.of(counts, mesh, activations, used=used).keeping(kept_in_python)
-        for _ in range(max(schedule.delays, default=0)):  # the versions of a step beyond the newest
+        delays = [schedule.delays[stage] for stage in schedule.stages_on(rank) if schedule.delays]
+        for _ in range(max(delays, default=0)):  # versions beside the newest
             learned = {n: count for n, count in counts.items() if info(n).learns}
             memory = memory.with_stale(Memory.of(learned, mesh, 0.0))
-        on_host = memory.host_activations + host_peak_in_step(schedule, rank, taken)
+        on_host = memory.host_activations + host_peak_in_step(steady, rank, taken)
         memory = replace(memory, host_activations=on_host)
-        memories.append(memory.at_once(peak_in_step(schedule, rank, taken), used))
+        memories.append(memory.at_once(peak_in_step(steady, rank, taken), used))
     return memories

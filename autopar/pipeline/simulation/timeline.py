@@ -90,6 +90,8 @@ class Timeline:
     activations: tuple[float, ...]
     synchronizations: tuple[Synchronization, ...] = ()
     updates: tuple[Update, ...] = ()
+    # Of an asynchronous schedule, how much of this step the next one hides.
+    drain: float = 0.0
 
     @cached_property
     def _times(self) -> ActionTimes:
@@ -131,6 +133,11 @@ class Timeline:
         """Return the makespan with synchronisation and the updates that follow on it."""
         sums, updates = (s.end for s in self.synchronizations), (u.end for u in self.updates)
         return max([self.makespan, *sums, *updates])
+
+    @property
+    def seconds(self) -> float:
+        """Return the time that a step adds to a run of steps."""
+        return self.step_time - self.drain
 
     @property
     def uncovered_sync(self) -> float:

@@ -55,7 +55,7 @@ class Backend(ABC):
         self.workers: dict[tuple[int, int], Worker] = {}
         self.stages: dict[int, StageRun] = {}
         self.runners: list[RankRunner] = []
-        self.stale_weights = StaleWeights(max(self.schedule.delays, default=0))
+        self.stale_weights = StaleWeights(_delays(program))
 
     def _prepare(self, transport: Transport, on_action_done: Callable[[int], None]) -> None:
         """Build the stages of this process and the runner of each of its pipeline places."""
@@ -147,7 +147,7 @@ class Backend(ABC):
     def close(self) -> None:
         """Drop the stages and the tensors that they read, which form reference cycles with this
         backend."""
-        self.stale_weights.clear()
+        self.stale_weights = StaleWeights({})
         self.workers.clear()
         self.stages.clear()
         self.runners.clear()
@@ -207,29 +207,46 @@ class Backend(ABC):
         gradients exist yet."""
         try:
             wanted = range(len(self.program.outputs)) if with_outputs else self.program.side_outputs
-            self._begin(tensors, batches, wanted, loss_gradient)
+            self._begin(tensors, dict(enumerate(batches)), wanted, loss_gradient)
             loss = self._run(is_first=is_first)
             outputs = self._outputs(wanted)
             for runner in self.runners:
                 runner.finish()
             return loss, outputs
         finally:
-            self._begin({}, ())  # frees the tensors of the step
+            self._begin({}, {})  # frees the tensors of the step
 
     def _forward_stages(self, tensors: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
         """Run a pipeline forward; return all outputs in full and without history."""
         try:
             wanted = range(len(self.program.outputs))
-            self._begin(tensors, self.split(inputs), wanted)
+            self._begin(tensors, dict(enumerate(self.split(inputs))), wanted)
             self._carry_out()
             self._update_buffers()
             return self._outputs(wanted)
         finally:
-            self._begin({}, ())
+            self._begin({}, {})
 
     @abstractmethod
     def _run(self, *, is_first: bool) -> Tensor:
         """Run a step, update gradients and buffers, and return the loss."""
+
+    @abstractmethod
+    def do_step(self, *, is_first: bool) -> None:
+        """Run the actions of a step, and update gradients and buffers."""
+
+    def begin_run(self, tensors: Mapping[str, Tensor], batches: Mapping[int, Batch]) -> None:
+        """Begin steps that follow one another; without tensors, end them."""
+        self._begin(tensors, batches)
+
+    def action_done(self, position: int) -> None:  # noqa: B027
+        """Note that the action at this position of a step is done."""
+
+    def forget_copies(self) -> None:  # noqa: B027
+        """Drop what was made of parameters whose values have changed."""
+
+    def gather_copies(self) -> None:  # noqa: B027
+        """Make the copies of parameters that backward expects to be there."""
 
     @abstractmethod
     def _carry_out(self) -> None:
@@ -238,7 +255,7 @@ class Backend(ABC):
     def _begin(
         self,
         tensors: Mapping[str, Tensor],
-        batches: Sequence[Batch],
+        batches: Mapping[int, Batch],
         wanted: range = range(0),
         loss_gradient: float = 1.0,
     ) -> None:
@@ -248,7 +265,7 @@ class Backend(ABC):
         for worker in self.workers.values():
             worker.clear()
 
-    def _losses(self) -> dict[int, Tensor]:
+    def losses(self) -> dict[int, Tensor]:
         """Return the shares of the loss that this process computed, by micro-batch."""
         loss = self.program.captured.loss_index
         computed = [pair for worker in self.workers.values() for pair in worker.outputs.items()]
@@ -297,7 +314,7 @@ class StageRun:
         self.graph_run = backend.prepare_graph(stage.graph, self._halves, is_whole=is_whole)
         self._update = backend.prepare_graph(stage.update) if stage.update is not None else None
         self.tensors: Mapping[str, Tensor] = {}  # parameters and buffers of the current step
-        self.batches: Sequence[Batch] = ()  # the micro-batches of the step
+        self.batches: Mapping[int, Batch] = {}  # the micro-batches of the step, by number
         self.wanted = range(0)  # the outputs that the step returns besides its loss
         self.loss_gradient = 1.0  # of a step's loss
 
@@ -323,7 +340,7 @@ class StageRun:
         every_turn = [name for name in names if placeholders[name] not in once]
         new: dict[str, Value] = {}
         with torch.no_grad():
-            for number, batch in enumerate(self.batches):
+            for number, batch in self.batches.items():
                 received = dict(zip(self.stage.statistics, statistics.get(number, [])))
                 received |= {name: new[name] for name in every_turn if name in new}
                 new = dict(zip(names, self._update(self.tensors, batch, received)))
@@ -366,6 +383,16 @@ class UnstagedRun(StageRun):
             changed = zip(self._mutations, values[self._count :])
             _write([(tensors[name], value) for name, value in changed if name not in later])
         return values[: self._count]
+
+
+def _delays(program: RuntimeProgram) -> dict[str, int]:
+    """Return by parameter how many updates old its gradients are; nothing if none is stale."""
+    delays = program.schedule.delays
+    return {
+        name: delay
+        for stage, delay in zip(program.stages, delays)
+        for name in stage.holds("parameter")
+    }
 
 
 def _write(values: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -26,9 +26,10 @@ from autopar.passes.stages import Stage
 from autopar.pipeline.running.executor import MessageKey
 from autopar.pipeline.running.movement_spans import listening
 from autopar.pipeline.running.weight_halves import WeightHalves
-from autopar.pipeline.running.worker import Value, sum_in_order
+from autopar.pipeline.running.worker import Value
 from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.backend import Backend, Batch
+from autopar.runtime.backends.loss_shares import LossShares
 from autopar.runtime.backends.piece_collection import collect
 from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.backends.stage_messages import Messages, Shape
@@ -100,14 +101,14 @@ class TorchBackend(Backend):
         self._sums = gradient_sums(
             program, self._readers, ranks, movements=movements, groups=groups, link=link
         )
-        self._loss: tuple[Tensor, dist.Work] | None = None  # the shares of all ranks, being summed
+        self.loss_shares = LossShares(self._line, program.loss_dtype, device)
         self._syncs: dict[frozenset[str], GradientSync] = {}  # by the names of parameters
         self._sync: GradientSync | None = None  # of the step that runs
         self._version = 0  # the version of the leaves in `_syncs`
         self.accumulation = GradientAccumulation(self.leaves, movements, self.device_mesh)
         self._calls = DirectCalls(program, self.leaves, self.world, self.accumulation)
-        self.messages = Messages(ranks, self._shapes, device)
-        self._prepare(self.messages, self._start_sums_after)
+        self.messages = Messages(ranks, self.message_shapes, device)
+        self._prepare(self.messages, self.action_done)
 
     def _make_leaves(self) -> LocalParameters:
         plans = copy_groups(self.parameter_movements.values(), self.mesh, self.program.buffer_bytes)
@@ -242,6 +243,11 @@ class TorchBackend(Backend):
         return value
 
     def _run(self, *, is_first: bool) -> Tensor:
+        self.do_step(is_first=is_first)
+        self.messages.finish()
+        return self.loss_shares.total(self.losses())
+
+    def do_step(self, *, is_first: bool) -> None:
         reached = self.program.parameters_by_output[self.program.captured.loss_index]
         sync = self._sync = self._sync_of(reached | self.accumulation.waiting)
         self._late.clear()  # left by a step that raised
@@ -255,8 +261,6 @@ class TorchBackend(Backend):
             with torch.no_grad():
                 self._wait_for_sums()
                 self.accumulation.finish(sync, reached)
-        self.messages.finish()
-        return self._total_loss()
 
     def _carry_out(self) -> None:
         (runner,) = self.runners
@@ -264,7 +268,7 @@ class TorchBackend(Backend):
         while not runner.done:
             runner.advance()
 
-    def _start_sums_after(self, position: int) -> None:
+    def action_done(self, position: int) -> None:
         """Start the sums that the action at `position` of a step completes."""
         sync = self._sync
         if sync is None:  # a call has no gradients
@@ -275,12 +279,14 @@ class TorchBackend(Backend):
             if not (is_last and sync.adds_rider(late)):
                 self._works.append(late.start())
         self._late.clear()
-        if is_last and self._line is not None:
-            dtype, count = self.program.loss_dtype, self.schedule.all_parts
-            shares = torch.zeros(count, dtype=dtype, device=self.device)
-            for number, loss in self._losses().items():
-                shares[number] = loss
-            self._loss = shares, dist.all_reduce(shares, group=self._line, async_op=True)
+        if is_last:
+            self.loss_shares.begin(self.losses(), self.schedule.all_parts)
+
+    def forget_copies(self) -> None:
+        self.leaves.window.reset()
+
+    def gather_copies(self) -> None:
+        self.leaves.window.gather_step_long()
 
     def _full_outputs(
         self, local: Mapping[tuple[int, int], Tensor], wanted: range, count: int
@@ -307,14 +313,6 @@ class TorchBackend(Backend):
             dist.broadcast(piece, self.ranks.line[place], group=self._line)
         return piece.to(self.device)
 
-    def _total_loss(self) -> Tensor:
-        """Return the sum of all shares in the order of micro-batches, the same on every rank."""
-        if self._loss is None:
-            return sum_in_order(self._losses())
-        (shares, work), self._loss = self._loss, None
-        wait_for(work)
-        return sum_in_order(dict(enumerate(shares))).clone()
-
     def _wait_for_sums(self) -> None:
         for work in self._works:
             wait_for(work)
@@ -339,7 +337,7 @@ class TorchBackend(Backend):
             self._syncs[names] = GradientSync(entries, self._sums, cut, self.program.buffer_bytes)
         return self._syncs[names]
 
-    def _shapes(self, key: MessageKey) -> list[Shape]:
+    def message_shapes(self, key: MessageKey) -> list[Shape]:
         """Return the shapes and dtypes of the values in a message to a stage of this rank."""
         stage = self.program.stages[key.stage]
         names = stage.receives if key.forward else stage.sends

@@ -13,7 +13,7 @@ the other one arrived: its memory is freed then, at the same action of every ste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,61 @@ from torch import Tensor
 from autopar._torch.communication import wait_for
 from autopar.pipeline.running.executor import MessageKey, messages_of
 from autopar.pipeline.running.worker import Value
+from autopar.pipeline.schedule import Schedule
 from autopar.runtime.backends.stage_ranks import StageRanks
 from autopar.runtime.backends.world import world
 
 Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class MessageTimes(Protocol):
+    """When messages are sent and read, in positions of the actions of their ranks."""
+
+    @property
+    def numbers(self) -> int:
+        """Return how many numbers of micro-batches tell messages under way apart."""
+        ...
+
+    def sent_at(self, key: MessageKey) -> int:
+        """Return the position of the action that sends a message."""
+
+    def read_at(self, key: MessageKey) -> int:
+        """Return the position of the action that reads a message."""
+
+    def in_order(self, sender: int, receiver: int) -> Iterator[MessageKey]:
+        """Yield the messages from one rank to another."""
+
+
+class StepMessages:
+    """The times of the messages of one step."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.numbers = schedule.all_parts
+        self._orders: dict[tuple[int, int], list[MessageKey]] = {}  # by sender and receiver
+        self._sent_at: dict[MessageKey, int] = {}
+        self._read_at: dict[MessageKey, int] = {}
+        for sender, order in enumerate(schedule.orders):
+            for position, action in enumerate(order):
+                for key, receiver in messages_of(schedule, action, sent=True):
+                    self._sent_at[key] = position
+                    if receiver != sender:
+                        self._orders.setdefault((sender, receiver), []).append(key)
+                for key, _ in messages_of(schedule, action, sent=False):
+                    self._read_at[key] = position
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Return the senders and receivers of all messages."""
+        return [*self._orders]
+
+    def sent_at(self, key: MessageKey) -> int:
+        return self._sent_at[key]
+
+    def read_at(self, key: MessageKey) -> int:
+        return self._read_at[key]
+
+    def in_order(self, sender: int, receiver: int) -> Iterator[MessageKey]:
+        return iter(self._orders[sender, receiver])
 
 
 class Messages:
@@ -36,29 +87,22 @@ class Messages:
         ranks: StageRanks,
         shapes: Callable[[MessageKey], Sequence[Shape]],
         device: torch.device,
+        times: MessageTimes | None = None,
     ) -> None:
-        """`shapes`: a function that returns the shapes and dtypes of a message to this rank."""
+        """`shapes`: a function that returns the shapes and dtypes of a message to this rank.
+        `times`: None: those of one step."""
         self.schedule, self.place, self.line = ranks.schedule, ranks.place, ranks.line
         self.shapes, self.device = shapes, device
-        orders: dict[tuple[int, int], list[MessageKey]] = {}  # of a step, by sender and receiver
-        self._sent_at: dict[MessageKey, int] = {}  # the position of the sender's action
-        self._read_at: dict[MessageKey, int] = {}  # the position of the receiver's action
-        for sender, order in enumerate(self.schedule.orders):
-            for position, action in enumerate(order):
-                for key, receiver in messages_of(self.schedule, action, sent=True):
-                    self._sent_at[key] = position
-                    if receiver != sender:
-                        orders.setdefault((sender, receiver), []).append(key)
-                for key, _ in messages_of(self.schedule, action, sent=False):
-                    self._read_at[key] = position
+        step = StepMessages(self.schedule)
+        self.times: MessageTimes = times or step
         self._groups: dict[tuple[int, int], Any] = {}  # by sender and receiver
         self._carrier = world().carrier
         for line in ranks.lines:
-            for sender, receiver in orders:
+            for sender, receiver in step.pairs:
                 group = world().channel(line[sender], line[receiver])
                 if group is not None:
                     self._groups[sender, receiver] = group
-        self._orders = {sender: keys for (sender, to), keys in orders.items() if to == self.place}
+        self._senders = [sender for sender, receiver in step.pairs if receiver == self.place]
         self._due: dict[int, Iterator[MessageKey]] = {}  # by sender: messages of later receives
         self._local: dict[MessageKey, list[Value]] = {}  # to another stage of this rank
         self._expected: dict[MessageKey, list[tuple[Tensor, dist.Work | None]]] = {}
@@ -67,16 +111,19 @@ class Messages:
 
     def start(self) -> None:
         """Begin a step."""
-        self._due = {sender: iter(keys) for sender, keys in self._orders.items()}
+        self._due = {sender: self.times.in_order(sender, self.place) for sender in self._senders}
 
     def expect(self, key: MessageKey, sender: int) -> None:
         if sender != self.place:
             while key not in self._expected:
                 due = next(self._due[sender])
-                self._expected[due] = [
-                    self._begin_receive(due, sender, number, shape, dtype)
-                    for number, (shape, dtype) in enumerate(self.shapes(due))
-                ]
+                self._expect_next(due, sender)
+
+    def _expect_next(self, key: MessageKey, sender: int) -> None:
+        self._expected[key] = [
+            self._begin_receive(key, sender, number, shape, dtype)
+            for number, (shape, dtype) in enumerate(self.shapes(key))
+        ]
 
     def receive(self, key: MessageKey, sender: int) -> list[Value]:
         if sender == self.place:
@@ -87,7 +134,7 @@ class Messages:
             if work is not None:
                 wait_for(work)
             values.append([value.to(self.device)])
-        self._free_sent(sender, self._sent_at[key])
+        self._free_sent(sender, self.times.sent_at(key))
         return values
 
     def _free_sent(self, reader: int, position: int) -> None:
@@ -111,7 +158,7 @@ class Messages:
                 group = self._groups[self.place, receiver]
                 work = dist.isend(value, self.line[receiver], group, self._tag(key, number))
                 assert work is not None
-                self._sent.append((work, value, receiver, self._read_at[key]))
+                self._sent.append((work, value, receiver, self.times.read_at(key)))
 
     def arrived(self, key: MessageKey) -> bool:
         """Return True: a process of one rank waits in `receive`."""
@@ -135,4 +182,5 @@ class Messages:
     def _tag(self, key: MessageKey, number: int) -> int:
         schedule = self.schedule
         tag = (number * 2 + key.forward) * schedule.pipes + key.pipe
-        return (tag * schedule.stages + key.stage) * schedule.all_parts + key.microbatch
+        numbers = self.times.numbers
+        return (tag * schedule.stages + key.stage) * numbers + key.microbatch % numbers

@@ -330,7 +330,7 @@ class VirtualBackend(Backend):
     def _begin(
         self,
         tensors: Mapping[str, Tensor],
-        batches: Sequence[Batch],
+        batches: Mapping[int, Batch],
         wanted: range = range(0),
         loss_gradient: float = 1.0,
     ) -> None:
@@ -352,9 +352,12 @@ class VirtualBackend(Backend):
         run_together(self.runners)
 
     def _run(self, *, is_first: bool) -> Tensor:
+        self.do_step(is_first=is_first)
+        return sum_in_order(self.losses())
+
+    def do_step(self, *, is_first: bool) -> None:
         self._carry_out()
         self._update_buffers()
-        return sum_in_order(self._losses())
 
 
 class RankCall:

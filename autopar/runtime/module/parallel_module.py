@@ -37,6 +37,7 @@ from autopar.runtime.module.loss_scale import (
 from autopar.runtime.module.programs import Programs
 from autopar.runtime.module.refused_wrappers import RefusesWrappers
 from autopar.runtime.module.running_program import ModuleCall, RunningProgram
+from autopar.runtime.module.runs import RunsBatches
 from autopar.runtime.module.step_arguments import split_step_arguments
 from autopar.runtime.module.step_loss import StepLoss
 from autopar.runtime.module.submodule_view import (
@@ -64,7 +65,7 @@ from autopar.tensor_type import TensorType
 from autopar.text.units import counted
 
 
-class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel):
+class ParallelModule(RunsBatches, RefusesWrappers, ModelAttributes, StepObservation, Parallel):
     """A module that is called and differentiated like the original; `step` takes a global batch.
 
     A call runs the whole batch at once, a step runs the plan's micro-batches; the planned memory is
@@ -82,13 +83,10 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
     program: RuntimeProgram
     plan: Plan
     backend: Backend
-    loss_scale: LossScale | None  # scales the loss of a step; None: no scaling
     _check: ProgramChecks | None
     _batch_check: BatchCheck | None = None
     _layouts: dict[str, Layout]
     _names: tuple[str, ...]
-    _programs: Programs
-    _tensors: ModuleTensors
 
     def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> ParallelModule:
         kind: Any = class_like(cls, type(model))

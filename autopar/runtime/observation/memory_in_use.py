@@ -258,10 +258,7 @@ def resident_tensors(
     buffer."""
     parameters, stale = dict(module.named_parameters()), backend.stale_weights.tensors
     tensors: dict[str, dict[str, list[Tensor]]] = {
-        "parameters": {
-            name: [value, stale[name]] if name in stale else [value]
-            for name, value in parameters.items()
-        },
+        "parameters": {name: [value, *stale.get(name, ())] for name, value in parameters.items()},
         "gradients": {n: [value.grad] for n, value in parameters.items() if value.grad is not None},
         "buffers": {name: [value] for name, value in module.named_buffers()},
     }
