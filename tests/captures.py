@@ -66,11 +66,12 @@ def shared_captures() -> Iterator[None]:
         kwargs: Mapping[str, Any],
         training: Mapping[str, bool],
         learning: Collection[str] = (),
+        numbers: Collection[int] = (),
     ) -> Captured:
-        how = tuple(sorted(training.items())), tuple(sorted(learning))
+        how = tuple(sorted(training.items())), tuple(sorted(learning)), tuple(sorted(numbers))
         key = id(first), _call(*pytree.tree_map_only(Tensor, _shape, (args, dict(kwargs)))), how
         if key not in made:
-            made[key] = first, captured_again(first, args, kwargs, training, learning)
+            made[key] = first, captured_again(first, args, kwargs, training, learning, numbers)
         return made[key][1]
 
     users = [patch.object(import_module(name), "capture", once) for name in USERS]

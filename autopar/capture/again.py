@@ -29,9 +29,11 @@ def captured_again(
     kwargs: Mapping[str, Any],
     training: Mapping[str, bool],
     learning: Collection[str] = (),
+    numbers: Collection[int] = (),
 ) -> Captured:
     """The program of another call, with these modules in training mode, or not; `learning`: the
-    parameters that learn beside those that did. No random numbers are drawn."""
+    parameters that learn beside those that did; `numbers`: the flat arguments that are numbers and
+    inputs. No random numbers are drawn."""
     example = captured.example
     modules = dict(example.model.named_modules(remove_duplicate=False))
     parameters = dict(example.model.named_parameters())
@@ -44,7 +46,7 @@ def captured_again(
         for name in learning:
             parameters[name].requires_grad_(True)
         with switched(example.autocasts), torch.random.fork_rng(devices=[]):
-            return capture(example.model, args, kwargs, example.precision, THIS, values)
+            return capture(example.model, args, kwargs, example.precision, THIS, values, numbers)
     finally:
         for path, was_training in modes.items():
             modules[path].training = was_training

@@ -16,6 +16,7 @@ from autopar.capture.autocasts import Autocast
 from autopar.capture.containers import Content
 from autopar.capture.decisions import Decision
 from autopar.capture.effects import Effect
+from autopar.capture.graph_builder import Recipe, ValueFact
 from autopar.capture.loss import index_of_loss
 from autopar.capture.marker import ANNOTATE, Annotation
 from autopar.capture.randomness import is_random
@@ -74,6 +75,7 @@ class Captured:
     static_inputs: dict[int, object] = field(default_factory=dict)  # flat arguments not tensors
     key: str | None = None  # the placeholder of that which random numbers follow from
     decisions: tuple[Decision, ...] = ()  # what the values of the inputs decided
+    numbers: frozenset[str] = frozenset()  # the placeholders of inputs that are Python numbers
     writes: tuple[Write, ...] = ()  # to inputs
     contents: tuple[Content, ...] = ()  # of the containers that forward changes
     bounds: Mapping[str, ValueRange] = field(default_factory=dict)  # of parameters, by name
@@ -83,6 +85,9 @@ class Captured:
     kept_bytes: int = 0  # of the tensors in these, on each rank and from step to step
     program: Program | None = None  # its segments, of the program of a whole batch
     unfolded: Captured | None = None  # with all blocks, if one here stands for several
+    # How constants were computed, by placeholder, and what the program relies on of their values.
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    value_facts: tuple[ValueFact, ...] = ()
 
     def draw(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
         """The key of one step by placeholder, on the host if not told otherwise."""

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from numbers import Number
@@ -94,11 +94,14 @@ class Decision:
     answer: Any
     source: str | None
 
+    def found(self, given: Mapping[str, Tensor]) -> Any:
+        """The answer of inputs, by placeholder."""
+        values = {name: given[of] for name, of in self.inputs.items()}
+        return self.question(evaluated(self.graph, {**self.constants, **values}).item())
+
     def require(self, given: Mapping[str, Tensor]) -> None:
         """Refuse inputs, by placeholder, of which it has another answer."""
-        values = {name: given[of] for name, of in self.inputs.items()}
-        found = self.question(evaluated(self.graph, {**self.constants, **values}).item())
-        if found != self.answer:
+        if (found := self.found(given)) != self.answer:
             raise InvalidInput(
                 "forward goes the way on which it was captured: its example's values decided it",
                 got=f"inputs of which this line finds {found}, not {self.answer}",
@@ -108,11 +111,17 @@ class Decision:
 
 
 @contextmanager
-def decisions_made(model: nn.Module, leaves: Sequence[Any]) -> Iterator[list[Decision]]:
+def decisions_made(
+    model: nn.Module,
+    leaves: Sequence[Any],
+    numbers: Collection[int],
+    around: Callable[[ValueQueries], AbstractContextManager[Any]],
+) -> Iterator[list[Decision]]:
     """While forward of the model is followed, questions to values are answered by those of its flat
-    inputs."""
+    inputs. `numbers`: those that are Python numbers. `around`: what else stands around it, and puts
+    such questions."""
     made: list[Decision] = []
-    asked = ValueQueries(leaves, made)
+    asked = ValueQueries(leaves, made, numbers)
 
     def as_bool(self: Tensor) -> Any:
         number = asked.of(self)
@@ -152,6 +161,7 @@ def decisions_made(model: nn.Module, leaves: Sequence[Any]) -> Iterator[list[Dec
     plain = {name: getattr(Tensor, name) for name in ("__bool__", *names)}
     one_hot_of, plain_list = functional.one_hot, FakeTensor.tolist
     with ExitStack() as stack:
+        stack.enter_context(around(asked))
         stack.enter_context(while_it_runs(model, _GivenPlain))
         for owner, given in ((torch, _OF_TORCH), (Tensor, _OF_TENSORS)):
             for name in given.split():
@@ -179,8 +189,11 @@ def by_placeholder(made: Sequence[Decision], inputs: Sequence[str | None]) -> tu
 class ValueQueries:
     """Values of what follows from inputs alone."""
 
-    def __init__(self, leaves: Sequence[Any], made: list[Decision]) -> None:
-        self.leaves, self.made = leaves, made
+    def __init__(
+        self, leaves: Sequence[Any], made: list[Decision], numbers: Collection[int] = ()
+    ) -> None:
+        """`numbers`: the flat arguments that are Python numbers."""
+        self.leaves, self.made, self.numbers = leaves, made, numbers
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether a traced tensor holds the same in every batch."""
@@ -189,9 +202,10 @@ class ValueQueries:
 
     def sliced(self, tensor: Tensor) -> Sliced | None:
         node, root = traced_node(tensor)
-        return None if node is None else slice_of(node, root, [*map(_is_known, self.leaves)])
+        known = [at in self.numbers or _is_known(leaf) for at, leaf in enumerate(self.leaves)]
+        return None if node is None else slice_of(node, root, known)
 
-    def of(self, tensor: Tensor) -> _Number | None:
+    def of(self, tensor: Tensor) -> NotedNumber | None:
         """The number that a traced tensor of one element holds, if it is known."""
         if not isinstance(tensor, FakeTensor) or tensor.numel() != 1:
             return None
@@ -201,11 +215,11 @@ class ValueQueries:
         graph, inputs, constants = sliced
         values = {name: self.leaves[number] for name, number in inputs.items()}
         value = in_another_thread(evaluated, graph, {**constants, **values}).item()
-        return _Number(value, graph, inputs, constants, self.made)
+        return NotedNumber(value, graph, inputs, constants, self.made)
 
 
 @dataclass(frozen=True, eq=False)
-class _Number:
+class NotedNumber:
     """What `.item()` gives: a number that notes what is asked of it."""
 
     value: Any
@@ -241,6 +255,10 @@ class _Number:
         """The number, which is part of the program then."""
         return self.asked(GuardQuestion(type(self.value).__name__))
 
+    def for_torch(self, function: Any, args: Sequence[Any]) -> Any:
+        """What torch is given of it."""
+        return self.itself
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.itself, name)
 
@@ -254,21 +272,31 @@ class _GivenPlain(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        named = {name: _plain(one) for name, one in (kwargs or {}).items()}
-        return function(*map(_plain, args), **named)
+        return function(*_given(function, args), **_named(kwargs or {}))
 
 
 def _given_plain(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        named = {name: _plain(one) for name, one in kwargs.items()}
-        return function(*map(_plain, args), **named)
+        return function(*_given(function, args), **_named(kwargs))
 
     return call
 
 
+def _given(function: Any, args: Sequence[Any]) -> list[Any]:
+    """The arguments of a function of torch; an argument of forward may go in as a tensor."""
+    return [
+        one.for_torch(function, args) if issubclass(type(one), NotedNumber) else _plain(one)
+        for one in args
+    ]
+
+
+def _named(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _plain(one) for name, one in kwargs.items()}
+
+
 def _plain(given: Any) -> Any:
-    if type(given) is _Number:
+    if issubclass(type(given), NotedNumber):
         return given.itself
     if type(given) in (list, tuple):
         found = [_plain(one) for one in given]
@@ -280,8 +308,8 @@ def _plain(given: Any) -> Any:
 def _method(name: str) -> Callable[..., Any]:
     is_made = name in _OF_TWO or name in _MIRRORED
 
-    def ask(self: _Number, *others: Any) -> Any:
-        plain = [one.itself if type(one) is _Number else one for one in others]
+    def ask(self: NotedNumber, *others: Any) -> Any:
+        plain = [one.itself if issubclass(type(one), NotedNumber) else one for one in others]
         if any(isinstance(one, Tensor) for one in plain):
             return GuardQuestion(name, tuple(plain))(self.itself)
         if is_made and not all(isinstance(one, Number) for one in plain):
@@ -292,7 +320,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 for _name in (*_OF_TWO, *_MIRRORED, *_OF_ONE, *_AS_KEYS):
-    setattr(_Number, _name, _method(_name))
+    setattr(NotedNumber, _name, _method(_name))
 
 
 def slice_of(asked: fx.Node, root: nn.Module, known: Sequence[bool]) -> Sliced | None:

@@ -10,7 +10,8 @@ device, the inputs too. The user's model is never changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -73,6 +74,7 @@ from autopar.capture.hidden import Hiding, Needed
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
 from autopar.capture.joined import mark_joined
+from autopar.capture.key_value_caches import register_caches, require_returned
 from autopar.capture.listing import operator_name
 from autopar.capture.lookups import require_rows
 from autopar.capture.mapped import trained_anywhere
@@ -80,6 +82,7 @@ from autopar.capture.maps import maps_are_operators
 from autopar.capture.model_tensors import by_every_name
 from autopar.capture.module_casts import casts_change_nothing
 from autopar.capture.normalise import normalise
+from autopar.capture.number_inputs import is_number, number_tensor, numbers_given
 from autopar.capture.overlaps import require_no_overlaps
 from autopar.capture.parameter_aliases import aliases_of
 from autopar.capture.plainly import answered_plainly
@@ -115,15 +118,18 @@ def capture(
     precision: Precision | None = None,
     given: str = EXAMPLE,
     values: Sequence[Any] | None = None,
+    numbers: Collection[int] = (),
 ) -> Captured:
     """The normalised program of `model(*args, **kwargs)`, in the mode (train, eval) it is in.
 
     With a `precision` it begins with casts of what is kept and given to what it computes in.
     `given`: what errors call these arguments. `values`: the flat arguments as they were handed
-    over, if these are their shapes only. Forward may be followed again, with more of its blocks
-    (hidden.py)."""
+    over, if these are their shapes only. `numbers`: the flat arguments that are Python numbers and
+    inputs of the program (`number_inputs.py`). Forward may be followed again, with more of its
+    blocks (hidden.py)."""
+    register_caches()
     check_call(model, args, kwargs, given)
-    attempt = partial(_captured, model, args, kwargs, precision, given, values)
+    attempt = partial(_captured, model, args, kwargs, precision, given, values, numbers)
     shown: int | None = FEWEST - 1
     for _ in range(2):
         try:
@@ -140,6 +146,7 @@ def _captured(
     precision: Precision | None,
     given: str,
     values: Sequence[Any] | None,
+    numbers: Collection[int],
     shown: int | None,
 ) -> Captured:
     """The same, where so many blocks of each kind are `shown` (repeated.py)."""
@@ -157,6 +164,7 @@ def _captured(
         mode = new_mode()
         leaves, input_spec = pytree.tree_flatten((args, kwargs))
         device = home(model, leaves)
+        leaves = [number_tensor(leaf) if at in numbers else leaf for at, leaf in enumerate(leaves)]
         require_on(device, autocasts)
         copy = fake_model(model, mode, device)
         fakes = fake_inputs(leaves, mode, device)
@@ -165,7 +173,15 @@ def _captured(
             (copy, fakes) if precision is None else computing(copy, fakes, mode, precision)
         )
         is_kept, values = varies(len(leaves)), leaves if values is None else values
-        noted, asked, contents = Noted(), decisions_made(run, values), list[Content]()
+        values = [
+            number_tensor(v) if at in numbers and is_number(v) else v for at, v in enumerate(values)
+        ]
+        around = partial(numbers_given, run, _arguments_at(input_spec, numbers))
+        noted, asked, contents = (
+            Noted(),
+            decisions_made(run, values, numbers, around),
+            list[Content](),
+        )
         with hooks_refused() as lines, inside(run, autocasts), asked as decided:
             own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
             with (
@@ -180,6 +196,7 @@ def _captured(
         with tensors_put_back(run), emptied_afterwards(run, spaces, own):
             effects = settled(noted, run, mode, pytree.tree_unflatten(inputs, input_spec))
         require_casting(program)
+        require_returned(input_spec, program.call_spec.out_spec)
         aliases_of(run).require_none(program, run)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
         fake = {name: one for name, one in held.items() if not path_above(name, left_out)}
@@ -197,6 +214,10 @@ def _captured(
         writes = writes_to(builder.writes, captured.inputs)
         left = contents_of(contents, captured.inputs)
         captured = replace(captured, decisions=decisions, writes=writes, contents=left)
+        named_numbers = frozenset(
+            name for at in numbers if (name := captured.inputs[at]) is not None
+        )
+        captured = replace(captured, numbers=named_numbers)
         for write in writes:
             named = zip(captured.inputs, leaves, strict=True)
             require_apart(write, {name: leaf for name, leaf in named if name is not None})
@@ -236,6 +257,17 @@ def _export(
             raise Needed(None) from error
         with users_warnings_shown():
             raise explain(error, model, mode, args, kwargs, given) from error
+
+
+def _arguments_at(spec: pytree.TreeSpec, numbers: Collection[int]) -> list[int | str]:
+    """The arguments at these places of the flat ones: by number, or keyword."""
+    positional, named = spec.children()
+    names: list[int | str] = [*range(positional.num_children), *named.context]
+    counts = [child.num_leaves for child in (*positional.children(), *named.children())]
+    starts = itertools.accumulate(counts, initial=0)
+    return [
+        name for name, start, count in zip(names, starts, counts) if count == 1 and start in numbers
+    ]
 
 
 def _canonical(model: nn.Module) -> dict[str, str]:
@@ -296,6 +328,8 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
         bounds=builder.bounds,
         effects=tuple(builder.effects),
         unread_annotations=builder.unread_annotations,
+        recipes=builder.recipes,
+        value_facts=tuple(builder.value_facts),
     )
     mark_learning(graph, captured.differentiated)
     mark_joined(graph, captured.inputs)

@@ -60,6 +60,24 @@ class CallSignature:
         shapes = [v.shape if isinstance(v, _TensorKey) else () for v in self.values]
         return json.dumps([str(self), digest, shapes, sorted(self.unfrozen)])
 
+    def differing_dims(self, other: CallSignature) -> tuple[tuple[int, int], ...] | None:
+        """Return the dims of flat arguments in which two calls differ; None if in more than sizes.
+
+        Empty where they do not differ."""
+        if replace(self, values=()) != replace(other, values=()):
+            return None
+        dims: list[tuple[int, int]] = []
+        for at, (first, second) in enumerate(zip(self.values, other.values, strict=True)):
+            if first == second:
+                continue
+            if not isinstance(first, _TensorKey) or not isinstance(second, _TensorKey):
+                return None
+            sizes = list(zip(first.shape, second.shape))
+            if replace(first, shape=second.shape) != second or len(sizes) != len(first.shape):
+                return None
+            dims += [(at, dim) for dim, (a, b) in enumerate(sizes) if a != b]
+        return tuple(dims)
+
     @cached_property
     def text(self) -> str:
         """Return the arguments as a text."""

@@ -18,6 +18,7 @@ from autopar._torch.modules import state_names
 from autopar.capture.autocasts import require_same, switched
 from autopar.capture.effects import carry_out_all
 from autopar.capture.failure import Parallel
+from autopar.capture.key_value_caches import keep_caches
 from autopar.capture.listing import Listing
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
@@ -217,13 +218,13 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
             inputs = call.apply_writes(running, self._tensors.values) | self.backend.draw(program)
             outputs = backend.call(self._tensors.values, inputs)
             carry_out_all(program.captured.effects, self, outputs)
-            return program.structure(outputs)
+            return keep_caches((args, kwargs), program.structure(outputs))
 
-    def _accept(self, args: tuple, kwargs: Mapping[str, Any], *, is_step: bool) -> ModuleCall:
+    def _accept(self, args: tuple, kwargs: Mapping[str, Any], **options: bool) -> ModuleCall:
         """Return the record of a call on this rank, or refuse the call."""
         require_same(self.plan.original.example.autocasts)
-        refuse_late_hooks(self, self._current_tensors(), is_step=is_step)
-        return self._programs.accept(args, kwargs, is_step=is_step)
+        refuse_late_hooks(self, self._current_tensors(), is_step=options["is_step"])
+        return self._programs.accept(args, kwargs, **options)
 
     def _look_up(self, call: ModuleCall) -> None:
         """Find the program of a call among the known ones, or refuse the call."""
@@ -281,7 +282,7 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
                 options: dict[str, Any] = {"scale": scale, "outputs": outputs}
                 kwargs, options = split_step_arguments(example, args, kwargs, options)
                 with_outputs = wants_outputs(options["outputs"])
-                call = self._accept(args, kwargs, is_step=True)
+                call = self._accept(args, kwargs, is_step=True, with_outputs=with_outputs)
                 self._require_learning(tree_leaves((args, kwargs)))
             self._programs.exchange_numbers(call)
             with self.backend.local_checks():
@@ -295,9 +296,8 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
                 tensors = self._tensors.values
                 inputs = call.apply_writes(running, tensors) | backend.draw(program)
                 batches = backend.split(inputs)
-                loss, results = self._run_step(
-                    backend, tensors, batches, with_outputs=with_outputs, factor=factor
-                )
+                options = {"with_outputs": with_outputs, "factor": factor}
+                loss, results = self._run_step(backend, tensors, batches, **options)
                 carry_out_all(program.captured.effects, self, results)
         self._listeners.notify(begun, loss, running.plan)
         result = StepLoss.of(loss)

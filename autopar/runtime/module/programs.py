@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import json
 import warnings
+import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeGuard, overload
 
@@ -25,8 +27,10 @@ from autopar.capture.again import THIS, captured_again
 from autopar.capture.captured import Captured
 from autopar.capture.failure import check_call, require_one_dtype
 from autopar.capture.fingerprint import fingerprint_of
+from autopar.capture.key_value_caches import register_caches
+from autopar.capture.number_inputs import is_number
 from autopar.capture.plain_tensors import is_plain
-from autopar.errors import InvalidInput
+from autopar.errors import AutoparError, InvalidInput
 from autopar.plans.companion_plan import (
     follow_companion,
     plan_companion,
@@ -34,12 +38,14 @@ from autopar.plans.companion_plan import (
     stage_companion,
 )
 from autopar.plans.plan import Plan
+from autopar.plans.runtime_program import same_value
 from autopar.plans.verdict import require_rules, tell
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.module.call_signature import CallSignature, changing_values
 from autopar.runtime.module.local_inputs import input_layouts, join_call
 from autopar.runtime.module.plan_broadcast import Attach, agree_on_plan
+from autopar.runtime.module.resizing import ALIKE
 from autopar.runtime.module.running_program import ModuleCall, RunningProgram, SizeFamily
 from autopar.runtime.module.torch_contexts import refuse_transforms
 from autopar.runtime.module.training_modes import TrainingModes
@@ -50,6 +56,7 @@ from autopar.text.source_lines import frames_to_caller
 from autopar.text.tables import table
 
 WARN_ABOVE = 8  # programs without a warning
+_MOST_PROGRAMS = 1 << 20
 
 
 class Programs(Sequence[RunningProgram]):
@@ -58,6 +65,7 @@ class Programs(Sequence[RunningProgram]):
     def __init__(
         self, plan: Plan, backend: Backend, modes: TrainingModes, tensors: ModuleTensors
     ) -> None:
+        register_caches()
         self._modes, self._tensors = modes, tensors
         example = plan.original.example
         signature = CallSignature.of(
@@ -114,7 +122,14 @@ class Programs(Sequence[RunningProgram]):
         self.look_up(call)
         return self.build(call)
 
-    def accept(self, args: tuple, kwargs: Mapping[str, Any], *, is_step: bool) -> ModuleCall:
+    def accept(
+        self,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        *,
+        is_step: bool,
+        with_outputs: bool = False,
+    ) -> ModuleCall:
         """Return the record of a call on this rank; refuse transforms and odd tensors."""
         refuse_transforms()
         for running in self._with_all_sizes:
@@ -122,7 +137,9 @@ class Programs(Sequence[RunningProgram]):
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         if not all(is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
             check_call(self._listed[0].plan.original.example.model, args, kwargs, THIS)
-        return ModuleCall(args, kwargs, self._modes.now, self._tensors.unfrozen, is_step)
+        call = ModuleCall(args, kwargs, self._modes.now, self._tensors.unfrozen, is_step)
+        call.with_outputs = with_outputs
+        return call
 
     def exchange_numbers(self, call: ModuleCall) -> None:
         """Exchange the number of each rank's call, where a rank cannot know the program by itself.
@@ -134,9 +151,22 @@ class Programs(Sequence[RunningProgram]):
         backend, trainable = first.backend, first.plan.program.was_trainable
         sees_part = first.plan.pipelining and not all(trainable.values())
         if _is_among_others(backend) and (sees_part or backend.local_inputs):
-            number = self._numbers.setdefault(call.signature, len(self._numbers))
+            number = self._number_of(call)
             with backend.guard(agreed=True):
                 call.numbers = backend.world.gather_numbers(number)
+
+    def _number_of(self, call: ModuleCall) -> int:
+        """Return the number of a call on this rank: below 0, of a program and a size that it serves
+        beside its own; else of its signature."""
+        for at, running in enumerate(self._with_all_sizes):
+            numbers = running.plan.original.numbers
+            if not numbers and running.resizing is None:
+                continue
+            if (inputs := running.bind(call)) is not None:
+                size = 0 if running.resizing is None else running.resizing.size_of(inputs)
+                values = repr([size, *(inputs[name].item() for name in sorted(numbers))])
+                return -1 - at - zlib.crc32(values.encode()) * _MOST_PROGRAMS
+        return self._numbers.setdefault(call.signature, len(self._numbers))
 
     def look_up(self, call: ModuleCall) -> None:
         """Find the program of a call among the known ones; capture a new one otherwise."""
@@ -147,6 +177,8 @@ class Programs(Sequence[RunningProgram]):
     def _look_together(self, call: ModuleCall, numbers: tuple[int, ...]) -> bool:
         """Return whether a known program serves the calls that the ranks made."""
         known = self._by_rank_numbers.get(numbers)
+        if numbers[0] < 0 and len({*numbers}) == 1:
+            known = self._with_all_sizes[(-1 - numbers[0]) % _MOST_PROGRAMS]
         if known is not None and self._assign(call, known):
             return True
         self._exchange_signatures(call)
@@ -187,8 +219,10 @@ class Programs(Sequence[RunningProgram]):
             call.running = None
             return False
         if call.numbers is None:
-            self._last = self._known[call.signature] = running
-        else:
+            self._last = running
+            if running.resizing is None and not running.plan.original.numbers:
+                self._known[call.signature] = running
+        elif call.numbers[0] >= 0:
             self._by_rank_numbers[call.numbers] = running
         return True
 
@@ -203,10 +237,9 @@ class Programs(Sequence[RunningProgram]):
         if (dynamic := first.plan.dynamic) is not None:
             dynamic.require(original.example.model, args, kwargs)
             call.size_family_key = dynamic.across(original.example.model, args, kwargs)
-        modes = self._modes.by_path
         with reporter(first.plan.progress) as report:
             report("capture", type(original.example.model).__name__)
-            captured = captured_again(original, args, kwargs, modes, call.unfrozen)
+            captured = self._captured(call, args, kwargs)
         require_constants(captured)
         require_one_dtype(captured, "hand over inputs in the dtype that the model computes in")
         if call.is_step:
@@ -217,6 +250,36 @@ class Programs(Sequence[RunningProgram]):
         if not call.is_agreed:
             self._exchange_signatures(call)
 
+    def _captured(self, call: ModuleCall, args: tuple, kwargs: Mapping[str, Any]) -> Captured:
+        """Capture a call; the numbers in it that change are inputs of its program, where they can
+        be."""
+        first = self._listed[0]
+        names = first.plan.original.input_spec.children()[1].context
+        if {*names} == kwargs.keys():
+            kwargs = {name: kwargs[name] for name in names}
+        capture_call = partial(
+            captured_again, first.plan.original, args, kwargs, self._modes.by_path, call.unfrozen
+        )
+        is_plain = first.plan.precision is None and first.plan.dynamic is None
+        is_plain &= not first.plan.original.example.autocasts and not first.backend.local_inputs
+        numbers = self._changing_numbers(args, kwargs) if is_plain else frozenset[int]()
+        if numbers:
+            with suppress(AutoparError):  # forward does with a number what a tensor is not good for
+                return capture_call(numbers)
+        return capture_call()
+
+    def _changing_numbers(self, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[int]:
+        """Return the places of flat arguments that are numbers, and differ in a known program."""
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        places = set[int]()
+        for running in self._with_all_sizes:
+            known = running.plan.original
+            if known.input_spec == spec:
+                places |= {at for at, name in enumerate(known.inputs) if name in known.numbers}
+                static = known.static_inputs.items()
+                places |= {at for at, value in static if not same_value(value, leaves[at])}
+        return frozenset(at for at in places if is_number(leaves[at]))
+
     def _is_other(self, call: ModuleCall, captured: Captured) -> bool:
         """Return whether a captured program is new. Modes that change no operator make none."""
         fingerprint = fingerprint_of(captured)
@@ -225,6 +288,9 @@ class Programs(Sequence[RunningProgram]):
                 running.modes.add(call.training)
                 running.unfrozen |= call.unfrozen
                 return not self._assign(call, running)
+        call.like = next((r for r in self._with_all_sizes if self._differs_in_sizes(r, call)), None)
+        if call.like is not None and call.like.plan.fingerprint.form != fingerprint.form:
+            call.like = None
         ranges = (running.sizes for running in self._listed if running.sizes is not None)
         key, form = call.size_family_key, fingerprint.form
         call.sizes = next((sizes for sizes in ranges if sizes.includes(call, key, form)), None)
@@ -246,9 +312,13 @@ class Programs(Sequence[RunningProgram]):
                 require_rules(captured)
 
             def decide() -> Plan:
-                if sizes is not None:
-                    like = sizes.first.plan
-                    return resize_companion(plan, like, captured, is_step=is_step, inputs=inputs)
+                like = call.like if sizes is None else sizes.first
+                if like is not None:
+                    resized = resize_companion(
+                        plan, like.plan, captured, is_step=is_step, inputs=inputs
+                    )
+                    if sizes is not None or plan.limit is None or resized.memory.peak <= plan.limit:
+                        return resized
                 return plan_companion(plan, captured, is_step=is_step, inputs=inputs)
 
             def prepare() -> Attach:
@@ -274,7 +344,31 @@ class Programs(Sequence[RunningProgram]):
             self._warn_of_many()
         is_assigned = self._assign(call, running)
         assert is_assigned
+        self._share(running)
         return running
+
+    def _differs_in_sizes(self, running: RunningProgram, call: ModuleCall) -> bool:
+        """Return whether the call that a program was made for differs in sizes of inputs alone."""
+        return bool(running.takes(call) and running.signature.differing_dims(call.signature))
+
+    def _share(self, running: RunningProgram) -> None:
+        """Have a new program serve other sizes, if it is the third of its kind and they allow it.
+
+        Ranks do so together."""
+        kinds: dict[Any, list[RunningProgram]] = {}
+        for known in self._with_all_sizes:
+            if dims := known.signature.differing_dims(running.signature):
+                kinds.setdefault(dims, []).append(known)
+        for members in kinds.values():
+            if len(members) != ALIKE - 1 or running.resizing is not None:
+                continue
+            backend = self._listed[0].backend
+            with backend.guard(agreed=True):
+                resizing = running.resize_with(members)
+                if _is_among_others(backend):
+                    served = backend.world.gather_numbers(int(resizing is not None))
+                    resizing = resizing if all(served) else None
+            running.resizing = resizing
 
     def inner_program(
         self, running: RunningProgram, capture_inside: Callable[[Captured], Captured]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,9 @@ from autopar.capture.writes import carry_out, put_between
 from autopar.plans.plan import Plan
 from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.backend import Backend
+from autopar.runtime.execution.call_numbers import Unalike
 from autopar.runtime.module.call_signature import CallSignature
+from autopar.runtime.module.resizing import Resizing, SizedForm
 from autopar.strategies.node_info import info
 
 Inputs = dict[str, Tensor]
@@ -36,6 +38,7 @@ class RunningProgram:
         self.unfrozen = signature.unfrozen
         self.shapes = backend.input_shapes()
         self.sizes: SizeFamily | None = None  # the programs of its plan, if sizes vary
+        self.resizing: Resizing | None = None  # that serves other sizes of inputs
         self.routing_program: tuple[Plan, Backend] | None = None  # for expert_balance
         self._bounded: dict[str, tuple[Tensor, int]] = {}  # clamped parameters and their ages
 
@@ -105,7 +108,33 @@ class RunningProgram:
         """Return the inputs of a call by placeholder; None if it does not serve the call."""
         if not self.serves(call):
             return None
-        return self.plan.program.bind(call.args, call.kwargs, self.shapes)
+        program = self.plan.program
+        leaves = program.flat_arguments(call.args, call.kwargs)
+        if leaves is None:
+            return None
+        inputs = program.bind_flat(leaves, self.shapes)
+        if inputs is not None or self.resizing is None or not self._is_of_resized_form(call):
+            return inputs
+        return self.resizing.bind(leaves)
+
+    def _is_of_resized_form(self, call: ModuleCall) -> bool:
+        """Return whether a call runs in the form that takes other sizes."""
+        if self.plan.batches is None and self.plan.pipelining is None:
+            return True
+        return call.is_step == self.signature.is_step and not call.with_outputs
+
+    def resize_with(self, others: Sequence[RunningProgram]) -> Resizing | None:
+        """Return how this program serves other sizes of inputs than its own; None if it cannot.
+
+        `others`: programs of other sizes, otherwise alike."""
+        forms = [
+            SizedForm(*(p.step_form(with_outputs=False) if p.signature.is_step else p.call_form))
+            for p in (*others, self)
+        ]
+        try:
+            return Resizing(forms)
+        except Unalike:
+            return None
 
 
 @dataclass
@@ -150,6 +179,8 @@ class ModuleCall:
     numbers: tuple[int, ...] | None = None  # of the ranks' calls, if exchanged
     is_agreed: bool = False  # all ranks have exchanged their signatures of it
     global_inputs: tuple[tuple, Mapping[str, Any]] | None = None  # whole inputs without values
+    with_outputs: bool = False  # whether a step returns its outputs
+    like: RunningProgram | None = None  # a program of other sizes, whose decisions it takes
 
     @property
     def bound(self) -> Inputs:
@@ -161,6 +192,8 @@ class ModuleCall:
         """Return the inputs for a program that runs now, and do the writes of forward to inputs,
         parameters and containers."""
         original = running.plan.original
+        if running.resizing is not None:
+            running.resizing.set_size(running.resizing.size_of(self.bound))
         running.clamp_parameters(parameters)
         left = filled(original.contents, (self.args, self.kwargs), self.bound)
         inputs = self.bound | carry_out(original.writes, self.bound)
