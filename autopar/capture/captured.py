@@ -17,6 +17,7 @@ from autopar.capture.containers import Content
 from autopar.capture.decisions import Decision
 from autopar.capture.effects import Effect
 from autopar.capture.graph_builder import Recipe, ValueFact
+from autopar.capture.key_value_caches import ReturnedCache
 from autopar.capture.loss import index_of_loss
 from autopar.capture.marker import ANNOTATE, Annotation
 from autopar.capture.randomness import is_random
@@ -76,6 +77,7 @@ class Captured:
     key: str | None = None  # the placeholder of that which random numbers follow from
     decisions: tuple[Decision, ...] = ()  # what the values of the inputs decided
     numbers: frozenset[str] = frozenset()  # the placeholders of inputs that are Python numbers
+    caches: tuple[ReturnedCache, ...] = ()  # key-value caches in the output, in order
     writes: tuple[Write, ...] = ()  # to inputs
     contents: tuple[Content, ...] = ()  # of the containers that forward changes
     bounds: Mapping[str, ValueRange] = field(default_factory=dict)  # of parameters, by name

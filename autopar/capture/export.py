@@ -65,7 +65,7 @@ from autopar.capture.flatten import flatten
 from autopar.capture.folding import complete_program
 from autopar.capture.functions import own_backwards_kept
 from autopar.capture.fused import mark_parts
-from autopar.capture.generators import generators_kept
+from autopar.capture.generators import generators_kept, generators_reached
 from autopar.capture.gradients import mark_learning
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.grouped import groups_followed
@@ -74,7 +74,7 @@ from autopar.capture.hidden import Hiding, Needed
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
 from autopar.capture.joined import mark_joined
-from autopar.capture.key_value_caches import register_caches, require_returned
+from autopar.capture.key_value_caches import ReturnedCache, caches_seen, register_caches
 from autopar.capture.listing import operator_name
 from autopar.capture.lookups import require_rows
 from autopar.capture.mapped import trained_anywhere
@@ -177,17 +177,15 @@ def _captured(
             number_tensor(v) if at in numbers and is_number(v) else v for at, v in enumerate(values)
         ]
         around = partial(numbers_given, run, _arguments_at(input_spec, numbers))
-        noted, asked, contents = (
-            Noted(),
-            decisions_made(run, values, numbers, around),
-            list[Content](),
-        )
+        noted, asked = Noted(), decisions_made(run, values, numbers, around)
+        contents, caches = list[Content](), list[ReturnedCache]()
         with hooks_refused() as lines, inside(run, autocasts), asked as decided:
             own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
             with (
                 tensors_put_back(run),
                 emptied_afterwards(run, spaces, own),
                 buffers_written(run, is_kept, noted.lines),
+                caches_seen(run, caches),
                 changes_noted(run, noted, is_kept),
             ):
                 program, left_out = _export(
@@ -196,7 +194,6 @@ def _captured(
         with tensors_put_back(run), emptied_afterwards(run, spaces, own):
             effects = settled(noted, run, mode, pytree.tree_unflatten(inputs, input_spec))
         require_casting(program)
-        require_returned(input_spec, program.call_spec.out_spec)
         aliases_of(run).require_none(program, run)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
         fake = {name: one for name, one in held.items() if not path_above(name, left_out)}
@@ -217,7 +214,7 @@ def _captured(
         named_numbers = frozenset(
             name for at in numbers if (name := captured.inputs[at]) is not None
         )
-        captured = replace(captured, numbers=named_numbers)
+        captured = replace(captured, numbers=named_numbers, caches=tuple(caches))
         for write in writes:
             named = zip(captured.inputs, leaves, strict=True)
             require_apart(write, {name: leaf for name, leaf in named if name is not None})
@@ -243,9 +240,9 @@ def _export(
     hiding = Hiding()
     try:
         with ExitStack() as stack:
-            stack.enter_context(generators_kept(model))
+            stack.enter_context(generators_kept(*generators_reached(model)))
             stack.enter_context(whole_stacks(spaces))
-            for around in _AROUND:
+            for around in AROUND_FORWARD:
                 stack.enter_context(around())
             hiding = stack.enter_context(blocks_followed_once(model, shown))
             stack.enter_context(contents_seen(model, contents))
@@ -339,7 +336,7 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
 
 
 # Around forward while it is followed.
-_AROUND = (
+AROUND_FORWARD = (
     users_warnings_shown,
     own_backwards_kept,
     checkpoints_marked,

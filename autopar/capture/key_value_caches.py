@@ -10,11 +10,16 @@ cache that it is given, so the caller's own holds afterwards what the one of the
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
+from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.hooks import replaced
 from autopar.errors import InvalidInput
 
 _LIBRARY = "transformers.cache_utils"
@@ -36,28 +41,71 @@ def register_caches() -> None:
         )
 
 
-def require_returned(given: pytree.TreeSpec, returned: pytree.TreeSpec) -> None:
-    """Refuse a program that adds to a cache which it does not return."""
-    if _has_cache(given) and not _has_cache(returned):
-        raise InvalidInput(
-            "a key-value cache that forward is given is part of what it returns",
-            got="a call with past_key_values whose output has none",
-            remedy="use_cache=True; or no cache",
-        )
+@dataclass(frozen=True)
+class ReturnedCache:
+    """Tells which cache forward returns: its number among those that it was given, or None."""
+
+    number: int | None
+    is_changed: bool  # since it was given
 
 
-def keep_caches(given: tuple[tuple[Any, ...], Mapping[str, Any]], output: Any) -> Any:
-    """Return the output of a call with the caller's own cache in it, which holds all now."""
-    caches = _caches((given[0], dict(given[1])))
-    if not caches:
+@contextmanager
+def caches_seen(model: nn.Module, seen: list[ReturnedCache]) -> Iterator[None]:
+    """While forward is followed, note the caches that it returns, and refuse a call that changes
+    one which it does not return."""
+    forward, is_running = model.forward, False
+
+    @wraps(forward)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_running
+        if is_running:  # it calls itself
+            return forward(*args, **kwargs)
+        given = _caches((args, kwargs))
+        before = [_flatten(cache)[0] for cache in given]
+        is_running = True
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            is_running = False
+        changed = [
+            len(now := _flatten(cache)[0]) != len(held)
+            or any(a is not b for a, b in zip(now, held))
+            for cache, held in zip(given, before)
+        ]
+        numbers = returned_caches((args, kwargs), output)
+        seen[:] = [ReturnedCache(n, n is not None and changed[n]) for n in numbers]
+        if any(is_changed and n not in numbers for n, is_changed in enumerate(changed)):
+            raise InvalidInput(
+                "a key-value cache that forward adds to is part of what it returns",
+                got="a call with past_key_values whose output has none",
+                remedy="use_cache=True; or no cache",
+            )
         return output
-    returned = iter(_caches(output))
-    for cache in caches:
-        if (filled := next(returned, None)) is not None:
-            cache.layers = filled.layers
-    remaining = iter(caches)
+
+    with replaced(model, "forward", watched):
+        yield
+
+
+def returned_caches(given: Any, output: Any) -> list[int | None]:
+    """Return of each cache in an output its number among the given ones, by identity."""
+    numbers = {id(cache): number for number, cache in enumerate(_caches(given))}
+    return [numbers.get(id(cache)) for cache in _caches(output)]
+
+
+def keep_caches(given: Any, output: Any, returned: Sequence[ReturnedCache]) -> Any:
+    """Return the output of a call with the caller's own caches in it, which hold all now."""
+    if not returned:
+        return output
+    caches, filled = _caches(given), _caches(output)
+    results = list[Any]()
+    for known, cache in zip(returned, filled, strict=True):
+        own = cache if known.number is None else caches[known.number]
+        if known.is_changed:
+            own.layers = cache.layers
+        results.append(own)
+    remaining = iter(results)
     return pytree.tree_map(
-        lambda leaf: next(remaining, leaf) if _is_cache(leaf) else leaf, output, is_leaf=_is_cache
+        lambda leaf: next(remaining) if _is_cache(leaf) else leaf, output, is_leaf=_is_cache
     )
 
 
@@ -70,11 +118,6 @@ def _caches(values: Any) -> list[Any]:
     if _LIBRARY not in sys.modules:
         return []
     return [leaf for leaf in pytree.tree_leaves(values, is_leaf=_is_cache) if _is_cache(leaf)]
-
-
-def _has_cache(spec: pytree.TreeSpec) -> bool:
-    kind = getattr(sys.modules.get(_LIBRARY), "DynamicCache", None)
-    return kind is not None and (spec.type is kind or any(map(_has_cache, spec.children())))
 
 
 def _flatten(cache: Any) -> tuple[list[Any], Any]:

@@ -10,7 +10,10 @@ that differ lie on a line over the sizes; whatever else differs makes the progra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -18,7 +21,32 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.capture.size_guards import Affine
+
+@dataclass(frozen=True)
+class Affine:
+    """A number that follows a size: `(times * size + plus) / divisor`."""
+
+    times: int
+    plus: int
+    divisor: int = 1
+
+    def __call__(self, size: int) -> int:
+        return (self.times * size + self.plus) // self.divisor
+
+    def fits(self, size: int) -> bool:
+        """Return whether the number is a whole one."""
+        return (self.times * size + self.plus) % self.divisor == 0
+
+    @classmethod
+    def through(cls, sizes: Sequence[int], numbers: Sequence[int]) -> Affine | None:
+        """Return the form that gives these numbers at these sizes, of which two at least differ."""
+        (first, *_, last), (start, *_, end) = sizes, numbers
+        slope = Fraction(end - start, last - first)
+        plus = start - slope * first
+        divisor = math.lcm(slope.denominator, plus.denominator)
+        form = cls(int(slope * divisor), int(plus * divisor), divisor)
+        pairs = zip(sizes, numbers)
+        return form if all(form.fits(size) and form(size) == n for size, n in pairs) else None
 
 
 class Unalike(Exception):
@@ -57,8 +85,7 @@ class NumberForms:
         if isinstance(last, list | tuple):
             if len({len(value) for value in values}) > 1:
                 raise Unalike(f"{values}")
-            items = [self.of(items) for items in zip(*values)]
-            return items if isinstance(last, list) else tuple(items)
+            return _sequence(last, [self.of(items) for items in zip(*values)])
         if isinstance(last, dict):
             if any([*value] != [*last] for value in values):
                 raise Unalike(f"{values}")
@@ -96,7 +123,7 @@ def with_numbers(template: Any, number: Callable[[Affine], Any]) -> Any:
     if isinstance(template, Affine):
         return number(template)
     if isinstance(template, list | tuple):
-        return type(template)([with_numbers(item, number) for item in template])
+        return _sequence(template, [with_numbers(item, number) for item in template])
     if isinstance(template, dict):
         return {key: with_numbers(item, number) for key, item in template.items()}
     if isinstance(template, slice):
@@ -105,6 +132,11 @@ def with_numbers(template: Any, number: Callable[[Affine], Any]) -> Any:
         args, keywords = with_numbers((template.args, template.keywords), number)
         return partial(template.func, *args, **keywords)
     return template
+
+
+def _sequence(like: Any, items: list[Any]) -> Any:
+    """Return a list or tuple like another one, which may have names."""
+    return type(like)._make(items) if hasattr(like, "_make") else type(like)(items)
 
 
 def forms_in(template: Any) -> Iterator[Affine]:

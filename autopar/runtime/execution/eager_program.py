@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, fx
 
 from autopar._torch.operators import python_call
-from autopar.capture.size_guards import Affine
 from autopar.collectives.eager_movements import EAGER, DeferredSum, defer_sum
 from autopar.mesh import Mesh
 from autopar.passes import LocalContext, ParameterCopies, run_local_passes
@@ -22,6 +21,7 @@ from autopar.passes.flow import copy_subgraph
 from autopar.pipeline.running.weight_halves import WeightHalves
 from autopar.runtime.execution.activation_offload import ActivationOffload
 from autopar.runtime.execution.call_numbers import (
+    Affine,
     NumberForms,
     Unalike,
     forms_in,

@@ -218,7 +218,8 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
             inputs = call.apply_writes(running, self._tensors.values) | self.backend.draw(program)
             outputs = backend.call(self._tensors.values, inputs)
             carry_out_all(program.captured.effects, self, outputs)
-            return keep_caches((args, kwargs), program.structure(outputs))
+            returned = running.plan.original.caches
+            return keep_caches((args, kwargs), program.structure(outputs), returned)
 
     def _accept(self, args: tuple, kwargs: Mapping[str, Any], **options: bool) -> ModuleCall:
         """Return the record of a call on this rank, or refuse the call."""

@@ -12,6 +12,7 @@ With `dynamic_shapes` all sizes of the declared range share one plan and count a
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 import zlib
@@ -57,6 +58,7 @@ from autopar.text.tables import table
 
 WARN_ABOVE = 8  # programs without a warning
 _MOST_PROGRAMS = 1 << 20
+_MOST_TRIED = 3  # programs that a new one is laid beside, to serve other sizes
 
 
 class Programs(Sequence[RunningProgram]):
@@ -352,23 +354,24 @@ class Programs(Sequence[RunningProgram]):
         return bool(running.takes(call) and running.signature.differing_dims(call.signature))
 
     def _share(self, running: RunningProgram) -> None:
-        """Have a new program serve other sizes, if it is the third of its kind and they allow it.
+        """Have a new program serve other sizes, if two of its kind and it show how.
 
-        Ranks do so together."""
+        Ranks do so together. Of many programs the latest are tried: one may be an outlier."""
         kinds: dict[Any, list[RunningProgram]] = {}
         for known in self._with_all_sizes:
             if dims := known.signature.differing_dims(running.signature):
                 kinds.setdefault(dims, []).append(known)
+        backend = self._listed[0].backend
         for members in kinds.values():
-            if len(members) != ALIKE - 1 or running.resizing is not None:
-                continue
-            backend = self._listed[0].backend
-            with backend.guard(agreed=True):
-                resizing = running.resize_with(members)
-                if _is_among_others(backend):
-                    served = backend.world.gather_numbers(int(resizing is not None))
-                    resizing = resizing if all(served) else None
-            running.resizing = resizing
+            for others in itertools.combinations(members[-_MOST_TRIED:], ALIKE - 1):
+                with backend.guard(agreed=True):
+                    resizing = running.resize_with(others)
+                    if _is_among_others(backend):
+                        served = backend.world.gather_numbers(int(resizing is not None))
+                        resizing = resizing if all(served) else None
+                if resizing is not None:
+                    running.resizing = resizing
+                    return
 
     def inner_program(
         self, running: RunningProgram, capture_inside: Callable[[Captured], Captured]

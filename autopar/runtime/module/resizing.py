@@ -4,16 +4,14 @@
     pm.step(ids[:, :16])                                               # no capture
 
 Calls of three sizes made programs that are laid side by side. Where their graphs, layouts and calls
-differ in whole numbers alone that lie on a line over the size, and forward takes the same way at
-another size (`capture/size_guards.py`), the last of them runs that size, with its numbers put in.
-
-Two points would not do: every pair of numbers lies on a line. What is a polynomial of the size, as
-all numbers of the program are, and no line, misses it at the third.
+differ in whole numbers alone that lie on a line over the size, the last of them runs other sizes,
+with its numbers put in. Before it first runs a size, forward is rehearsed at that size
+(`capture/rehearsal.py`): all that it calls has to be what the lines say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +19,11 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
-from autopar.capture.size_guards import Affine, SizeForms, size_guards
+from autopar.capture.rehearsal import Rehearsal
 from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.execution.call_numbers import (
+    Affine,
     NumberForms,
     SetSize,
     Unalike,
@@ -37,7 +36,10 @@ from autopar.tensor_type import TensorType
 
 Inputs = dict[str, Tensor]
 Dim = tuple[int, int]  # number of a flat input, and a dim of it
+# Of each dim of a flat input how its size follows; None: it does not vary.
+SizeForms = Mapping[int, tuple[Affine | None, ...]]
 ALIKE = 3  # programs that show how numbers follow the size
+_LEAST = 2  # torch takes sizes of 0 and 1 to be special
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,9 @@ class Resizing:
         self._setters = self._lay_side_by_side(members)
         self._constants = sized_constants([m.program.captured for m in members], self._forms)
         self._facts = sized_facts(wholes, self._forms)
-        guards = size_guards(wholes[-1], self._inputs, self.own_size)
-        if guards is None or not all(map(guards, sizes)):
-            raise Unalike("ways that forward takes")
-        self._guards: Callable[[int], bool] = guards
-        self._known: dict[int, dict[str, Tensor] | None] = {}  # constants by size; None: not served
+        self._rehearsal = Rehearsal(wholes[-1])
+        self._expected = self._record_of([_leaves(whole) for whole in wholes])
+        self._verdicts: dict[int, bool] = {}  # whether a size is served
         self._own_shapes = self._program.whole_shapes
         self._varying = {
             name: [
@@ -92,13 +92,14 @@ class Resizing:
         if not isinstance(root, Tensor) or root.ndim <= dim:
             return None
         size = root.shape[dim]
-        if self._constants_at(size) is None:
-            return None
         shapes = self._own_shapes | {
             name: tuple(form if isinstance(form, int) else form(size) for form in forms)
             for name, forms in self._varying.items()
         }
-        return self._program.bind_flat(leaves, shapes)
+        inputs = self._program.bind_flat(leaves, shapes)
+        if inputs is not None and size not in self._verdicts:
+            self._verdicts[size] = self._serves(size, leaves)
+        return inputs if self._verdicts.get(size) else None
 
     def size_of(self, inputs: Inputs) -> int:
         """Return the size of a call that is served, from its inputs by placeholder."""
@@ -113,26 +114,32 @@ class Resizing:
         self.size = size
         for set_size in self._setters:
             set_size(size)
-        for name, value in (self._constants_at(size) or {}).items():
+        for name, recipe in self._constants.items():
+            value = recipe.value(size)
             for stage in self._backend.stages.values():
                 stage.graph_run.set_constant(name, value)
 
-    def _constants_at(self, size: int) -> dict[str, Tensor] | None:
-        """Return the constants at a size, by placeholder; None if the program is another there."""
-        if size not in self._known:
-            self._known[size] = self._computed_at(size)
-        return self._known[size]
-
-    def _computed_at(self, size: int) -> dict[str, Tensor] | None:
+    def _serves(self, size: int, leaves: Sequence[Any]) -> bool:
+        """Return whether the program is the one of a call of another size, with its numbers."""
+        if size < _LEAST:
+            return False
         if not all(form.fits(size) and form(size) >= 0 for form in self._forms.seen):
-            return None
+            return False
         if any(form(size) % degree or not form(size) for form, degree in self._conditions):
-            return None
-        if not self._guards(size):
-            return None
+            return False
         if not all(fact.holds(size) for fact in self._facts):
-            return None
-        return {name: recipe.value(size) for name, recipe in self._constants.items()}
+            return False
+        calls, numbers = self._expected
+        record = self._rehearsal.run(leaves)
+        return record is not None and record == (calls, filled(numbers, size))
+
+    def _record_of(self, calls: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Any]]:
+        """Return the record of forward in these calls, its numbers as a template."""
+        records = [self._rehearsal.run(leaves) for leaves in calls]
+        known = [record for record in records if record is not None]
+        if len(known) < len(records) or any(one.calls != known[-1].calls for one in known):
+            raise Unalike("ways that forward takes")
+        return known[-1].calls, self._forms.of([record.numbers for record in known])
 
     def _lay_side_by_side(self, members: Sequence[SizedForm]) -> list[SetSize]:
         setters: list[SetSize] = []
@@ -214,17 +221,25 @@ def _require_plain(programs: Sequence[Captured]) -> None:
     for program in programs:
         if program.effects or program.writes or program.contents or program.bounds:
             raise Unalike("what forward leaves behind")
+        if program.decisions or program.numbers:
+            raise Unalike("what forward decides by values")
     plain = [[leaf for leaf in p.output_leaves if not isinstance(leaf, fx.Node)] for p in programs]
-    structures = [(p.input_spec, p.output_spec, [*p.mutations], p.inputs) for p in programs]
+    structures = [
+        (p.input_spec, p.output_spec, [*p.mutations], p.inputs, p.caches) for p in programs
+    ]
     if any(p != plain[-1] for p in plain) or any(s != structures[-1] for s in structures):
         raise Unalike("arguments or outputs")
 
 
+def _leaves(program: Captured) -> list[Any]:
+    """Return the flat inputs of the call that was captured."""
+    example = program.example
+    return pytree.tree_leaves((example.args, dict(example.kwargs)))
+
+
 def _shapes(program: Captured) -> list[tuple[int, ...]]:
     """Return the shape of every flat input; () of one that is no tensor."""
-    example = program.example
-    leaves = pytree.tree_leaves((example.args, dict(example.kwargs)))
-    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves]
+    return [tuple(x.shape) if isinstance(x, Tensor) else () for x in _leaves(program)]
 
 
 def _input_forms(shapes: Sequence[Sequence[tuple[int, ...]]]) -> tuple[Dim, SizeForms]:

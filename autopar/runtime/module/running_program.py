@@ -118,7 +118,11 @@ class RunningProgram:
         return self.resizing.bind(leaves)
 
     def _is_of_resized_form(self, call: ModuleCall) -> bool:
-        """Return whether a call runs in the form that takes other sizes."""
+        """Return whether a call runs in the form that takes other sizes, and in the modes in which
+        they were rehearsed."""
+        known = self.signature
+        if (call.training, call.unfrozen) != (known.training, known.unfrozen):
+            return False
         if self.plan.batches is None and self.plan.pipelining is None:
             return True
         return call.is_step == self.signature.is_step and not call.with_outputs
