@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, NamedTuple
 
@@ -108,7 +108,7 @@ class Rehearsal:
             state.put_back()
         if has_changed:
             return None
-        forms = [returned_caches((args, kwargs), output)]
+        forms: list[Any] = [returned_caches((args, kwargs), output)]
         for values in ((args, kwargs), output):  # containers may hold something else by now
             leaves, spec = pytree.tree_flatten(values)
             recorder.note(leaves, [])
@@ -121,7 +121,7 @@ class Rehearsal:
         model = self._model
         with ExitStack() as stack:
             own = stack.enter_context(outside_fake_mode())
-            for around in (
+            contexts: tuple[AbstractContextManager[Any], ...] = (
                 torch.inference_mode(False),
                 torch.enable_grad(),
                 torch.random.fork_rng(devices=[]),
@@ -134,7 +134,8 @@ class Rehearsal:
                 generators_kept(*self._generators),
                 *(around() for around in AROUND_FORWARD),
                 as_exported(),
-            ):
+            )
+            for around in contexts:
                 stack.enter_context(around)
             yield
 
