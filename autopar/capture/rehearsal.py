@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar._torch.compile_flags import as_exported
 from autopar._torch.fake_shapes import grouped_products_of_floats
@@ -60,6 +61,12 @@ class Record(NamedTuple):
 
     calls: list[Any]
     numbers: list[int]
+
+    def is_same(self, calls: list[Any], numbers: list[int]) -> bool:
+        """Return whether these are the calls and numbers, as far as they can be compared."""
+        with suppress(Exception):  # forward may hand anything to a function
+            return self.calls == calls and self.numbers == numbers
+        return False
 
 
 class Rehearsal:
@@ -101,7 +108,7 @@ class Rehearsal:
         for at, leaf in enumerate(inputs):
             recorder.know(leaf, at)
         try:
-            with inside(model, example.autocasts), self._mode, recorder:
+            with inside(model, example.autocasts), self._mode, _Watch(recorder), recorder:
                 output = model(*args, **kwargs)
             has_changed = bool(state.changes())
         finally:
@@ -149,7 +156,7 @@ class _Recorder(TorchFunctionMode):
         self._mode, self._is_brief = mode, is_brief
         self.calls: list[Any] = []
         self.numbers: list[int] = []
-        self.has_failed = False
+        self.has_failed = self.is_inside = False  # inside of a function that is noted
         self._names: dict[int, Any] = {}  # of tensors by identity
         self._kept: list[Any] = []  # so that no other gets their identity
         self._results: dict[Any, _Results] = {}  # of equal calls
@@ -227,13 +234,23 @@ class _Recorder(TorchFunctionMode):
                 self.note(leaf, [])
 
     def _result(self, function: Any, args: Any, kwargs: dict[str, Any], key: list[Any]) -> Any:
-        """Return what a function gives, computed once of equal calls."""
+        """Return what a function gives; of equal calls one alone is computed."""
         module = getattr(function, "__module__", None) or torch.__name__
         if module.partition(".")[0] != torch.__name__:
             with self:  # it is handed on by torch, and may be anybody's
                 return function(*args, **kwargs)
         if self._is_brief and _name_of(function) in _OF_HISTORY:
+            self.has_failed = True
             raise _HistoryNeeded
+        self.is_inside = True
+        try:
+            return self._computed(function, module, args, kwargs, key)
+        finally:
+            self.is_inside = False
+
+    def _computed(
+        self, function: Any, module: str, args: Any, kwargs: dict[str, Any], key: list[Any]
+    ) -> Any:
         if not self._is_brief or not _is_pure(function, module):
             return function(*args, **kwargs)
         try:
@@ -257,6 +274,20 @@ class _Recorder(TorchFunctionMode):
         return FakeTensor(self._mode, meta, device).requires_grad_(requires_grad)
 
 
+class _Watch(TorchDispatchMode):
+    """Notes operators that are called past the functions of torch, as by a script."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self._recorder.has_failed |= not self._recorder.is_inside
+        return function(*args, **(kwargs or {}))
+
+
 class _HistoryNeeded(BaseException):
     """Forward looks at how a tensor was made: all calls are to be computed."""
 
@@ -278,8 +309,8 @@ class _Constant:
         if not isinstance(other, _Constant):
             return False
         one, two = self.tensor, other.tensor
-        if one is two:
-            return self.version == other.version
+        if one is two or one.is_meta:
+            return one is two and self.version == other.version
         with torch.no_grad():
             return one.dtype == two.dtype and one.device == two.device and torch.equal(one, two)
 

@@ -184,6 +184,7 @@ class Programs(Sequence[RunningProgram]):
         if known is not None and self._assign(call, known):
             return True
         self._exchange_signatures(call)
+        call.is_of_own_size = True
         return any(self._assign(call, p) for p in self._with_all_sizes if p.matches(call))
 
     def _exchange_signatures(self, call: ModuleCall) -> None:

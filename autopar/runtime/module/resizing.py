@@ -129,17 +129,17 @@ class Resizing:
             return False
         if not all(fact.holds(size) for fact in self._facts):
             return False
-        calls, numbers = self._expected
-        record = self._rehearsal.run(leaves)
-        return record is not None and record == (calls, filled(numbers, size))
+        record, (calls, numbers) = self._rehearsal.run(leaves), self._expected
+        return record is not None and record.is_same(calls, filled(numbers, size))
 
     def _record_of(self, calls: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Any]]:
         """Return the record of forward in these calls, its numbers as a template."""
         records = [self._rehearsal.run(leaves) for leaves in calls]
         known = [record for record in records if record is not None]
-        if len(known) < len(records) or any(one.calls != known[-1].calls for one in known):
+        if len(known) < len(records) or not all(one.is_same(known[-1].calls, one.numbers) for one in known):
             raise Unalike("ways that forward takes")
-        return known[-1].calls, self._forms.of([record.numbers for record in known])
+        numbers = [record.numbers for record in known]
+        return known[-1].calls, NumberForms(self._forms.sizes).of(numbers)
 
     def _lay_side_by_side(self, members: Sequence[SizedForm]) -> list[SetSize]:
         setters: list[SetSize] = []

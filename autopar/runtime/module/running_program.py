@@ -115,6 +115,8 @@ class RunningProgram:
         inputs = program.bind_flat(leaves, self.shapes)
         if inputs is not None or self.resizing is None or not self._is_of_resized_form(call):
             return inputs
+        if call.is_of_own_size:
+            return None
         return self.resizing.bind(leaves)
 
     def _is_of_resized_form(self, call: ModuleCall) -> bool:
@@ -184,6 +186,7 @@ class ModuleCall:
     is_agreed: bool = False  # all ranks have exchanged their signatures of it
     global_inputs: tuple[tuple, Mapping[str, Any]] | None = None  # whole inputs without values
     with_outputs: bool = False  # whether a step returns its outputs
+    is_of_own_size: bool = False  # whether ranks found no program that serves other sizes, too
     like: RunningProgram | None = None  # a program of other sizes, whose decisions it takes
 
     @property
