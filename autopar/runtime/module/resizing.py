@@ -136,7 +136,9 @@ class Resizing:
         """Return the record of forward in these calls, its numbers as a template."""
         records = [self._rehearsal.run(leaves) for leaves in calls]
         known = [record for record in records if record is not None]
-        if len(known) < len(records) or not all(one.is_same(known[-1].calls, one.numbers) for one in known):
+        if len(known) < len(records) or not all(
+            one.is_same(known[-1].calls, one.numbers) for one in known
+        ):
             raise Unalike("ways that forward takes")
         numbers = [record.numbers for record in known]
         return known[-1].calls, NumberForms(self._forms.sizes).of(numbers)
