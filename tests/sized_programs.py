@@ -252,7 +252,7 @@ def _identity(m: Sized, x: Tensor) -> Tensor:
 
 
 def _class_of_size(m: Sized, x: Tensor) -> Tensor:
-    pair = namedtuple("pair", ["a", "b"])(x.shape[1], 2)  # noqa: PYI024
+    pair = namedtuple("pair", ["a", "b"])(x.shape[1], 2)
     return m.up(x) * max(*pair) / pair.a
 
 

@@ -53,6 +53,6 @@ def test_a_rehearsal_leaves_nothing_behind() -> None:
     for length in (4, 5, 6, 7, 8, 12, 12):
         sized_programs.LOG.clear()
         module.step(sized_programs.inputs_of(length))
-        assert sized_programs.LOG == [length] * (length >= sized_programs.LIMIT)
+        assert [length] * (length >= sized_programs.LIMIT) == sized_programs.LOG
     assert torch.equal(torch.get_rng_state(), generator)
     assert len(module.programs) == 4
