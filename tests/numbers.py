@@ -38,7 +38,18 @@ class Scaled(nn.Module):
             y = y[:, : 1 + rounds % 3] * weight
         if self.kind == "exponent":
             y = y * math.exp(weight)
+        if self.kind == "its digits":
+            y = y * len(f"{weight!r}")
+        if self.kind == "truth":
+            y = y * (weight > 0.5)
         return y.square().mean()
+
+
+class OfClass(Scaled):
+    """Asks for the class of a number in a way that cannot be answered by another."""
+
+    def forward(self, x: Tensor, weight: float = 1.0, rounds: int = 0) -> Tensor:
+        return (self.up(x) * weight * (2 if type(weight) is float else 3)).square().mean()
 
 
 CALLS = ((0.3, 1), (0.4, 2), (0.45, 3), (0.9, 4), (0.2, 5), (0.35, 7), (1.7, 8), (0.0, 0))
@@ -51,6 +62,9 @@ PROGRAMS = {
     "branch": 3,
     "shape": 4,
     "exponent": len(CALLS),
+    "its class": len(CALLS),
+    "its digits": len(CALLS),
+    "truth": 3,
 }
 
 
@@ -58,7 +72,8 @@ def takes_numbers(kind: str, **options: Any) -> None:
     """Losses and gradients are those of the model, to the last bit on one rank."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model, x = Scaled(kind), torch.randn(8, 4)
+        make = OfClass if kind == "its class" else Scaled
+        model, x = make(kind), torch.randn(8, 4)
     (weight, rounds), *_ = CALLS
     module = ap.parallelize(
         copy.deepcopy(model), (x,), {"weight": weight, "rounds": rounds}, **options

@@ -61,7 +61,7 @@ _OF_TORCH = (
     "full full_like arange linspace logspace clamp clip where masked_fill fill pow add sub mul"
 )
 _OF_TENSORS = "new_full clamp clamp_ clip masked_fill masked_fill_ fill_ where pow add sub mul div"
-_AS_KEYS = ("__hash__", "__str__", "__format__")
+_AS_KEYS = ("__hash__", "__str__", "__repr__", "__format__")
 
 Sliced = tuple[fx.Graph, dict[str, int], dict[str, Tensor]]  # a graph, and what it reads
 
@@ -218,7 +218,7 @@ class ValueQueries:
         return NotedNumber(value, graph, inputs, constants, self.made)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class NotedNumber:
     """What `.item()` gives: a number that notes what is asked of it."""
 

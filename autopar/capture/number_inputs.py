@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from autopar.capture.decisions import NotedNumber, ValueQueries
 from autopar.capture.hooks import replaced
+from autopar.capture.python_state import PythonState
 
 DTYPES = {int: torch.int64, float: torch.float64}
 _LARGEST = 1 << 62  # of whole numbers, whose sums a tensor holds
@@ -37,12 +38,18 @@ def number_tensor(value: float) -> Tensor:
     return torch.tensor(value, dtype=DTYPES[type(value)])
 
 
+def may_take_numbers(model: nn.Module) -> bool:
+    """Return whether no code of a model asks for the class of anything, as by `type(x) is float`,
+    to which a number input gives another answer than `isinstance` does."""
+    return "type" not in PythonState(model).names
+
+
 def is_number(value: Any) -> bool:
     """Return whether a value can be an input: a float, or an int that a tensor holds."""
     return type(value) is float or (type(value) is int and abs(value) < _LARGEST)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class NumberInput(NotedNumber):
     """A number in the arguments of forward, or one that is computed of such."""
 

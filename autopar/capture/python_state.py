@@ -70,7 +70,7 @@ class PythonState:
 
     def __init__(self, model: nn.Module) -> None:
         self._holders: dict[int, Holder] = {}
-        self._names = set[str]()  # in the code that is followed
+        self.names = set[str]()  # in the code that is followed
         self._unnamed: dict[str, list[_Found]] = defaultdict(list)  # by a name that none has so far
         self._seen = set[int]()
         self._waiting = deque[_Found]([(model, "", ())])
@@ -172,7 +172,7 @@ class PythonState:
 
     def _wait_for(self, name: str, found: _Found) -> None:
         """Let something be followed once code that is followed has the name by which it is read."""
-        (self._waiting if name in self._names else self._unnamed[name]).append(found)
+        (self._waiting if name in self.names else self._unnamed[name]).append(found)
 
     def _follow_function(self, function: FunctionType) -> None:
         code = function.__code__
@@ -196,9 +196,9 @@ class PythonState:
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._wait(value, f"a default of {function.__qualname__}")
         for name in names:
-            if name in self._names:
+            if name in self.names:
                 continue
-            self._names.add(name)
+            self.names.add(name)
             self._waiting += self._unnamed.pop(name, ())
 
     def _follow_globals(self, space: dict[str, Any], names: Iterable[str], owner: str = "") -> None:

@@ -29,7 +29,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.failure import check_call, require_one_dtype
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.capture.key_value_caches import register_caches
-from autopar.capture.number_inputs import is_number
+from autopar.capture.number_inputs import is_number, may_take_numbers
 from autopar.capture.plain_tensors import is_plain
 from autopar.errors import AutoparError, InvalidInput
 from autopar.plans.companion_plan import (
@@ -266,7 +266,7 @@ class Programs(Sequence[RunningProgram]):
         is_plain = first.plan.precision is None and first.plan.dynamic is None
         is_plain &= not first.plan.original.example.autocasts and not first.backend.local_inputs
         numbers = self._changing_numbers(args, kwargs) if is_plain else frozenset[int]()
-        if numbers:
+        if numbers and may_take_numbers(first.plan.original.example.model):
             with suppress(AutoparError):  # forward does with a number what a tensor is not good for
                 return capture_call(numbers)
         return capture_call()
