@@ -15,11 +15,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from types import BuiltinFunctionType, MethodDescriptorType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -50,6 +51,7 @@ from autopar.capture.python_state import PythonState
 
 _NUMBER = object()  # in the place of a whole number
 _OF_TORCH = (BuiltinFunctionType, MethodDescriptorType)
+_OF_USERS = (FunctionType, MethodType, partial, nn.Module)
 # What tells a tensor of which only the form is known from one that was computed.
 _OF_HISTORY = {"requires_grad", "is_leaf", "grad_fn", "grad", "retain_grad", "retains_grad"}
 _OF_HISTORY |= {"_base", "_is_view", "_version", "output_nr", "register_hook", "is_set_to"}
@@ -209,6 +211,7 @@ class _Recorder(TorchFunctionMode):
         elif kind is slice:
             self.note((value.start, value.stop, value.step), key)
         else:  # of floats 0.0 is not -0.0, and nan is itself
+            self.has_failed |= isinstance(value, _OF_USERS)  # which torch may call, unseen
             self._note_form((kind, repr(value) if kind in (float, complex) else value), key)
 
     def _note_form(self, form: Any, key: list[Any]) -> None:

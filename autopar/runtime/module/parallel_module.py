@@ -218,8 +218,7 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
             inputs = call.apply_writes(running, self._tensors.values) | self.backend.draw(program)
             outputs = backend.call(self._tensors.values, inputs)
             carry_out_all(program.captured.effects, self, outputs)
-            returned = running.plan.original.caches
-            return keep_caches((args, kwargs), program.structure(outputs), returned)
+            return keep_caches((args, kwargs), program.structure(outputs), program.original.caches)
 
     def _accept(self, args: tuple, kwargs: Mapping[str, Any], **options: bool) -> ModuleCall:
         """Return the record of a call on this rank, or refuse the call."""

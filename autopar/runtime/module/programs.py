@@ -355,9 +355,8 @@ class Programs(Sequence[RunningProgram]):
         return bool(running.takes(call) and running.signature.differing_dims(call.signature))
 
     def _share(self, running: RunningProgram) -> None:
-        """Have a new program serve other sizes, if two of its kind and it show how.
-
-        Ranks do so together. Of many programs the latest are tried: one may be an outlier."""
+        """Have a new program serve other sizes, if two of the latest of its kind and it show how.
+        Ranks do so together."""
         kinds: dict[Any, list[RunningProgram]] = {}
         for known in self._with_all_sizes:
             if dims := known.signature.differing_dims(running.signature):
