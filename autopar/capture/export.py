@@ -184,8 +184,8 @@ def _captured(
             with (
                 tensors_put_back(run),
                 emptied_afterwards(run, spaces, own),
-                buffers_written(run, is_kept, noted.lines),
                 caches_seen(run, caches),
+                buffers_written(run, is_kept, noted.lines),
                 changes_noted(run, noted, is_kept),
             ):
                 program, left_out = _export(

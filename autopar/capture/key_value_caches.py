@@ -105,11 +105,12 @@ def keep_caches(given: Any, output: Any, returned: Sequence[ReturnedCache]) -> A
         results.append(own)
     remaining = iter(results)
     return pytree.tree_map(
-        lambda leaf: next(remaining) if _is_cache(leaf) else leaf, output, is_leaf=_is_cache
+        lambda leaf: next(remaining) if is_cache(leaf) else leaf, output, is_leaf=is_cache
     )
 
 
-def _is_cache(value: Any) -> bool:
+def is_cache(value: Any) -> bool:
+    """Return whether a value is a cache that torch looks into."""
     kind = getattr(sys.modules.get(_LIBRARY), "DynamicCache", None)
     return kind is not None and type(value) is kind
 
@@ -117,7 +118,7 @@ def _is_cache(value: Any) -> bool:
 def _caches(values: Any) -> list[Any]:
     if _LIBRARY not in sys.modules:
         return []
-    return [leaf for leaf in pytree.tree_leaves(values, is_leaf=_is_cache) if _is_cache(leaf)]
+    return [leaf for leaf in pytree.tree_leaves(values, is_leaf=is_cache) if is_cache(leaf)]
 
 
 def _flatten(cache: Any) -> tuple[list[Any], Any]:
