@@ -545,4 +545,29 @@ FAULTS = (
         "return 1 if verification.differs else 0",
         ("tests/test_verify.py::test_the_command_fails_where_coarse_numbers_leave_it_open",),
     ),
+    # sizes
+    Fault(
+        "size-without-rehearsal",
+        "A new size runs on a known program whatever forward does there.",
+        "autopar/runtime/module/resizing.py",
+        "return record is not None and record.is_same(calls, filled(numbers, size))",
+        "return True or record is not None and record.is_same(calls, filled(numbers, size))",
+        ("tests/test_sized_programs.py::test_a_program_that_looks_alike_is_not_taken",),
+    ),
+    Fault(
+        "size-in-another-mode",
+        "What was rehearsed in training serves other sizes in evaluation as well.",
+        "autopar/runtime/module/running_program.py",
+        "if (call.training, call.unfrozen) != (known.training, known.unfrozen):",
+        "if call.unfrozen != known.unfrozen:",
+        ("tests/test_sized_programs.py::test_a_program_that_looks_alike_is_not_taken",),
+    ),
+    Fault(
+        "caches-in-turn",
+        "Caches that forward returns are taken to be those that it was given, in turn.",
+        "autopar/capture/key_value_caches.py",
+        "return [numbers.get(id(cache)) for cache in _caches(output)]",
+        "return [*numbers.values()][: len(_caches(output))]",
+        ("tests/test_lengths.py::test_caches_are_told_apart_in_another_order",),
+    ),
 )

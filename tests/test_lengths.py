@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -54,6 +55,41 @@ def test_the_callers_own_cache_is_filled_and_returned() -> None:
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
         torch.testing.assert_close(mine.keys, theirs.keys)
         torch.testing.assert_close(mine.values, theirs.values)
+
+
+class Swapping(nn.Module):
+    """Adds to the first of two caches, and returns them in the other order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, first: Any, second: Any) -> Any:
+        y = self.up(x)
+        first.update(y, 2 * y, 0)
+        return second, first, y.sum()
+
+
+def test_caches_are_told_apart_in_another_order() -> None:
+    transformers = pytest.importorskip("transformers")
+    model, x = Swapping().double(), torch.ones(2, 1, 3, 4, dtype=torch.float64)
+
+    def caches() -> tuple[Any, Any]:
+        first, second = transformers.DynamicCache(), transformers.DynamicCache()
+        first.update(x, x, 0)
+        second.update(3 * x, 5 * x, 0)
+        return first, second
+
+    first, second = caches()
+    held, (expected, other) = second.layers[0].keys, caches()
+    with torch.no_grad():
+        module = ap.parallelize(copy.deepcopy(model), (x, *caches()), mesh=ap.Mesh(tp=2))
+        output = module(x, first, second)
+        model(x, expected, other)
+    assert output[0] is second
+    assert output[1] is first
+    assert second.layers[0].keys is held
+    torch.testing.assert_close(first.layers[0].values, expected.layers[0].values)
 
 
 class Silent(nn.Module):
