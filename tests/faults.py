@@ -407,8 +407,8 @@ FAULTS = (
         "mode-ignored",
         "A call in evaluation mode is served by the program of training.",
         "autopar/runtime/module/running_program.py",
-        "return self.takes(call) and is_in_mode and call.unfrozen <= self.unfrozen",
-        "return self.takes(call) and call.unfrozen <= self.unfrozen",
+        "return self.takes(call) and is_in_mode and learns_alike",
+        "return self.takes(call) and learns_alike",
         ("tests/runtime/test_same_program.py::test_another_mode_makes_a_program_if_it_is_another",),
     ),
     Fault(

@@ -82,11 +82,14 @@ class Captured:
     contents: tuple[Content, ...] = ()  # of the containers that forward changes
     bounds: Mapping[str, ValueRange] = field(default_factory=dict)  # of parameters, by name
     effects: tuple[Effect, ...] = ()  # what forward leaves behind in Python
+    # The names of attributes of modules that forward reads, as other calls may have left them.
+    attributes_read: frozenset[str] = frozenset()
     # Those of tensors that are computed for nothing, and the modules in which they stand.
     unread_annotations: Mapping[Annotation, str] = field(default_factory=dict)
     kept_bytes: int = 0  # of the tensors in these, on each rank and from step to step
     program: Program | None = None  # its segments, of the program of a whole batch
     unfolded: Captured | None = None  # with all blocks, if one here stands for several
+    asks_what_learns: bool = False  # forward goes by which tensors take a gradient
     # How constants were computed, by placeholder, and what the program relies on of their values.
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
     value_facts: tuple[ValueFact, ...] = ()
@@ -131,6 +134,11 @@ class Captured:
     def operators(self) -> tuple[fx.Node, ...]:
         """The calls of operators, in order: what takes one of several results is none."""
         return tuple(node for node in self.graph.nodes if node.name in self.classes)
+
+    @property
+    def changes_containers(self) -> bool:
+        """Whether forward changes containers of its arguments, such as caches."""
+        return bool(self.contents) or any(cache.is_changed for cache in self.caches)
 
     @property
     def is_folded(self) -> bool:

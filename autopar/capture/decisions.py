@@ -31,11 +31,20 @@ from torch.utils import _pytree as pytree
 
 from autopar._torch.export_graph import traced_node
 from autopar._torch.operators import written_arguments
+from autopar.base.exact_values import is_same_value
 from autopar.capture.fake import FakeTensor, has_no_data
 from autopar.capture.graph_builder import is_mutable
 from autopar.capture.grouped import Sizes
+from autopar.capture.guard_questions import (
+    MIRRORED,
+    OF_TWO,
+    GuardQuestion,
+    Raised,
+    answer_of,
+)
 from autopar.capture.guards import held_guard
 from autopar.capture.hooks import in_another_thread, replaced, while_it_runs
+from autopar.capture.number_formulas import NumberFormula
 from autopar.capture.plainly import fakes_told_apart
 from autopar.capture.randomness import may_be_random
 from autopar.capture.selections import selections_counted
@@ -43,18 +52,6 @@ from autopar.capture.templates import AGAIN
 from autopar.errors import InvalidInput
 from autopar.text.source_lines import caller
 
-_KINDS: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float}
-_COMPARED = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
-_MADE = (  # with others, on either side
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow"),
-    *("and", "or", "xor", "lshift", "rshift"),
-)
-_OF_TWO: dict[str, Callable[[Any, Any], Any]] = {
-    "__divmod__": divmod,
-    **{name: getattr(operator, name) for name in _COMPARED},
-    **{f"__{name}__": getattr(operator, f"__{name}__") for name in _MADE if name != "divmod"},
-}
-_MIRRORED = {f"__r{name}__": f"__{name}__" for name in _MADE}
 _OF_ONE = ("__neg__", "__pos__", "__abs__", "__invert__", "__round__", "__trunc__")
 # Of torch, what takes numbers of Python's own alone, and of tensors.
 _OF_TORCH = (
@@ -67,41 +64,34 @@ Sliced = tuple[fx.Graph, dict[str, int], dict[str, Tensor]]  # a graph, and what
 
 
 @dataclass(frozen=True)
-class GuardQuestion:
-    """To a number: what it is as a `kind` (bool, int, float), or what a method of it gives."""
-
-    kind: str
-    others: tuple[Any, ...] = ()
-
-    def __call__(self, value: Any) -> Any:
-        if self.kind in _KINDS:
-            return _KINDS[self.kind](value)
-        if len(self.others) == 1 and self.kind in _OF_TWO:
-            return _OF_TWO[self.kind](value, *self.others)
-        if len(self.others) == 1 and self.kind in _MIRRORED:
-            return _OF_TWO[_MIRRORED[self.kind]](*self.others, value)
-        return getattr(value, self.kind)(*self.others)
-
-
-@dataclass(frozen=True)
 class Decision:
     """A question to the inputs, and its answer when the program was captured."""
 
-    graph: fx.Graph  # of what is asked, from some inputs
+    graph: fx.Graph | NumberFormula  # of what is asked, from some inputs
     inputs: Mapping[str, Any]  # placeholder -> number of the flat argument, or its own placeholder
     constants: Mapping[str, Tensor]  # placeholder -> value
     question: GuardQuestion  # to the number that the graph gives
     answer: Any
     source: str | None
 
-    def found(self, given: Mapping[str, Tensor]) -> Any:
-        """The answer of inputs, by placeholder."""
+    def found(self, given: Mapping[str, Tensor], known: dict[int, Any] | None = None) -> Any:
+        """Return the answer of inputs, by placeholder.
+
+        `known`: the values of formulas that other decisions have computed of them."""
         values = {name: given[of] for name, of in self.inputs.items()}
-        return self.question(evaluated(self.graph, {**self.constants, **values}).item())
+        graph = self.graph
+
+        def ask() -> Any:
+            if isinstance(graph, NumberFormula):
+                numbers = {name: tensor.item() for name, tensor in values.items()}
+                return self.question(graph.value(numbers, {} if known is None else known))
+            return self.question(evaluated(graph, {**self.constants, **values}).item())
+
+        return answer_of(ask)
 
     def require(self, given: Mapping[str, Tensor]) -> None:
         """Refuse inputs, by placeholder, of which it has another answer."""
-        if (found := self.found(given)) != self.answer:
+        if not is_same_value(found := self.found(given), self.answer):
             raise InvalidInput(
                 "forward goes the way on which it was captured: its example's values decided it",
                 got=f"inputs of which this line finds {found}, not {self.answer}",
@@ -176,12 +166,28 @@ def decisions_made(
         yield made
 
 
+def are_decided_alike(
+    decisions: Sequence[Decision], numbers: Collection[str], given: Mapping[str, Tensor]
+) -> bool:
+    """Return whether all decisions that follow from numbers alone are those of these inputs.
+
+    `numbers`: the placeholders of numbers. `given`: tensors by placeholder."""
+    known, names = dict[int, Any](), {*numbers}
+    return all(
+        is_same_value(one.found(given, known), one.answer)
+        for one in decisions
+        if names.issuperset(one.inputs.values())
+    )
+
+
 def by_placeholder(made: Sequence[Decision], inputs: Sequence[str | None]) -> tuple[Decision, ...]:
     """Decisions that read flat arguments, reading placeholders; each once."""
     seen: dict[Any, Decision] = {}
     for one in made:
         named = {name: inputs[number] for name, number in one.inputs.items()}
-        key = one.source, one.question, str(one.graph), *named.values()
+        is_traced = isinstance(one.graph, fx.Graph)
+        graph = str(one.graph) if is_traced else id(one.graph)
+        key = one.source, one.question.key, graph, *named.values()
         seen.setdefault(key, replace(one, inputs=named))
     return tuple(seen.values())
 
@@ -223,17 +229,17 @@ class NotedNumber:
     """What `.item()` gives: a number that notes what is asked of it."""
 
     value: Any
-    graph: fx.Graph
+    graph: fx.Graph | NumberFormula
     inputs: Mapping[str, int]
     constants: Mapping[str, Tensor]
     made: list[Decision] = field(repr=False)
 
     def asked(self, question: GuardQuestion) -> Any:
-        answer = question(self.value)
+        answer = answer_of(lambda: question(self.value))
         made = self.graph, self.inputs, self.constants, question, answer
         if self.inputs:  # else it is the same in every batch
             self.made.append(Decision(*made, caller()))
-        return answer
+        return question(self.value) if isinstance(answer, Raised) else answer
 
     def __bool__(self) -> bool:
         return bool(self.asked(GuardQuestion("bool")))
@@ -244,7 +250,8 @@ class NotedNumber:
     def __float__(self) -> float:
         return float(self.asked(GuardQuestion("float")))
 
-    __index__ = __int__
+    def __index__(self) -> int:
+        return int(self.asked(GuardQuestion("index")))
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # what isinstance() finds
@@ -306,7 +313,7 @@ def _plain(given: Any) -> Any:
 
 
 def _method(name: str) -> Callable[..., Any]:
-    is_made = name in _OF_TWO or name in _MIRRORED
+    is_made = name in OF_TWO or name in MIRRORED
 
     def ask(self: NotedNumber, *others: Any) -> Any:
         plain = [one.itself if issubclass(type(one), NotedNumber) else one for one in others]
@@ -319,7 +326,7 @@ def _method(name: str) -> Callable[..., Any]:
     return ask
 
 
-for _name in (*_OF_TWO, *_MIRRORED, *_OF_ONE, *_AS_KEYS):
+for _name in (*OF_TWO, *MIRRORED, *_OF_ONE, *_AS_KEYS):
     setattr(NotedNumber, _name, _method(_name))
 
 

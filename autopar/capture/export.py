@@ -75,6 +75,7 @@ from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
 from autopar.capture.joined import mark_joined
 from autopar.capture.key_value_caches import ReturnedCache, caches_seen, register_caches
+from autopar.capture.learning_queries import learning_queries_noted
 from autopar.capture.listing import operator_name
 from autopar.capture.lookups import require_rows
 from autopar.capture.mapped import trained_anywhere
@@ -82,7 +83,8 @@ from autopar.capture.maps import maps_are_operators
 from autopar.capture.model_tensors import by_every_name
 from autopar.capture.module_casts import casts_change_nothing
 from autopar.capture.normalise import normalise
-from autopar.capture.number_inputs import is_number, number_tensor, numbers_given
+from autopar.capture.number_formulas import is_number, number_tensor
+from autopar.capture.number_inputs import numbers_given
 from autopar.capture.overlaps import require_no_overlaps
 from autopar.capture.parameter_aliases import aliases_of
 from autopar.capture.plainly import answered_plainly
@@ -96,6 +98,7 @@ from autopar.capture.python_changes import (
 from autopar.capture.refused import packed_sequences_refused
 from autopar.capture.repeated import FEWEST, blocks_followed_once
 from autopar.capture.scripted import scripts_run_plainly
+from autopar.capture.shared_containers import require_separate
 from autopar.capture.source import whole_stacks
 from autopar.capture.verifier import verify
 from autopar.capture.warned import users_warnings_shown
@@ -179,12 +182,14 @@ def _captured(
         around = partial(numbers_given, run, _arguments_at(input_spec, numbers))
         noted, asked = Noted(), decisions_made(run, values, numbers, around)
         contents, caches = list[Content](), list[ReturnedCache]()
+        learning_queries = list[str]()
         with hooks_refused() as lines, inside(run, autocasts), asked as decided:
             own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
             with (
                 tensors_put_back(run),
                 emptied_afterwards(run, spaces, own),
                 caches_seen(run, caches),
+                learning_queries_noted(run, learning_queries),
                 buffers_written(run, is_kept, noted.lines),
                 changes_noted(run, noted, is_kept),
             ):
@@ -214,7 +219,15 @@ def _captured(
         named_numbers = frozenset(
             name for at in numbers if (name := captured.inputs[at]) is not None
         )
-        captured = replace(captured, numbers=named_numbers, caches=tuple(caches))
+        captured = replace(
+            captured,
+            numbers=named_numbers,
+            caches=tuple(caches),
+            asks_what_learns=bool(learning_queries),
+            attributes_read=frozenset(name for _, name in noted.read),
+        )
+        if captured.changes_containers:
+            require_separate(args, kwargs)
         for write in writes:
             named = zip(captured.inputs, leaves, strict=True)
             require_apart(write, {name: leaf for name, leaf in named if name is not None})

@@ -5,15 +5,16 @@
 
 Forward is given a number that notes what is asked of it, as of the number in a tensor
 (`decisions.py`). Sums, products and quotients of it with tensors and numbers are calls of the
-program. Whatever else forward does with it (a branch, a shape, `math.exp`) is decided by its value:
-a call in which the answer is another is another program.
+program, as long as Python computes the same: whole numbers that are large, and a division by zero,
+are not the program's. Whatever else forward does with it (a branch, a shape, `math.exp`) is decided
+by its value: a call in which the answer is another is another program.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,31 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.decisions import NotedNumber, ValueQueries
+from autopar.capture.guard_questions import GuardQuestion, answer_of
 from autopar.capture.hooks import replaced
-from autopar.capture.python_state import PythonState
+from autopar.capture.number_formulas import DTYPES, NumberFormula, is_number
 
-DTYPES = {int: torch.int64, float: torch.float64}
-_LARGEST = 1 << 62  # of whole numbers, whose sums a tensor holds
 _NAMES = ("add", "sub", "mul", "div", "true_divide", "rsub", "truediv")
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv")
 }
-
-
-def number_tensor(value: float) -> Tensor:
-    """Return a number as an input of a program."""
-    return torch.tensor(value, dtype=DTYPES[type(value)])
-
-
-def may_take_numbers(model: nn.Module) -> bool:
-    """Return whether no code of a model asks for the class of anything, as by `type(x) is float`,
-    to which a number input gives another answer than `isinstance` does."""
-    return "type" not in PythonState(model).names
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value can be an input: a float, or an int that a tensor holds."""
-    return type(value) is float or (type(value) is int and abs(value) < _LARGEST)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -54,17 +38,17 @@ class NumberInput(NotedNumber):
     """A number in the arguments of forward, or one that is computed of such."""
 
     tensor: Tensor
-    queries: ValueQueries
 
     @classmethod
     def of(cls, tensor: Tensor, queries: ValueQueries) -> Any:
         """Return the number that a traced tensor of inputs holds."""
         noted = queries.of(tensor)
-        if noted is None:  # it would be taken for the tensor
-            raise TypeError("a number that follows from more than numbers")
-        return cls(
-            noted.value, noted.graph, noted.inputs, noted.constants, noted.made, tensor, queries
-        )
+        if noted is None or len(noted.inputs) != 1:  # it would be taken for the tensor
+            raise TypeError("no number of the arguments")
+        (number,) = noted.inputs.values()
+        formula = NumberFormula.argument(f"argument_{number}")
+        inputs = {f"argument_{number}": number}
+        return cls(noted.value, formula, inputs, {}, noted.made, tensor)
 
     @classmethod
     def __torch_function__(
@@ -84,39 +68,51 @@ class NumberInput(NotedNumber):
         if name.removeprefix("i") not in _NAMES and name not in _NAMES:
             return self.itself
         other = others[0]
-        if not other.is_floating_point():
+        if other.dtype not in (torch.float32, torch.float64):
             return self.itself
-        if other.ndim:
-            return self.tensor
-        is_wide = other.dtype in (torch.float32, torch.float64)
-        return self.tensor.to(other.dtype) if is_wide else self.itself
+        return self.tensor if other.ndim else self.tensor.to(other.dtype)
 
     def _combined(self, name: str, other: Any, *, is_mirrored: bool) -> Any:
         function = _OPERATORS[name]
         if isinstance(other, Tensor):
             mine = self.for_torch(function, (self, other))
+            if name == "truediv" and not is_mirrored:  # as torch divides a number by a tensor
+                return other.reciprocal() * mine
             return function(other, mine) if is_mirrored else function(mine, other)
         is_input = type(other) is NumberInput
-        if not is_input and not is_number(other):
-            asked = getattr(super(), f"__{'r' if is_mirrored else ''}{name}__")
-            return asked(other)
         number = other.value if is_input else other
         values = (number, self.value) if is_mirrored else (self.value, number)
-        value = function(*values)
+        value: Any = answer_of(lambda: function(*values)) if is_number(number) else None
         if not is_number(value):
-            return value
-        tensors = [self._as(type(value)), other._as(type(value)) if is_input else number]
-        if type(value) is float and not is_input:
-            tensors[1] = float(number)
-        return NumberInput.of(
-            function(*(reversed(tensors) if is_mirrored else tensors)), self.queries
-        )
+            return getattr(super(), f"__{'r' if is_mirrored else ''}{name}__")(other)
+        kind: Any = type(value)
+        operand = other.graph if is_input else other
+        tensors = [self._as(kind), other._as(kind) if is_input else kind(number)]
+        operands = [self.graph, operand]
+        if is_mirrored:
+            tensors, operands = tensors[::-1], operands[::-1]
+        inputs = {**self.inputs, **(other.inputs if is_input else {})}
+        return self._computed(function, value, operands, inputs, function(*tensors))
+
+    def _computed(
+        self,
+        function: Callable[..., Any],
+        value: float,
+        operands: Sequence[Any],
+        inputs: Mapping[str, int],
+        tensor: Tensor,
+    ) -> NumberInput:
+        """Return what a function gives of numbers, where it is a number in later calls, too."""
+        formula = NumberFormula(function, tuple(operands))
+        computed = NumberInput(value, formula, inputs, {}, self.made, tensor)
+        computed.asked(GuardQuestion("class of number"))
+        return computed
 
     def _as(self, kind: type) -> Tensor:
         return self.tensor.to(DTYPES[kind])
 
     def __neg__(self) -> Any:
-        return NumberInput.of(-self.tensor, self.queries)
+        return self._computed(operator.neg, -self.value, [self.graph], self.inputs, -self.tensor)
 
 
 def _method(name: str, *, is_mirrored: bool) -> Callable[[NumberInput, Any], Any]:

@@ -108,6 +108,11 @@ class PythonState:
         found = self._holders.get(id(value))
         return None if found is None or isinstance(found, Globals) else found
 
+    def module(self, identity: int) -> Holder | None:
+        """Return the holder of a module's attributes, by the identity of the module."""
+        found = self._holders.get(identity)
+        return found if isinstance(found, Module) else None
+
     def places_with(self, value: Any) -> list[tuple[Holder, Any]]:
         """Return where an object stands: the holders and the keys."""
         holders = self._holders.values()

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
+from numbers import Number
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from autopar.capture.autocasts import active, inside, switched
 from autopar.capture.blind_losses import looks_at_no_values
 from autopar.capture.caches import emptied_afterwards
 from autopar.capture.captured import Captured
+from autopar.capture.effects import carry_out_all
 from autopar.capture.export import AROUND_FORWARD
 from autopar.capture.fake import (
     FakeTensor,
@@ -43,17 +45,21 @@ from autopar.capture.fake import (
     outside_fake_mode,
 )
 from autopar.capture.generators import generators_kept, generators_reached
+from autopar.capture.graph_builder import fake_like
+from autopar.capture.holders import VALUES, Change
 from autopar.capture.hooks import hooks_refused
 from autopar.capture.key_value_caches import returned_caches
+from autopar.capture.learning_queries import function_name
 from autopar.capture.model_tensors import by_every_name
 from autopar.capture.python_changes import tensors_put_back
 from autopar.capture.python_state import PythonState
+from autopar.strategies.node_info import info
 
 _NUMBER = object()  # in the place of a whole number
 _OF_TORCH = (BuiltinFunctionType, MethodDescriptorType)
 _OF_USERS = (FunctionType, MethodType, partial, nn.Module)
 # What tells a tensor of which only the form is known from one that was computed.
-_OF_HISTORY = {"requires_grad", "is_leaf", "grad_fn", "grad", "retain_grad", "retains_grad"}
+_OF_HISTORY = {"is_leaf", "grad_fn", "grad", "retain_grad", "retains_grad"}
 _OF_HISTORY |= {"_base", "_is_view", "_version", "output_nr", "register_hook", "is_set_to"}
 _OF_HISTORY |= {"data_ptr", "storage", "untyped_storage", "storage_offset"}
 
@@ -63,6 +69,7 @@ class Record(NamedTuple):
 
     calls: list[Any]
     numbers: list[int]
+    changes: list[str]  # of what forward leaves in Python, which stand among the calls, too
 
     def is_same(self, calls: list[Any], numbers: list[int]) -> bool:
         """Return whether these are the calls and numbers, as far as they can be compared."""
@@ -85,16 +92,25 @@ class Rehearsal:
         _, self._spec = pytree.tree_flatten((example.args, dict(example.kwargs)))
 
     @deferred_collection()
-    def run(self, leaves: Sequence[Any]) -> Record | None:
-        """Return what forward does with these flat arguments; None where that is not certain."""
+    def run(
+        self, leaves: Sequence[Any], *, allows_changes: bool = False, left: Captured | None = None
+    ) -> Record | None:
+        """Return what forward does with these flat arguments; None where that is not certain.
+
+        `allows_changes`: what forward changes in Python is part of the record. `left`: the program
+        whose effects were carried out before."""
         for is_brief in (True, False):
             with suppress(Exception, _HistoryNeeded), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 with self._around():
-                    return self._record(leaves, is_brief=is_brief)
+                    record = self._record(leaves, left, is_brief=is_brief)
+                is_uncertain = record is not None and record.changes and not allows_changes
+                return None if is_uncertain else record
         return None
 
-    def _record(self, leaves: Sequence[Any], *, is_brief: bool) -> Record | None:
+    def _record(
+        self, leaves: Sequence[Any], left: Captured | None, *, is_brief: bool
+    ) -> Record | None:
         example, model = self._example, self._model
         inputs = fake_inputs(leaves, self._mode, example.device)
         if example.precision is not None:
@@ -104,7 +120,11 @@ class Rehearsal:
             ]
         args, kwargs = pytree.tree_unflatten(inputs, self._spec)
         recorder = _Recorder(self._mode, is_brief=is_brief)
-        state = PythonState(model)
+        before = state = PythonState(model)
+        if left is not None:
+            kept = [fake_like(self._mode, info(node).val) for node in left.kept]
+            carry_out_all(left.effects, model, kept)
+            state = PythonState(model)
         for name, tensor in by_every_name(model):
             recorder.know(tensor, name)
         for at, leaf in enumerate(inputs):
@@ -112,17 +132,17 @@ class Rehearsal:
         try:
             with inside(model, example.autocasts), self._mode, _Watch(recorder), recorder:
                 output = model(*args, **kwargs)
-            has_changed = bool(state.changes())
+            changes = [_described(change) for change in state.changes()]
         finally:
-            state.put_back()
-        if has_changed:
-            return None
+            before.put_back()
         forms: list[Any] = [returned_caches((args, kwargs), output)]
         for values in ((args, kwargs), output):  # containers may hold something else by now
             leaves, spec = pytree.tree_flatten(values)
             recorder.note(leaves, [])
             forms.append(spec)
-        return None if recorder.has_failed else Record([*recorder.calls, *forms], recorder.numbers)
+        if recorder.has_failed:
+            return None
+        return Record([*recorder.calls, *forms, *changes], recorder.numbers, changes)
 
     @contextmanager
     def _around(self) -> Iterator[None]:
@@ -212,7 +232,7 @@ class _Recorder(TorchFunctionMode):
             self.note((value.start, value.stop, value.step), key)
         else:  # of floats 0.0 is not -0.0, and nan is itself
             self.has_failed |= isinstance(value, _OF_USERS)  # which torch may call, unseen
-            self._note_form((kind, repr(value) if kind in (float, complex) else value), key)
+            self._note_form((kind, repr(value) if isinstance(value, Number) else value), key)
 
     def _note_form(self, form: Any, key: list[Any]) -> None:
         self.calls.append(form)
@@ -242,7 +262,7 @@ class _Recorder(TorchFunctionMode):
         if module.partition(".")[0] != torch.__name__:
             with self:  # it is handed on by torch, and may be anybody's
                 return function(*args, **kwargs)
-        if self._is_brief and _name_of(function) in _OF_HISTORY:
+        if self._is_brief and function_name(function) in _OF_HISTORY:
             self.has_failed = True
             raise _HistoryNeeded
         self.is_inside = True
@@ -320,17 +340,18 @@ class _Constant:
     __hash__ = object.__hash__
 
 
+def _described(change: Change) -> str:
+    """Return what has changed in Python, and to which plain value."""
+    value = change.value
+    text = repr(value) if type(value) in VALUES else type(value).__name__
+    return f"{change.name} {change.kind} {text}"
+
+
 def _form(result: Tensor) -> tuple[Tensor, torch.device, bool]:
     with outside_fake_mode():
         size, stride = result.shape, result.stride()
         meta = torch.empty_strided(size, stride, dtype=result.dtype, device="meta")
     return meta, result.device, result.requires_grad
-
-
-def _name_of(function: Any) -> str:
-    """Return the name of a function, or of the attribute that it reads or sets."""
-    owner = getattr(function, "__self__", None)
-    return str(getattr(owner, "__name__", None) or getattr(function, "__name__", ""))
 
 
 def _is_pure(function: Any, module: str) -> bool:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from autopar.base.exact_values import is_same_value
 from autopar.capture.captured import Captured
+from autopar.capture.decisions import are_decided_alike
 from autopar.capture.gradients import reached
-from autopar.capture.number_inputs import DTYPES, is_number, number_tensor
+from autopar.capture.number_formulas import DTYPES, is_number, number_tensor
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
@@ -195,8 +197,7 @@ class RuntimeProgram:
                 is_copied = leaf.is_inference() and not torch.is_inference_mode_enabled()
                 bound[placeholder] = leaf.clone() if is_copied else leaf
         numbers, decisions = self.original.numbers, self.captured.decisions
-        of_numbers = [d for d in decisions if numbers.issuperset(d.inputs.values())]
-        if any(decision.found(bound) != decision.answer for decision in of_numbers):
+        if not are_decided_alike(decisions, numbers, bound):
             return None
         for decision in decisions:
             decision.require(bound)
@@ -205,7 +206,7 @@ class RuntimeProgram:
     def _is_static(self, index: int, leaf: Any) -> bool:
         """Return whether an argument that is no tensor has the value of the program."""
         captured = self.captured.static_inputs[index]
-        return leaf is captured or same_value(leaf, captured)
+        return is_same_value(leaf, captured)
 
     def _takes(self, placeholder: str, leaf: Any, shape: tuple[int, ...]) -> bool:
         known = info(self.placeholders[placeholder])
@@ -215,12 +216,3 @@ class RuntimeProgram:
             return False
         needs = leaf.requires_grad and torch.is_grad_enabled()
         return known.differentiable or not needs
-
-
-def same_value(value: object, other: object) -> bool:
-    """Return whether two arguments are of one type and equal; NaN equals itself."""
-    if type(value) is not type(other):
-        return False
-    if isinstance(value, float | complex):
-        return repr(value) == repr(other)
-    return bool(value == other)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -399,3 +399,8 @@ class TorchBackend(Backend):
         self._wait_for_sums()
         pairs = zip(outputs, self.program.outputs)
         return [self._call_outputs(value, self.type_of(node)) for value, node in pairs]
+
+
+def is_among_others(backend: Backend) -> TypeGuard[TorchBackend]:
+    """Return whether a backend is one of several ranks."""
+    return isinstance(backend, TorchBackend) and backend.world.size > 1

@@ -12,26 +12,24 @@ With `dynamic_shapes` all sizes of the declared range share one plan and count a
 
 from __future__ import annotations
 
-import itertools
 import json
 import warnings
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from typing import Any, TypeGuard, overload
+from typing import Any, overload
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.capture.again import THIS, captured_again
+from autopar.capture.again import THIS
 from autopar.capture.captured import Captured
+from autopar.capture.effects_between import require_independent
 from autopar.capture.failure import check_call, require_one_dtype
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.capture.key_value_caches import register_caches
-from autopar.capture.number_inputs import is_number, may_take_numbers
 from autopar.capture.plain_tensors import is_plain
-from autopar.errors import AutoparError, InvalidInput
+from autopar.errors import InvalidInput
 from autopar.plans.companion_plan import (
     follow_companion,
     plan_companion,
@@ -39,15 +37,15 @@ from autopar.plans.companion_plan import (
     stage_companion,
 )
 from autopar.plans.plan import Plan
-from autopar.plans.runtime_program import same_value
 from autopar.plans.verdict import require_rules, tell
 from autopar.runtime.backends.backend import Backend
-from autopar.runtime.backends.distributed_backend import TorchBackend
+from autopar.runtime.backends.distributed_backend import is_among_others
+from autopar.runtime.module.call_capture import CallCapture, require_data
 from autopar.runtime.module.call_signature import CallSignature, changing_values
 from autopar.runtime.module.local_inputs import input_layouts, join_call
 from autopar.runtime.module.plan_broadcast import Attach, agree_on_plan
-from autopar.runtime.module.resizing import ALIKE
 from autopar.runtime.module.running_program import ModuleCall, RunningProgram, SizeFamily
+from autopar.runtime.module.shared_sizes import differs_in_sizes, share_sizes
 from autopar.runtime.module.torch_contexts import refuse_transforms
 from autopar.runtime.module.training_modes import TrainingModes
 from autopar.runtime.parameters.initial_values import require_constants
@@ -58,7 +56,6 @@ from autopar.text.tables import table
 
 WARN_ABOVE = 8  # programs without a warning
 _MOST_PROGRAMS = 1 << 20
-_MOST_TRIED = 3  # programs that a new one is laid beside, to serve other sizes
 
 
 class Programs(Sequence[RunningProgram]):
@@ -76,6 +73,7 @@ class Programs(Sequence[RunningProgram]):
         self._last = RunningProgram(plan, backend, signature, both=True)
         self._listed = [self._last]
         self._with_all_sizes = [self._last]
+        self._calls = CallCapture(self._with_all_sizes, modes, tensors)
         self._known: dict[CallSignature, RunningProgram] = {}
         self._numbers: dict[CallSignature, int] = {}  # of this rank's calls, in order
         self._by_rank_numbers: dict[tuple[int, ...], RunningProgram] = {}
@@ -139,7 +137,9 @@ class Programs(Sequence[RunningProgram]):
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         if not all(is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
             check_call(self._listed[0].plan.original.example.model, args, kwargs, THIS)
-        call = ModuleCall(args, kwargs, self._modes.now, self._tensors.unfrozen, is_step)
+        programs = (running.plan.original for running in self._with_all_sizes)
+        frozen = self._calls.frozen(*programs)
+        call = ModuleCall(args, kwargs, self._modes.now, self._tensors.unfrozen, frozen, is_step)
         call.with_outputs = with_outputs
         return call
 
@@ -152,7 +152,7 @@ class Programs(Sequence[RunningProgram]):
         first = self._listed[0]
         backend, trainable = first.backend, first.plan.program.was_trainable
         sees_part = first.plan.pipelining and not all(trainable.values())
-        if _is_among_others(backend) and (sees_part or backend.local_inputs):
+        if is_among_others(backend) and (sees_part or backend.local_inputs):
             number = self._number_of(call)
             with backend.guard(agreed=True):
                 call.numbers = backend.world.gather_numbers(number)
@@ -200,17 +200,25 @@ class Programs(Sequence[RunningProgram]):
             call.global_inputs = join_call(first.plan, call.args, call.kwargs, shapes)
         args, kwargs = call.global_inputs or (call.args, call.kwargs)
         call.signature = CallSignature.of(
-            args, kwargs, call.training, call.unfrozen, is_step=call.is_step
+            args,
+            kwargs,
+            call.training,
+            call.unfrozen,
+            is_step=call.is_step,
+            frozen=call.frozen,
         )
         call.is_agreed = True
 
     def _look_up(self, call: ModuleCall) -> bool:
         """Return whether a known program serves a call, and try the last call's program first."""
         call.inputs, call.running = self._last.bind(call), self._last
-        if call.inputs is not None:
+        is_served, changes_size = call.inputs is not None, self._last.changes_size(call.inputs)
+        if is_served and not changes_size:
             return True
-        if len(self._with_all_sizes) > 1 and _is_among_others(self._last.backend):
-            self._exchange_signatures(call)  # do all change to another program?
+        if len(self._with_all_sizes) > 1 and is_among_others(self._last.backend):
+            self._exchange_signatures(call)  # do all change to another program, or size?
+        if is_served:
+            return True
         known = self._known.get(call.signature)
         candidates = self._with_all_sizes if known is None else [known]
         return any(self._assign(call, candidate) for candidate in candidates)
@@ -233,7 +241,7 @@ class Programs(Sequence[RunningProgram]):
         first = self._listed[0]
         original, backend = first.plan.original, first.backend
         check_call(original.example.model, call.args, call.kwargs, THIS)
-        _require_data(call)
+        require_data(call)
         if backend.local_inputs and not call.is_agreed:
             self._exchange_signatures(call)
         args, kwargs = call.global_inputs or (call.args, call.kwargs)
@@ -242,46 +250,18 @@ class Programs(Sequence[RunningProgram]):
             call.size_family_key = dynamic.across(original.example.model, args, kwargs)
         with reporter(first.plan.progress) as report:
             report("capture", type(original.example.model).__name__)
-            captured = self._captured(call, args, kwargs)
+            captured = self._calls.capture(call, args, kwargs)
         require_constants(captured)
         require_one_dtype(captured, "hand over inputs in the dtype that the model computes in")
         if call.is_step:
             _ = captured.loss_index  # refuse a program without a loss
+        for running in self._with_all_sizes:
+            require_independent(captured, running.plan.original)
         if not self._is_other(call, captured):
             return
         call.captured = captured
         if not call.is_agreed:
             self._exchange_signatures(call)
-
-    def _captured(self, call: ModuleCall, args: tuple, kwargs: Mapping[str, Any]) -> Captured:
-        """Capture a call; the numbers in it that change are inputs of its program, where they can
-        be."""
-        first = self._listed[0]
-        names = first.plan.original.input_spec.children()[1].context
-        if {*names} == kwargs.keys():
-            kwargs = {name: kwargs[name] for name in names}
-        capture_call = partial(
-            captured_again, first.plan.original, args, kwargs, self._modes.by_path, call.unfrozen
-        )
-        is_plain = first.plan.precision is None and first.plan.dynamic is None
-        is_plain &= not first.plan.original.example.autocasts and not first.backend.local_inputs
-        numbers = self._changing_numbers(args, kwargs) if is_plain else frozenset[int]()
-        if numbers and may_take_numbers(first.plan.original.example.model):
-            with suppress(AutoparError):  # forward does with a number what a tensor is not good for
-                return capture_call(numbers)
-        return capture_call()
-
-    def _changing_numbers(self, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[int]:
-        """Return the places of flat arguments that are numbers, and differ in a known program."""
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        places = set[int]()
-        for running in self._with_all_sizes:
-            known = running.plan.original
-            if known.input_spec == spec:
-                places |= {at for at, name in enumerate(known.inputs) if name in known.numbers}
-                static = known.static_inputs.items()
-                places |= {at for at, value in static if not same_value(value, leaves[at])}
-        return frozenset(at for at in places if is_number(leaves[at]))
 
     def _is_other(self, call: ModuleCall, captured: Captured) -> bool:
         """Return whether a captured program is new. Modes that change no operator make none."""
@@ -291,7 +271,7 @@ class Programs(Sequence[RunningProgram]):
                 running.modes.add(call.training)
                 running.unfrozen |= call.unfrozen
                 return not self._assign(call, running)
-        call.like = next((r for r in self._with_all_sizes if self._differs_in_sizes(r, call)), None)
+        call.like = next((r for r in self._with_all_sizes if differs_in_sizes(r, call)), None)
         if call.like is not None and call.like.plan.fingerprint.form != fingerprint.form:
             call.like = None
         ranges = (running.sizes for running in self._listed if running.sizes is not None)
@@ -327,7 +307,7 @@ class Programs(Sequence[RunningProgram]):
             def prepare() -> Attach:
                 return partial(follow_companion, plan, captured, is_step=is_step)
 
-            new_plan = agree_on_plan(decide, prepare) if _is_among_others(backend) else decide()
+            new_plan = agree_on_plan(decide, prepare) if is_among_others(backend) else decide()
             new_plan = stage_companion(plan, new_plan, is_step=is_step)
             tell(captured, new_plan, sizes.first.plan if sizes is not None else plan)
         with backend.guard():
@@ -347,31 +327,8 @@ class Programs(Sequence[RunningProgram]):
             self._warn_of_many()
         is_assigned = self._assign(call, running)
         assert is_assigned
-        self._share(running)
+        share_sizes(self._with_all_sizes, running)
         return running
-
-    def _differs_in_sizes(self, running: RunningProgram, call: ModuleCall) -> bool:
-        """Return whether the call that a program was made for differs in sizes of inputs alone."""
-        return bool(running.takes(call) and running.signature.differing_dims(call.signature))
-
-    def _share(self, running: RunningProgram) -> None:
-        """Have a new program serve other sizes, if two of the latest of its kind and it show how.
-        Ranks do so together."""
-        kinds: dict[Any, list[RunningProgram]] = {}
-        for known in self._with_all_sizes:
-            if dims := known.signature.differing_dims(running.signature):
-                kinds.setdefault(dims, []).append(known)
-        backend = self._listed[0].backend
-        for members in kinds.values():
-            for others in itertools.combinations(members[-_MOST_TRIED:], ALIKE - 1):
-                with backend.guard(agreed=True):
-                    resizing = running.resize_with(others)
-                    if _is_among_others(backend):
-                        served = backend.world.gather_numbers(int(resizing is not None))
-                        resizing = resizing if all(served) else None
-                if resizing is not None:
-                    running.resizing = resizing
-                    return
 
     def inner_program(
         self, running: RunningProgram, capture_inside: Callable[[Captured], Captured]
@@ -419,20 +376,6 @@ class Programs(Sequence[RunningProgram]):
                 f"planned for a call that differs: print(module.programs) lists them. {remedy}",
                 stacklevel=frames_to_caller(),
             )
-
-
-def _require_data(call: ModuleCall) -> None:
-    for value in pytree.tree_leaves((call.args, dict(call.kwargs))):
-        if isinstance(value, Tensor) and value.is_meta:
-            raise InvalidInput(
-                "a program that runs needs inputs with data",
-                got=f"an input {tuple(value.shape)} on the meta device",
-                remedy="hand over tensors of a device; plan() alone needs no data",
-            )
-
-
-def _is_among_others(backend: Backend) -> TypeGuard[TorchBackend]:
-    return isinstance(backend, TorchBackend) and backend.world.size > 1
 
 
 def _require_alike(

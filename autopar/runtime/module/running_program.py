@@ -13,6 +13,7 @@ from torch import Tensor
 from autopar._torch.tensors import version_of
 from autopar.capture.captured import Captured
 from autopar.capture.containers import fill, filled
+from autopar.capture.shared_containers import require_separate
 from autopar.capture.writes import carry_out, put_between
 from autopar.plans.plan import Plan
 from autopar.plans.runtime_program import RuntimeProgram
@@ -35,7 +36,7 @@ class RunningProgram:
         self.plan, self.backend, self.signature = plan, backend, signature
         self.for_calls, self.for_steps = both or not signature.is_step, both or signature.is_step
         self.modes = {signature.training}  # training modes that it serves
-        self.unfrozen = signature.unfrozen
+        self.unfrozen, self.frozen = signature.unfrozen, signature.frozen
         self.shapes = backend.input_shapes()
         self.sizes: SizeFamily | None = None  # the programs of its plan, if sizes vary
         self.resizing: Resizing | None = None  # that serves other sizes of inputs
@@ -90,7 +91,9 @@ class RunningProgram:
     def serves(self, call: ModuleCall) -> bool:
         """Return whether it serves a call by kind, mode and parameters, whatever the inputs are."""
         is_in_mode = call.training in self.modes
-        return self.takes(call) and is_in_mode and call.unfrozen <= self.unfrozen
+        goes_alike = call.frozen == self.frozen or not self.plan.original.asks_what_learns
+        learns_alike = call.unfrozen <= self.unfrozen and goes_alike
+        return self.takes(call) and is_in_mode and learns_alike
 
     def matches(self, call: ModuleCall) -> bool:
         """Return whether it serves a call whose signatures all ranks have exchanged."""
@@ -102,6 +105,7 @@ class RunningProgram:
             training=other.training,
             unfrozen=other.unfrozen,
             is_step=call.is_step,
+            frozen=other.frozen,
         )
 
     def bind(self, call: ModuleCall) -> Inputs | None:
@@ -118,6 +122,12 @@ class RunningProgram:
         if call.is_of_own_size:
             return None
         return self.resizing.bind(leaves)
+
+    def changes_size(self, inputs: Inputs | None) -> bool:
+        """Return whether a call with these inputs has another size than the call before it."""
+        if inputs is None or self.resizing is None:
+            return False
+        return self.resizing.size_of(inputs) != self.resizing.size
 
     def _is_of_resized_form(self, call: ModuleCall) -> bool:
         """Return whether a call runs in the form that takes other sizes, and in the modes in which
@@ -156,7 +166,8 @@ class SizeFamily:
     def includes(self, call: ModuleCall, size_family_key: Hashable, form: Hashable) -> bool:
         """Return whether a call belongs to the family, also in modes that change no operator."""
         is_theirs = self.first.takes(call) and size_family_key == self.size_family_key
-        if not is_theirs or not call.unfrozen <= self.first.unfrozen:
+        learns_alike = call.unfrozen <= self.first.unfrozen and call.frozen == self.first.frozen
+        if not is_theirs or not learns_alike:
             return False
         return call.training in self.modes or form in self.forms
 
@@ -175,6 +186,7 @@ class ModuleCall:
     kwargs: Mapping[str, Any]
     training: tuple[bool, ...]
     unfrozen: frozenset[str]
+    frozen: frozenset[str]  # if forward asks which parameters learn
     is_step: bool
     # The program, or the parts for making it.
     running: RunningProgram | None = None
@@ -202,6 +214,8 @@ class ModuleCall:
         if running.resizing is not None:
             running.resizing.set_size(running.resizing.size_of(self.bound))
         running.clamp_parameters(parameters)
+        if original.changes_containers:
+            require_separate(self.args, self.kwargs)
         left = filled(original.contents, (self.args, self.kwargs), self.bound)
         inputs = self.bound | carry_out(original.writes, self.bound)
         fill(left)
@@ -222,5 +236,10 @@ class ModuleCall:
     def signature(self) -> CallSignature:
         """Return the signature on this rank, until ranks have exchanged theirs."""
         return CallSignature.of(
-            self.args, self.kwargs, self.training, self.unfrozen, is_step=self.is_step
+            self.args,
+            self.kwargs,
+            self.training,
+            self.unfrozen,
+            is_step=self.is_step,
+            frozen=self.frozen,
         )
