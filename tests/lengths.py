@@ -179,6 +179,17 @@ def llama() -> nn.Module:
         return transformers.LlamaForCausalLM(config).double()
 
 
+def gpt2() -> nn.Module:
+    import transformers
+
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 13}
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.GPT2LMHeadModel(config).double()
+
+
 @torch.no_grad()
 def generated(model: nn.Module, ids: Tensor, count: int) -> Tensor:
     """Tokens of the model's own `generate`."""
@@ -186,7 +197,9 @@ def generated(model: nn.Module, ids: Tensor, count: int) -> Tensor:
     return model.generate(ids, max_new_tokens=count, **options)
 
 
-def generates_as_transformers(**options: Any) -> ap.ParallelModule:
+def generates_as_transformers(name: str, **options: Any) -> ap.ParallelModule:
+    """Tokens of a model of transformers are those of its plain one."""
+    build = {"llama": llama, "gpt2": gpt2}[name]
     ids = ids_of(2, 4) + 1
     example = {"input_ids": ids, "labels": ids, "use_cache": False}
-    return generates_token_by_token(llama, generated, example, **options)
+    return generates_token_by_token(build, generated, example, **options)

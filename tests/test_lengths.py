@@ -37,9 +37,10 @@ def test_tokens_of_ones_own_cache_are_the_models(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["tensor parallel", "stages"])
-def test_tokens_of_transformers_are_the_models(way: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_tokens_of_transformers_are_the_models(name: str, way: str) -> None:
     pytest.importorskip("transformers")
-    lengths.generates_as_transformers(**WAYS[way])
+    lengths.generates_as_transformers(name, **WAYS[way])
 
 
 def test_the_callers_own_cache_is_filled_and_returned() -> None:
@@ -86,6 +87,11 @@ def test_caches_are_told_apart_in_another_order() -> None:
         module = ap.parallelize(copy.deepcopy(model), (x, *caches()), mesh=ap.Mesh(tp=2))
         output = module(x, first, second)
         model(x, expected, other)
+        swapped = {"second": caches()[0], "first": caches()[1]}
+        named = ap.parallelize(copy.deepcopy(model), (x,), {**swapped}, mesh=ap.Mesh(one=1))
+        returned = named(x, first=swapped["first"], second=swapped["second"])
+    assert returned[0] is swapped["second"]
+    assert returned[1] is swapped["first"]
     assert output[0] is second
     assert output[1] is first
     assert second.layers[0].keys is held

@@ -10,6 +10,9 @@ import struct
 from numbers import Number
 from typing import Any
 
+import torch
+from torch import Tensor
+
 
 def is_same_value(value: Any, other: Any) -> bool:
     """Return whether two values are of one class and equal, numbers to the last bit."""
@@ -26,3 +29,11 @@ def is_same_value(value: Any, other: Any) -> bool:
         return len(value) == len(other) and all(map(is_same_value, value, other))
     is_shown_alike = not isinstance(value, Number) or repr(value) == repr(other)
     return is_shown_alike and bool(value == other or (value != value and other != other))
+
+
+@torch.no_grad()
+def is_same_tensor(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are of one dtype and equal, zeros by their signs."""
+    if tensor.dtype != other.dtype or not torch.equal(tensor, other):
+        return False
+    return not tensor.is_floating_point() or torch.equal(tensor.signbit(), other.signbit())

@@ -174,9 +174,9 @@ def are_decided_alike(
     `numbers`: the placeholders of numbers. `given`: tensors by placeholder."""
     known, names = dict[int, Any](), {*numbers}
     return all(
-        is_same_value(one.found(given, known), one.answer)
-        for one in decisions
-        if names.issuperset(one.inputs.values())
+        is_same_value(decision.found(given, known), decision.answer)
+        for decision in decisions
+        if names.issuperset(decision.inputs.values())
     )
 
 

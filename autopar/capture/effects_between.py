@@ -26,7 +26,8 @@ from autopar.errors import InvalidInput
 def may_read(captured: Captured, effects: Sequence[Effect]) -> bool:
     """Return whether forward of a program may read what another program leaves behind."""
     return any(
-        not isinstance(one.holder, Module) or one.key in captured.attributes_read for one in effects
+        not isinstance(effect.holder, Module) or effect.key in captured.attributes_read
+        for effect in effects
     )
 
 
@@ -41,7 +42,7 @@ def require_independent(first: Captured, second: Captured) -> None:
         plain = rehearsal.run(leaves, allows_changes=True)
         after = rehearsal.run(leaves, allows_changes=True, left=other)
         if plain is None or after is None or not plain.is_same(after.calls, after.numbers):
-            blamed = next(one for one in other.effects if may_read(captured, [one]))
+            blamed = next(effect for effect in other.effects if may_read(captured, [effect]))
             raise InvalidInput(
                 ALIKE,
                 got=f"{blamed.name}, which a call changes, so that one of other sizes, modes or "

@@ -50,7 +50,7 @@ class GuardQuestion:
     @property
     def key(self) -> tuple[Any, ...]:
         """Return what tells it from other questions: 0.0 is not -0.0, nor True 1."""
-        return self.kind, *((type(one), repr(one)) for one in self.others)
+        return self.kind, *((type(other), repr(other)) for other in self.others)
 
 
 @dataclass(frozen=True)

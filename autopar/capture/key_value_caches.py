@@ -60,8 +60,8 @@ def caches_seen(model: nn.Module, seen: list[ReturnedCache]) -> Iterator[None]:
         nonlocal is_running
         if is_running:  # it calls itself
             return forward(*args, **kwargs)
-        given = _caches((args, kwargs))
-        before = [_flatten(cache)[0] for cache in given]
+        caches = _caches((args, kwargs))
+        before = [_flatten(cache)[0] for cache in caches]
         is_running = True
         try:
             output = forward(*args, **kwargs)
@@ -70,7 +70,7 @@ def caches_seen(model: nn.Module, seen: list[ReturnedCache]) -> Iterator[None]:
         changed = [
             len(now := _flatten(cache)[0]) != len(held)
             or any(a is not b for a, b in zip(now, held))
-            for cache, held in zip(given, before)
+            for cache, held in zip(caches, before)
         ]
         numbers = returned_caches((args, kwargs), output)
         seen[:] = [ReturnedCache(n, n is not None and changed[n]) for n in numbers]
@@ -99,10 +99,10 @@ def keep_caches(given: Any, output: Any, returned: Sequence[ReturnedCache]) -> A
     caches, filled = _caches(given), _caches(output)
     results = list[Any]()
     for known, cache in zip(returned, filled, strict=True):
-        own = cache if known.number is None else caches[known.number]
+        result = cache if known.number is None else caches[known.number]
         if known.is_changed:
-            own.layers = cache.layers
-        results.append(own)
+            result.layers = cache.layers
+        results.append(result)
     remaining = iter(results)
     return pytree.tree_map(
         lambda leaf: next(remaining) if is_cache(leaf) else leaf, output, is_leaf=is_cache

@@ -59,7 +59,7 @@ class NumberFormula:
         waiting = [self]
         while waiting:
             formula = waiting[-1]
-            missing = [one for one in formula._inner() if id(one) not in known]
+            missing = [inner for inner in formula._inner() if id(inner) not in known]
             if missing:
                 waiting += missing
                 continue
@@ -68,11 +68,11 @@ class NumberFormula:
                 known[id(formula)] = given[formula.operands[0]]
             else:
                 values = (
-                    known[id(one)] if isinstance(one, NumberFormula) else one
-                    for one in formula.operands
+                    known[id(operand)] if isinstance(operand, NumberFormula) else operand
+                    for operand in formula.operands
                 )
                 known[id(formula)] = formula.function(*values)
         return known[id(self)]
 
     def _inner(self) -> list[NumberFormula]:
-        return [one for one in self.operands if isinstance(one, NumberFormula)]
+        return [inner for inner in self.operands if isinstance(inner, NumberFormula)]

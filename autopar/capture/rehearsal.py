@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar._torch.compile_flags import as_exported
 from autopar._torch.fake_shapes import grouped_products_of_floats
+from autopar.base.exact_values import is_same_tensor
 from autopar.base.garbage_collection import deferred_collection
 from autopar.capture.autocasts import active, inside, switched
 from autopar.capture.blind_losses import looks_at_no_values
@@ -122,8 +123,8 @@ class Rehearsal:
         recorder = _Recorder(self._mode, is_brief=is_brief)
         before = state = PythonState(model)
         if left is not None:
-            kept = [fake_like(self._mode, info(node).val) for node in left.kept]
-            carry_out_all(left.effects, model, kept)
+            tensors = [fake_like(self._mode, info(node).val) for node in left.kept]
+            carry_out_all(left.effects, model, tensors)
             state = PythonState(model)
         for name, tensor in by_every_name(model):
             recorder.know(tensor, name)
@@ -149,7 +150,7 @@ class Rehearsal:
         """Stand around forward as while it is captured, but for export itself."""
         model = self._model
         with ExitStack() as stack:
-            own = stack.enter_context(outside_fake_mode())
+            outer_mode = stack.enter_context(outside_fake_mode())
             contexts: tuple[AbstractContextManager[Any], ...] = (
                 torch.inference_mode(False),
                 torch.enable_grad(),
@@ -159,7 +160,7 @@ class Rehearsal:
                 grouped_products_of_floats(),
                 hooks_refused(),
                 tensors_put_back(model),
-                emptied_afterwards(model, {}, own),
+                emptied_afterwards(model, {}, outer_mode),
                 generators_kept(*self._generators),
                 *(around() for around in AROUND_FORWARD),
                 as_exported(),
@@ -283,13 +284,13 @@ class _Recorder(TorchFunctionMode):
         if known is not None:
             results = [self._fake(*form) for form in known.forms]
             return results[0] if known.kind is None else known.kind(results)
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        versions = [tensor._version for tensor in given]
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        versions = [tensor._version for tensor in tensors]
         result = function(*args, **kwargs)
-        if versions == [tensor._version for tensor in given]:
+        if versions == [tensor._version for tensor in tensors]:
             kind = type(result) if type(result) in (tuple, list) else None
             results = [result] if kind is None else result
-            if all(type(one) is FakeTensor and not any(one is x for x in given) for one in results):
+            if all(type(r) is FakeTensor and not any(r is x for x in tensors) for r in results):
                 self._results[tuple(key)] = _Results(kind, [*map(_form, results)])
         return result
 
@@ -331,11 +332,10 @@ class _Constant:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Constant):
             return False
-        one, two = self.tensor, other.tensor
-        if one is two or one.is_meta:
-            return one is two and self.version == other.version
-        with torch.no_grad():
-            return one.dtype == two.dtype and one.device == two.device and torch.equal(one, two)
+        tensor, second = self.tensor, other.tensor
+        if tensor is second or tensor.is_meta:
+            return tensor is second and self.version == other.version
+        return tensor.device == second.device and is_same_tensor(tensor, second)
 
     __hash__ = object.__hash__
 

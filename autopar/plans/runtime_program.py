@@ -155,11 +155,15 @@ class RuntimeProgram:
         is_flat = all(argument.is_leaf() for group in groups for argument in group.children())
         return tuple(groups[1].context or ()), is_flat
 
+    def in_order(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the keyword arguments of a call in the program's order, if they are its own."""
+        names, _ = self._keywords
+        return {name: kwargs[name] for name in names} if kwargs.keys() == {*names} else kwargs
+
     def flat_arguments(self, args: tuple, kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Return the flat arguments of a call in the program's order; None if it has others."""
         names, is_flat = self._keywords
-        if kwargs.keys() == set(names):
-            kwargs = {name: kwargs[name] for name in names}
+        kwargs = self.in_order(kwargs)
         count = len(args) + len(kwargs)
         if is_flat and count == len(self.captured.inputs) and tuple(kwargs) == names:
             return [*args, *kwargs.values()]  # what flattening gives, in a tenth of the time

@@ -24,7 +24,8 @@ def generates_through_stages() -> None:
 
 def generates_as_transformers_does() -> None:
     if find_spec("transformers") is not None:
-        lengths.generates_as_transformers(mesh=ap.Mesh(tp=2), mode="auto")
+        for name in ("llama", "gpt2"):
+            lengths.generates_as_transformers(name, mesh=ap.Mesh(tp=2), mode="auto")
 
 
 def trains_at_every_length() -> None:

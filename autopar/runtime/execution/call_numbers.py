@@ -18,8 +18,9 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, fx
+
+from autopar.base.exact_values import is_same_tensor, is_same_value
 
 
 @dataclass(frozen=True)
@@ -163,9 +164,9 @@ def _is_equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, float):
-        return repr(one) == repr(other)
+        return is_same_tensor(one, other)
+    if isinstance(one, float | complex):
+        return is_same_value(one, other)
     if isinstance(one, FunctionType):
         return _is_same_function(one, other)
     return bool(one == other)

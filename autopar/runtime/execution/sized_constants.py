@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar.base.exact_values import is_same_tensor
 from autopar.capture.captured import Captured
 from autopar.capture.graph_builder import Recipe
 from autopar.runtime.execution.call_numbers import NumberForms, Unalike, filled, forms_in
@@ -107,4 +108,4 @@ def sized_facts(programs: Sequence[Captured], forms: NumberForms) -> list[SizedF
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    return one.shape == other.shape and is_same_tensor(one, other)

@@ -18,7 +18,6 @@ from autopar._torch.modules import state_names
 from autopar.capture.autocasts import require_same, switched
 from autopar.capture.effects import carry_out_all
 from autopar.capture.failure import Parallel
-from autopar.capture.key_value_caches import keep_caches
 from autopar.capture.listing import Listing
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
@@ -28,7 +27,7 @@ from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.backends.program_checks import ProgramChecks
 from autopar.runtime.module.batch_checks import BatchCheck, SliceCheck
-from autopar.runtime.module.call_outputs import wants_outputs
+from autopar.runtime.module.call_outputs import user_outputs, wants_outputs
 from autopar.runtime.module.loss_scale import (
     LossScale,
     require_scale,
@@ -218,7 +217,7 @@ class ParallelModule(RefusesWrappers, ModelAttributes, StepObservation, Parallel
             inputs = call.apply_writes(running, self._tensors.values) | self.backend.draw(program)
             outputs = backend.call(self._tensors.values, inputs)
             carry_out_all(program.captured.effects, self, outputs)
-            return keep_caches((args, kwargs), program.structure(outputs), program.original.caches)
+            return user_outputs(program, args, kwargs, outputs)
 
     def _accept(self, args: tuple, kwargs: Mapping[str, Any], **options: bool) -> ModuleCall:
         """Return the record of a call on this rank, or refuse the call."""

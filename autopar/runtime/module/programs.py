@@ -44,8 +44,13 @@ from autopar.runtime.module.call_capture import CallCapture, require_data
 from autopar.runtime.module.call_signature import CallSignature, changing_values
 from autopar.runtime.module.local_inputs import input_layouts, join_call
 from autopar.runtime.module.plan_broadcast import Attach, agree_on_plan
-from autopar.runtime.module.running_program import ModuleCall, RunningProgram, SizeFamily
-from autopar.runtime.module.shared_sizes import differs_in_sizes, share_sizes
+from autopar.runtime.module.running_program import (
+    ModuleCall,
+    RunningProgram,
+    SizeFamily,
+    differs_in_sizes,
+    share_sizes,
+)
 from autopar.runtime.module.torch_contexts import refuse_transforms
 from autopar.runtime.module.training_modes import TrainingModes
 from autopar.runtime.parameters.initial_values import require_constants

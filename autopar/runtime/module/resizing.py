@@ -137,7 +137,7 @@ class Resizing:
         records = [self._rehearsal.run(leaves) for leaves in calls]
         known = [record for record in records if record is not None]
         if len(known) < len(records) or not all(
-            one.is_same(known[-1].calls, one.numbers) for one in known
+            record.is_same(known[-1].calls, record.numbers) for record in known
         ):
             raise Unalike("ways that forward takes")
         numbers = [record.numbers for record in known]
