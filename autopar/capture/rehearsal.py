@@ -51,6 +51,7 @@ from autopar.capture.holders import VALUES, Change
 from autopar.capture.hooks import hooks_refused
 from autopar.capture.key_value_caches import returned_caches
 from autopar.capture.learning_queries import function_name
+from autopar.capture.meta_calls import MetaCalls
 from autopar.capture.model_tensors import by_every_name
 from autopar.capture.python_changes import tensors_put_back
 from autopar.capture.python_state import PythonState
@@ -91,26 +92,34 @@ class Rehearsal:
             model, _ = computing(model, [], self._mode, example.precision)
         self._model, self._generators = model, generators_reached(model)
         _, self._spec = pytree.tree_flatten((example.args, dict(example.kwargs)))
+        self._meta_calls = MetaCalls()
 
     @deferred_collection()
     def run(
-        self, leaves: Sequence[Any], *, allows_changes: bool = False, left: Captured | None = None
+        self,
+        leaves: Sequence[Any],
+        *,
+        is_known: bool = True,
+        allows_changes: bool = False,
+        left: Captured | None = None,
     ) -> Record | None:
         """Return what forward does with these flat arguments; None where that is not certain.
 
-        `allows_changes`: what forward changes in Python is part of the record. `left`: the program
-        whose effects were carried out before."""
+        `is_known`: a program of these sizes was captured; others are rehearsed by what is found out
+        here of the functions that are called. `allows_changes`: what forward changes in Python is
+        part of the record. `left`: the program whose effects were carried out before."""
         for is_brief in (True, False):
             with suppress(Exception, _HistoryNeeded), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 with self._around():
-                    record = self._record(leaves, left, is_brief=is_brief)
+                    recorder = _Recorder(self._mode, self._meta_calls, is_known, is_brief)
+                    record = self._record(leaves, left, recorder)
                 is_uncertain = record is not None and record.changes and not allows_changes
                 return None if is_uncertain else record
         return None
 
     def _record(
-        self, leaves: Sequence[Any], left: Captured | None, *, is_brief: bool
+        self, leaves: Sequence[Any], left: Captured | None, recorder: _Recorder
     ) -> Record | None:
         example, model = self._example, self._model
         inputs = fake_inputs(leaves, self._mode, example.device)
@@ -120,7 +129,6 @@ class Rehearsal:
                 x.to(kind) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
             ]
         args, kwargs = pytree.tree_unflatten(inputs, self._spec)
-        recorder = _Recorder(self._mode, is_brief=is_brief)
         before = state = PythonState(model)
         if left is not None:
             tensors = [fake_like(self._mode, info(node).val) for node in left.kept]
@@ -173,10 +181,14 @@ class Rehearsal:
 class _Recorder(TorchFunctionMode):
     """Notes the functions of torch that are called, with what they are given and what they give."""
 
-    def __init__(self, mode: FakeTensorMode, *, is_brief: bool) -> None:
-        """`is_brief`: of equal calls the first is computed alone."""
+    def __init__(
+        self, mode: FakeTensorMode, meta_calls: MetaCalls, is_known: bool, is_brief: bool
+    ) -> None:
+        """`is_known`: a program was captured at these sizes. `is_brief`: of equal calls the first
+        is computed alone."""
         super().__init__()
-        self._mode, self._is_brief = mode, is_brief
+        self._mode, self._is_known, self._is_brief = mode, is_known, is_brief
+        self._meta_calls = meta_calls
         self.calls: list[Any] = []
         self.numbers: list[int] = []
         self.has_failed = self.is_inside = False  # inside of a function that is noted
@@ -193,6 +205,9 @@ class _Recorder(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(function, FunctionType) and _is_own(function):
+            # What stands in the place of a method of torch has run already, and called that.
+            function = getattr(function, "__wrapped__", function)
         self.calls.append(function)
         key: list[Any] = [function, torch.is_grad_enabled(), *active()]
         self.note(args, key)
@@ -284,6 +299,12 @@ class _Recorder(TorchFunctionMode):
         if known is not None:
             results = [self._fake(*form) for form in known.forms]
             return results[0] if known.kind is None else known.kind(results)
+        if not self._is_known:
+            made = self._meta_calls.results(function, args, kwargs)
+            if made is not None:
+                self._results[tuple(key)] = _Results(made.kind, made.forms)
+                results = [self._fake(*form) for form in made.forms]
+                return results[0] if made.kind is None else made.kind(results)
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         versions = [tensor._version for tensor in tensors]
         result = function(*args, **kwargs)
@@ -292,6 +313,8 @@ class _Recorder(TorchFunctionMode):
             results = [result] if kind is None else result
             if all(type(r) is FakeTensor and not any(r is x for x in tensors) for r in results):
                 self._results[tuple(key)] = _Results(kind, [*map(_form, results)])
+                if self._is_known:
+                    self._meta_calls.compare(function, args, kwargs, results)
         return result
 
     def _fake(self, meta: Tensor, device: torch.device, requires_grad: bool) -> Tensor:
@@ -352,6 +375,10 @@ def _form(result: Tensor) -> tuple[Tensor, torch.device, bool]:
         size, stride = result.shape, result.stride()
         meta = torch.empty_strided(size, stride, dtype=result.dtype, device="meta")
     return meta, result.device, result.requires_grad
+
+
+def _is_own(function: FunctionType) -> bool:
+    return str(function.__globals__.get("__name__")).startswith("autopar.")
 
 
 def _is_pure(function: Any, module: str) -> bool:
