@@ -120,7 +120,7 @@ def _text(y: Tensor, w: Any) -> Tensor:
 
 
 def _indexed(y: Tensor, w: Any) -> Tensor:
-    return y * len([*range(w)][:3])
+    return y * len(range(w)[:3])
 
 
 KINDS: dict[str, Callable[[Tensor, Any], Tensor]] = {
