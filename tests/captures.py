@@ -29,7 +29,7 @@ from autopar.capture.again import _shape, captured_again
 from autopar.capture.autocasts import active
 from autopar.capture.captured import Captured
 from autopar.precision import Precision
-from autopar.runtime.module import programs
+from autopar.runtime.module import call_capture
 
 USERS = "autopar.planning", "autopar.plans.plan"
 Model = TypeVar("Model", bound=nn.Module)
@@ -65,16 +65,16 @@ def shared_captures() -> Iterator[None]:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         training: Mapping[str, bool],
-        learning: Collection[str] = (),
+        **others: Collection[Any],
     ) -> Captured:
-        how = tuple(sorted(training.items())), tuple(sorted(learning))
+        how = tuple(sorted(training.items())), *((k, *sorted(v)) for k, v in others.items())
         key = id(first), _call(*pytree.tree_map_only(Tensor, _shape, (args, dict(kwargs)))), how
         if key not in made:
-            made[key] = first, captured_again(first, args, kwargs, training, learning)
+            made[key] = first, captured_again(first, args, kwargs, training, **others)
         return made[key][1]
 
     users = [patch.object(import_module(name), "capture", once) for name in USERS]
-    users.append(patch.object(programs, "captured_again", again))
+    users.append(patch.object(call_capture, "captured_again", again))
     for user in users:
         user.start()
     try:

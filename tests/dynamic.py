@@ -15,7 +15,7 @@ from torch.export import Dim
 
 import autopar as ap
 from autopar.runtime.backends.distributed_backend import TorchBackend
-from autopar.runtime.module import programs
+from autopar.runtime.module import call_capture
 from autopar.search.layout_search import LayoutSearch
 from tests.captures import alike
 from tests.models import Case, gpt, mlp
@@ -65,7 +65,7 @@ def sampled(seed: str, count: int = 2) -> list[Size]:
 def counted() -> Iterator[dict[str, int]]:
     """How often something is searched, and captured, meanwhile."""
     found = {"searches": 0, "captures": 0}
-    search, capture = LayoutSearch.run, programs.captured_again
+    search, capture = LayoutSearch.run, call_capture.captured_again
 
     def run(*args: Any, **kwargs: Any) -> Any:
         found["searches"] += 1
@@ -75,7 +75,10 @@ def counted() -> Iterator[dict[str, int]]:
         found["captures"] += 1
         return capture(*args, **kwargs)
 
-    with patch.object(LayoutSearch, "run", run), patch.object(programs, "captured_again", again):
+    with (
+        patch.object(LayoutSearch, "run", run),
+        patch.object(call_capture, "captured_again", again),
+    ):
         yield found
 
 

@@ -30,9 +30,14 @@ def captured_again(
     kwargs: Mapping[str, Any],
     training: Mapping[str, bool],
     learning: Collection[str] = (),
+    frozen: Collection[str] = (),
+    numbers: Collection[int] = (),
 ) -> Captured:
-    """The program of another call, with these modules in training mode, or not; `learning`: the
-    parameters that learn beside those that did. No random numbers are drawn."""
+    """Return the program of another call, with these modules in training mode, or not.
+
+    `learning`: the parameters that learn beside those that did; `frozen`: those that did, and do
+    not now. `numbers`: the flat arguments that are numbers and inputs. No random numbers are drawn.
+    """
     example = captured.example
     modules = dict(example.model.named_modules(remove_duplicate=False))
     parameters = dict(example.model.named_parameters())
@@ -44,8 +49,11 @@ def captured_again(
             modules[path].training = is_training
         for name in learning:
             parameters[name].requires_grad_(True)
+        for name in frozen:
+            parameters[name].requires_grad_(False)
         with switched(example.autocasts), torch.random.fork_rng(devices=[]):
-            other = capture(example.model, args, kwargs, example.precision, THIS, values)
+            precision = example.precision
+            other = capture(example.model, args, kwargs, precision, THIS, values, numbers)
             return keep_answers_like(other, captured)
     finally:
         for path, was_training in modes.items():

@@ -16,6 +16,8 @@ from autopar.capture.autocasts import Autocast
 from autopar.capture.containers import Content
 from autopar.capture.decisions import Decision
 from autopar.capture.effects import Effect
+from autopar.capture.graph_builder import Recipe, ValueFact
+from autopar.capture.key_value_caches import ReturnedCache
 from autopar.capture.loss import index_of_loss
 from autopar.capture.marker import ANNOTATE, Annotation
 from autopar.capture.randomness import is_random
@@ -74,15 +76,23 @@ class Captured:
     static_inputs: dict[int, object] = field(default_factory=dict)  # flat arguments not tensors
     key: str | None = None  # the placeholder of that which random numbers follow from
     decisions: tuple[Decision, ...] = ()  # what the values of the inputs decided
+    numbers: frozenset[str] = frozenset()  # the placeholders of inputs that are Python numbers
+    caches: tuple[ReturnedCache, ...] = ()  # key-value caches in the output, in order
     writes: tuple[Write, ...] = ()  # to inputs
     contents: tuple[Content, ...] = ()  # of the containers that forward changes
     bounds: Mapping[str, ValueRange] = field(default_factory=dict)  # of parameters, by name
     effects: tuple[Effect, ...] = ()  # what forward leaves behind in Python
+    # The names of attributes of modules that forward reads, as other calls may have left them.
+    attributes_read: frozenset[str] = frozenset()
     # Those of tensors that are computed for nothing, and the modules in which they stand.
     unread_annotations: Mapping[Annotation, str] = field(default_factory=dict)
     kept_bytes: int = 0  # of the tensors in these, on each rank and from step to step
     program: Program | None = None  # its segments, of the program of a whole batch
     unfolded: Captured | None = None  # with all blocks, if one here stands for several
+    asks_what_learns: bool = False  # forward goes by which tensors take a gradient
+    # How constants were computed, by placeholder, and what the program relies on of their values.
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    value_facts: tuple[ValueFact, ...] = ()
 
     def draw(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
         """The key of one step by placeholder, on the host if not told otherwise."""
@@ -124,6 +134,11 @@ class Captured:
     def operators(self) -> tuple[fx.Node, ...]:
         """The calls of operators, in order: what takes one of several results is none."""
         return tuple(node for node in self.graph.nodes if node.name in self.classes)
+
+    @property
+    def changes_containers(self) -> bool:
+        """Whether forward changes containers of its arguments, such as caches."""
+        return bool(self.contents) or any(cache.is_changed for cache in self.caches)
 
     @property
     def is_folded(self) -> bool:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from numbers import Number
@@ -31,11 +31,20 @@ from torch.utils import _pytree as pytree
 
 from autopar._torch.export_graph import traced_node
 from autopar._torch.operators import written_arguments
+from autopar.base.exact_values import is_same_value
 from autopar.capture.fake import FakeTensor, has_no_data
 from autopar.capture.graph_builder import is_mutable
 from autopar.capture.grouped import Sizes
+from autopar.capture.guard_questions import (
+    MIRRORED,
+    OF_TWO,
+    GuardQuestion,
+    Raised,
+    answer_of,
+)
 from autopar.capture.guards import held_guard
 from autopar.capture.hooks import in_another_thread, replaced, while_it_runs
+from autopar.capture.number_formulas import NumberFormula
 from autopar.capture.plainly import fakes_told_apart
 from autopar.capture.randomness import may_be_random
 from autopar.capture.selections import selections_counted
@@ -43,62 +52,46 @@ from autopar.capture.templates import AGAIN
 from autopar.errors import InvalidInput
 from autopar.text.source_lines import caller
 
-_KINDS: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float}
-_COMPARED = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
-_MADE = (  # with others, on either side
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow"),
-    *("and", "or", "xor", "lshift", "rshift"),
-)
-_OF_TWO: dict[str, Callable[[Any, Any], Any]] = {
-    "__divmod__": divmod,
-    **{name: getattr(operator, name) for name in _COMPARED},
-    **{f"__{name}__": getattr(operator, f"__{name}__") for name in _MADE if name != "divmod"},
-}
-_MIRRORED = {f"__r{name}__": f"__{name}__" for name in _MADE}
 _OF_ONE = ("__neg__", "__pos__", "__abs__", "__invert__", "__round__", "__trunc__")
 # Of torch, what takes numbers of Python's own alone, and of tensors.
 _OF_TORCH = (
     "full full_like arange linspace logspace clamp clip where masked_fill fill pow add sub mul"
 )
 _OF_TENSORS = "new_full clamp clamp_ clip masked_fill masked_fill_ fill_ where pow add sub mul div"
-_AS_KEYS = ("__hash__", "__str__", "__format__")
+_AS_KEYS = ("__hash__", "__str__", "__repr__", "__format__")
 
 Sliced = tuple[fx.Graph, dict[str, int], dict[str, Tensor]]  # a graph, and what it reads
-
-
-@dataclass(frozen=True)
-class GuardQuestion:
-    """To a number: what it is as a `kind` (bool, int, float), or what a method of it gives."""
-
-    kind: str
-    others: tuple[Any, ...] = ()
-
-    def __call__(self, value: Any) -> Any:
-        if self.kind in _KINDS:
-            return _KINDS[self.kind](value)
-        if len(self.others) == 1 and self.kind in _OF_TWO:
-            return _OF_TWO[self.kind](value, *self.others)
-        if len(self.others) == 1 and self.kind in _MIRRORED:
-            return _OF_TWO[_MIRRORED[self.kind]](*self.others, value)
-        return getattr(value, self.kind)(*self.others)
 
 
 @dataclass(frozen=True)
 class Decision:
     """A question to the inputs, and its answer when the program was captured."""
 
-    graph: fx.Graph  # of what is asked, from some inputs
+    graph: fx.Graph | NumberFormula  # of what is asked, from some inputs
     inputs: Mapping[str, Any]  # placeholder -> number of the flat argument, or its own placeholder
     constants: Mapping[str, Tensor]  # placeholder -> value
     question: GuardQuestion  # to the number that the graph gives
     answer: Any
     source: str | None
 
+    def found(self, given: Mapping[str, Tensor], known: dict[int, Any] | None = None) -> Any:
+        """Return the answer of inputs, by placeholder.
+
+        `known`: the values of formulas that other decisions have computed of them."""
+        values = {name: given[of] for name, of in self.inputs.items()}
+        graph = self.graph
+
+        def ask() -> Any:
+            if isinstance(graph, NumberFormula):
+                numbers = {name: tensor.item() for name, tensor in values.items()}
+                return self.question(graph.value(numbers, {} if known is None else known))
+            return self.question(evaluated(graph, {**self.constants, **values}).item())
+
+        return answer_of(ask)
+
     def require(self, given: Mapping[str, Tensor]) -> None:
         """Refuse inputs, by placeholder, of which it has another answer."""
-        values = {name: given[of] for name, of in self.inputs.items()}
-        found = self.question(evaluated(self.graph, {**self.constants, **values}).item())
-        if found != self.answer:
+        if not is_same_value(found := self.found(given), self.answer):
             raise InvalidInput(
                 "forward goes the way on which it was captured: its example's values decided it",
                 got=f"inputs of which this line finds {found}, not {self.answer}",
@@ -108,11 +101,17 @@ class Decision:
 
 
 @contextmanager
-def decisions_made(model: nn.Module, leaves: Sequence[Any]) -> Iterator[list[Decision]]:
+def decisions_made(
+    model: nn.Module,
+    leaves: Sequence[Any],
+    numbers: Collection[int],
+    around: Callable[[ValueQueries], AbstractContextManager[Any]],
+) -> Iterator[list[Decision]]:
     """While forward of the model is followed, questions to values are answered by those of its flat
-    inputs."""
+    inputs. `numbers`: those that are Python numbers. `around`: what else stands around it, and puts
+    such questions."""
     made: list[Decision] = []
-    asked = ValueQueries(leaves, made)
+    asked = ValueQueries(leaves, made, numbers)
 
     def as_bool(self: Tensor) -> Any:
         number = asked.of(self)
@@ -152,6 +151,7 @@ def decisions_made(model: nn.Module, leaves: Sequence[Any]) -> Iterator[list[Dec
     plain = {name: getattr(Tensor, name) for name in ("__bool__", *names)}
     one_hot_of, plain_list = functional.one_hot, FakeTensor.tolist
     with ExitStack() as stack:
+        stack.enter_context(around(asked))
         stack.enter_context(while_it_runs(model, _GivenPlain))
         for owner, given in ((torch, _OF_TORCH), (Tensor, _OF_TENSORS)):
             for name in given.split():
@@ -166,12 +166,28 @@ def decisions_made(model: nn.Module, leaves: Sequence[Any]) -> Iterator[list[Dec
         yield made
 
 
+def are_decided_alike(
+    decisions: Sequence[Decision], numbers: Collection[str], given: Mapping[str, Tensor]
+) -> bool:
+    """Return whether all decisions that follow from numbers alone are those of these inputs.
+
+    `numbers`: the placeholders of numbers. `given`: tensors by placeholder."""
+    known, names = dict[int, Any](), {*numbers}
+    return all(
+        is_same_value(decision.found(given, known), decision.answer)
+        for decision in decisions
+        if names.issuperset(decision.inputs.values())
+    )
+
+
 def by_placeholder(made: Sequence[Decision], inputs: Sequence[str | None]) -> tuple[Decision, ...]:
     """Decisions that read flat arguments, reading placeholders; each once."""
     seen: dict[Any, Decision] = {}
     for one in made:
         named = {name: inputs[number] for name, number in one.inputs.items()}
-        key = one.source, one.question, str(one.graph), *named.values()
+        is_traced = isinstance(one.graph, fx.Graph)
+        graph = str(one.graph) if is_traced else id(one.graph)
+        key = one.source, one.question.key, graph, *named.values()
         seen.setdefault(key, replace(one, inputs=named))
     return tuple(seen.values())
 
@@ -179,8 +195,11 @@ def by_placeholder(made: Sequence[Decision], inputs: Sequence[str | None]) -> tu
 class ValueQueries:
     """Values of what follows from inputs alone."""
 
-    def __init__(self, leaves: Sequence[Any], made: list[Decision]) -> None:
-        self.leaves, self.made = leaves, made
+    def __init__(
+        self, leaves: Sequence[Any], made: list[Decision], numbers: Collection[int] = ()
+    ) -> None:
+        """`numbers`: the flat arguments that are Python numbers."""
+        self.leaves, self.made, self.numbers = leaves, made, numbers
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether a traced tensor holds the same in every batch."""
@@ -189,9 +208,10 @@ class ValueQueries:
 
     def sliced(self, tensor: Tensor) -> Sliced | None:
         node, root = traced_node(tensor)
-        return None if node is None else slice_of(node, root, [*map(_is_known, self.leaves)])
+        known = [at in self.numbers or _is_known(leaf) for at, leaf in enumerate(self.leaves)]
+        return None if node is None else slice_of(node, root, known)
 
-    def of(self, tensor: Tensor) -> _Number | None:
+    def of(self, tensor: Tensor) -> NotedNumber | None:
         """The number that a traced tensor of one element holds, if it is known."""
         if not isinstance(tensor, FakeTensor) or tensor.numel() != 1:
             return None
@@ -201,25 +221,25 @@ class ValueQueries:
         graph, inputs, constants = sliced
         values = {name: self.leaves[number] for name, number in inputs.items()}
         value = in_another_thread(evaluated, graph, {**constants, **values}).item()
-        return _Number(value, graph, inputs, constants, self.made)
+        return NotedNumber(value, graph, inputs, constants, self.made)
 
 
-@dataclass(frozen=True, eq=False)
-class _Number:
+@dataclass(frozen=True, eq=False, repr=False)
+class NotedNumber:
     """What `.item()` gives: a number that notes what is asked of it."""
 
     value: Any
-    graph: fx.Graph
+    graph: fx.Graph | NumberFormula
     inputs: Mapping[str, int]
     constants: Mapping[str, Tensor]
     made: list[Decision] = field(repr=False)
 
     def asked(self, question: GuardQuestion) -> Any:
-        answer = question(self.value)
+        answer = answer_of(lambda: question(self.value))
         made = self.graph, self.inputs, self.constants, question, answer
         if self.inputs:  # else it is the same in every batch
             self.made.append(Decision(*made, caller()))
-        return answer
+        return question(self.value) if isinstance(answer, Raised) else answer
 
     def __bool__(self) -> bool:
         return bool(self.asked(GuardQuestion("bool")))
@@ -230,7 +250,8 @@ class _Number:
     def __float__(self) -> float:
         return float(self.asked(GuardQuestion("float")))
 
-    __index__ = __int__
+    def __index__(self) -> int:
+        return int(self.asked(GuardQuestion("index")))
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # what isinstance() finds
@@ -240,6 +261,10 @@ class _Number:
     def itself(self) -> Any:
         """The number, which is part of the program then."""
         return self.asked(GuardQuestion(type(self.value).__name__))
+
+    def for_torch(self, function: Any, args: Sequence[Any]) -> Any:
+        """What torch is given of it."""
+        return self.itself
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.itself, name)
@@ -254,21 +279,31 @@ class _GivenPlain(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        named = {name: _plain(one) for name, one in (kwargs or {}).items()}
-        return function(*map(_plain, args), **named)
+        return function(*_given(function, args), **_named(kwargs or {}))
 
 
 def _given_plain(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        named = {name: _plain(one) for name, one in kwargs.items()}
-        return function(*map(_plain, args), **named)
+        return function(*_given(function, args), **_named(kwargs))
 
     return call
 
 
+def _given(function: Any, args: Sequence[Any]) -> list[Any]:
+    """The arguments of a function of torch; an argument of forward may go in as a tensor."""
+    return [
+        one.for_torch(function, args) if issubclass(type(one), NotedNumber) else _plain(one)
+        for one in args
+    ]
+
+
+def _named(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _plain(one) for name, one in kwargs.items()}
+
+
 def _plain(given: Any) -> Any:
-    if type(given) is _Number:
+    if issubclass(type(given), NotedNumber):
         return given.itself
     if type(given) in (list, tuple):
         found = [_plain(one) for one in given]
@@ -278,10 +313,10 @@ def _plain(given: Any) -> Any:
 
 
 def _method(name: str) -> Callable[..., Any]:
-    is_made = name in _OF_TWO or name in _MIRRORED
+    is_made = name in OF_TWO or name in MIRRORED
 
-    def ask(self: _Number, *others: Any) -> Any:
-        plain = [one.itself if type(one) is _Number else one for one in others]
+    def ask(self: NotedNumber, *others: Any) -> Any:
+        plain = [one.itself if issubclass(type(one), NotedNumber) else one for one in others]
         if any(isinstance(one, Tensor) for one in plain):
             return GuardQuestion(name, tuple(plain))(self.itself)
         if is_made and not all(isinstance(one, Number) for one in plain):
@@ -291,8 +326,8 @@ def _method(name: str) -> Callable[..., Any]:
     return ask
 
 
-for _name in (*_OF_TWO, *_MIRRORED, *_OF_ONE, *_AS_KEYS):
-    setattr(_Number, _name, _method(_name))
+for _name in (*OF_TWO, *MIRRORED, *_OF_ONE, *_AS_KEYS):
+    setattr(NotedNumber, _name, _method(_name))
 
 
 def slice_of(asked: fx.Node, root: nn.Module, known: Sequence[bool]) -> Sliced | None:

@@ -10,7 +10,8 @@ device, the inputs too. The user's model is never changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -64,7 +65,7 @@ from autopar.capture.flatten import flatten
 from autopar.capture.folding import complete_program
 from autopar.capture.functions import own_backwards_kept
 from autopar.capture.fused import mark_parts
-from autopar.capture.generators import generators_kept
+from autopar.capture.generators import generators_kept, generators_reached
 from autopar.capture.gradients import mark_learning
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.grouped import groups_followed
@@ -73,6 +74,8 @@ from autopar.capture.hidden import Hiding, Needed
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
 from autopar.capture.joined import mark_joined
+from autopar.capture.key_value_caches import ReturnedCache, caches_seen, register_caches
+from autopar.capture.learning_queries import learning_queries_noted
 from autopar.capture.listing import operator_name
 from autopar.capture.lookups import require_rows
 from autopar.capture.mapped import trained_anywhere
@@ -80,6 +83,8 @@ from autopar.capture.maps import maps_are_operators
 from autopar.capture.model_tensors import by_every_name
 from autopar.capture.module_casts import casts_change_nothing
 from autopar.capture.normalise import normalise
+from autopar.capture.number_formulas import is_number, number_tensor
+from autopar.capture.number_inputs import numbers_given
 from autopar.capture.overlaps import require_no_overlaps
 from autopar.capture.parameter_aliases import aliases_of
 from autopar.capture.plainly import answered_plainly
@@ -94,6 +99,7 @@ from autopar.capture.python_changes import (
 from autopar.capture.refused import packed_sequences_refused
 from autopar.capture.repeated import FEWEST, blocks_followed_once
 from autopar.capture.scripted import scripts_run_plainly
+from autopar.capture.shared_containers import require_separate
 from autopar.capture.source import whole_stacks
 from autopar.capture.verifier import verify
 from autopar.capture.warned import users_warnings_shown
@@ -116,15 +122,18 @@ def capture(
     precision: Precision | None = None,
     given: str = EXAMPLE,
     values: Sequence[Any] | None = None,
+    numbers: Collection[int] = (),
 ) -> Captured:
     """The normalised program of `model(*args, **kwargs)`, in the mode (train, eval) it is in.
 
     With a `precision` it begins with casts of what is kept and given to what it computes in.
     `given`: what errors call these arguments. `values`: the flat arguments as they were handed
-    over, if these are their shapes only. Forward may be followed again, with more of its blocks
-    (hidden.py)."""
+    over, if these are their shapes only. `numbers`: the flat arguments that are Python numbers and
+    inputs of the program (`number_inputs.py`). Forward may be followed again, with more of its
+    blocks (hidden.py)."""
+    register_caches()
     check_call(model, args, kwargs, given)
-    attempt = partial(_captured, model, args, kwargs, precision, given, values)
+    attempt = partial(_captured, model, args, kwargs, precision, given, values, numbers)
     shown: int | None = FEWEST - 1
     for _ in range(2):
         try:
@@ -141,6 +150,7 @@ def _captured(
     precision: Precision | None,
     given: str,
     values: Sequence[Any] | None,
+    numbers: Collection[int],
     shown: int | None,
 ) -> Captured:
     """The same, where so many blocks of each kind are `shown` (repeated.py)."""
@@ -158,6 +168,7 @@ def _captured(
         mode = new_mode()
         leaves, input_spec = pytree.tree_flatten((args, kwargs))
         device = home(model, leaves)
+        leaves = [number_tensor(leaf) if at in numbers else leaf for at, leaf in enumerate(leaves)]
         require_on(device, autocasts)
         copy = fake_model(model, mode, device)
         fakes = fake_inputs(leaves, mode, device)
@@ -166,13 +177,20 @@ def _captured(
             (copy, fakes) if precision is None else computing(copy, fakes, mode, precision)
         )
         is_kept, values = varies(len(leaves)), leaves if values is None else values
-        noted, asked, contents = Noted(), decisions_made(run, values), list[Content]()
-        policies = CheckpointPolicies()
+        values = [
+            number_tensor(v) if at in numbers and is_number(v) else v for at, v in enumerate(values)
+        ]
+        around = partial(numbers_given, run, _arguments_at(input_spec, numbers))
+        noted, asked = Noted(), decisions_made(run, values, numbers, around)
+        contents, caches = list[Content](), list[ReturnedCache]()
+        learning_queries, policies = list[str](), CheckpointPolicies()
         with hooks_refused() as lines, inside(run, autocasts), asked as decided:
             own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
             with (
                 tensors_put_back(run),
                 emptied_afterwards(run, spaces, own),
+                caches_seen(run, caches),
+                learning_queries_noted(run, learning_queries),
                 buffers_written(run, is_kept, noted.lines),
                 changes_noted(run, noted, is_kept),
             ):
@@ -200,6 +218,18 @@ def _captured(
         writes = writes_to(builder.writes, captured.inputs)
         left = contents_of(contents, captured.inputs)
         captured = replace(captured, decisions=decisions, writes=writes, contents=left)
+        named_numbers = frozenset(
+            name for at in numbers if (name := captured.inputs[at]) is not None
+        )
+        captured = replace(
+            captured,
+            numbers=named_numbers,
+            caches=tuple(caches),
+            asks_what_learns=bool(learning_queries),
+            attributes_read=frozenset(name for _, name in noted.read),
+        )
+        if captured.changes_containers:
+            require_separate(args, kwargs)
         for write in writes:
             named = zip(captured.inputs, leaves, strict=True)
             require_apart(write, {name: leaf for name, leaf in named if name is not None})
@@ -226,9 +256,9 @@ def _export(
     hiding = Hiding()
     try:
         with ExitStack() as stack:
-            stack.enter_context(generators_kept(model))
+            stack.enter_context(generators_kept(*generators_reached(model)))
             stack.enter_context(whole_stacks(spaces))
-            for around in _AROUND:
+            for around in AROUND_FORWARD:
                 stack.enter_context(around())
             hiding = stack.enter_context(blocks_followed_once(model, shown))
             stack.enter_context(contents_seen(model, contents))
@@ -241,6 +271,17 @@ def _export(
             raise Needed(None) from error
         with users_warnings_shown():
             raise explain(error, model, mode, args, kwargs, given) from error
+
+
+def _arguments_at(spec: pytree.TreeSpec, numbers: Collection[int]) -> list[int | str]:
+    """The arguments at these places of the flat ones: by number, or keyword."""
+    positional, named = spec.children()
+    names: list[int | str] = [*range(positional.num_children), *named.context]
+    counts = [child.num_leaves for child in (*positional.children(), *named.children())]
+    starts = itertools.accumulate(counts, initial=0)
+    return [
+        name for name, start, count in zip(names, starts, counts) if count == 1 and start in numbers
+    ]
 
 
 def _canonical(model: nn.Module) -> dict[str, str]:
@@ -301,6 +342,8 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
         bounds=builder.bounds,
         effects=tuple(builder.effects),
         unread_annotations=builder.unread_annotations,
+        recipes=builder.recipes,
+        value_facts=tuple(builder.value_facts),
     )
     mark_learning(graph, captured.differentiated)
     mark_joined(graph, captured.inputs)
@@ -310,7 +353,7 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
 
 
 # Around forward while it is followed.
-_AROUND = (
+AROUND_FORWARD = (
     users_warnings_shown,
     own_backwards_kept,
     idle_refused,

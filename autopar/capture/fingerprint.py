@@ -206,6 +206,7 @@ def _returns(captured: Captured) -> str:
     text += "".join(f", {one.target} becomes {_written(one)}" for one in captured.writes)
     text += "".join(f", {shown(one.path)} holds {_left(one)}" for one in captured.contents)
     text += "".join(f", {one}" for one in captured.effects)
+    text += "".join(f", {cache}" for cache in captured.caches)
     text += "".join(f", {name} within {one}" for name, one in captured.bounds.items())
     return f"{text}, of these no tensors {{{', '.join(values)}}}" if values else text
 

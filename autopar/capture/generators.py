@@ -12,7 +12,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
@@ -50,10 +50,11 @@ _MOST = 10_000  # of what a container holds, that is looked at
 
 
 @contextmanager
-def generators_kept(model: nn.Module) -> Iterator[None]:
-    """While the forward of a model runs, refuse draws of generators that it would hold, or make
-    anew in each step."""
-    found, functions = _reached(model)
+def generators_kept(
+    found: Sequence[tuple[str, Any]], functions: Sequence[FunctionType]
+) -> Iterator[None]:
+    """While the forward of a model runs, refuse draws of the generators that were found (see
+    `generators_reached`), or are made anew in each step."""
     before = [_state(one) for _, one in found]
     with ExitStack() as stack:
         for owner, name in _MAKERS:
@@ -76,7 +77,7 @@ def _state(generator: Any) -> bytes:
     return pickle.dumps(generator.bit_generator.state)
 
 
-def _reached(model: nn.Module) -> tuple[list[tuple[str, Any]], list[FunctionType]]:
+def generators_reached(model: nn.Module) -> tuple[list[tuple[str, Any]], list[FunctionType]]:
     """The generators that code of a model reaches, each by a name that it has there; and that
     code: what its modules hold, and what their functions read."""
     found, functions = list[tuple[str, Any]](), list[FunctionType]()
@@ -139,7 +140,7 @@ def _names(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
-def _line_with(name: str, functions: list[FunctionType]) -> str | None:
+def _line_with(name: str, functions: Sequence[FunctionType]) -> str | None:
     """The first line of code that says a name."""
     for code in (one.__code__ for one in functions if one.__name__ != "__init__"):
         for step in (

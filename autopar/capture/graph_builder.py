@@ -27,6 +27,23 @@ from autopar.strategies.node_info import info
 INHERITED = ("source", "module", "no_grad", "checkpoint", "policy", "draw")
 
 
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """Computes a constant again: the sizes of inputs may stand in its calls."""
+
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor]  # placeholder -> value, whatever the sizes are
+
+
+@dataclass(frozen=True, eq=False)
+class ValueFact:
+    """Keeps a question that normalisations put to a constant, and the answer that they rely on."""
+
+    recipe: Recipe  # of the constant
+    question: Callable[[torch.Tensor], Any]  # to its value
+    answer: Any
+
+
 @dataclass
 class GraphBuilder:
     """What `Captured` will freeze. The output node holds one flat tuple of tensors: the user's
@@ -41,6 +58,8 @@ class GraphBuilder:
     parameters: dict[str, str] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    recipes: dict[str, Recipe] = field(default_factory=dict)  # of folded constants
+    value_facts: list[ValueFact] = field(default_factory=list)
     inputs: tuple[str | None, ...] = ()
     key: str | None = None  # the placeholder of that which random numbers follow from
     static_inputs: dict[int, object] = field(default_factory=dict)

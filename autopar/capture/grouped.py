@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
@@ -120,6 +121,7 @@ def groups_followed() -> Iterator[None]:
     """Within, rows can be split into pieces of unknown lengths."""
     plain = Tensor.split
 
+    @wraps(plain)
     def split(self: Tensor, split_size: Any, dim: int = 0) -> Any:
         if not isinstance(split_size, Sizes):
             return plain(self, split_size, dim)

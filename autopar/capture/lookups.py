@@ -6,6 +6,8 @@ of a sequence, is known now: a table of positions ends where a model does.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import fx
 
@@ -29,23 +31,32 @@ def require_rows(builder: GraphBuilder) -> None:
     for node in builder.calls(*_LOOKUPS):
         evaluator = evaluator or Evaluator(builder)
         for index, dim in _indices(node):
-            values = evaluator.value(index) if evaluator.is_constant(index) else None
-            if values is None or values.dtype not in _NUMBERS or not values.numel():
+            if not evaluator.is_constant(index):
                 continue
             table = OperatorCall(node).inputs[0]
             size = info(table).val.shape[dim] if info(table).val.ndim else 1
-            first, last = (int(one) for one in values.aminmax())
             least = -size if node.target in _FROM_THE_END else 0
-            if least <= first and last < size:
+            outside = evaluator.ask(index, partial(_row_outside, least=least, size=size))
+            if outside is None:
                 continue
             raise InvalidInput(
                 "rows that are looked up in a table are there",
-                got=f"row {last if last >= size else first} of {size}: "
+                got=f"row {outside} of {size}: "
                 f"{operator_name(node.target)} in {info(node).module or 'the model'}",
                 remedy="a table of more rows, or shorter inputs where it is their places that are "
                 "looked up",
                 source=info(node).source,
             )
+
+
+def _row_outside(values: torch.Tensor, least: int, size: int) -> int | None:
+    """The row that is looked up in a table of that size and is not there."""
+    if values.dtype not in _NUMBERS or not values.numel():
+        return None
+    first, last = (int(end) for end in values.aminmax())
+    if last >= size:
+        return last
+    return first if first < least else None
 
 
 def _indices(node: fx.Node) -> list[tuple[fx.Node, int]]:

@@ -33,6 +33,7 @@ from autopar._torch.export_graph import is_exporting, traced_node
 from autopar._torch.tensors import is_functorch_wrapped, memory_of, without_functions
 from autopar.capture.graph_builder import FakeTensor
 from autopar.capture.hooks import replaced
+from autopar.capture.key_value_caches import is_cache
 from autopar.capture.model_tensors import by_every_name, values_of
 from autopar.capture.plain_tensors import computes_by_itself
 from autopar.capture.source import of_stack
@@ -161,7 +162,8 @@ class _LedForward:
         with replaced(nn.Module, "__call__", call), _Led(self.aliases, run) as led:
             result = forward(*args, **kwargs)
         with without_functions():
-            return pytree.tree_map_only(Tensor, led.returned, result)
+            # A cache stays the one that it is, which the caller knows.
+            return pytree.tree_map_only(Tensor, led.returned, result, is_leaf=is_cache)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _LedForward:
         run: Any = self.run()

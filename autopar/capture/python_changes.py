@@ -55,6 +55,7 @@ from autopar.capture.holders import (
 from autopar.capture.hooks import replaced
 from autopar.capture.likeness import is_alike
 from autopar.capture.lines_of_changes import LinesOfChanges
+from autopar.capture.object_contents import PLAIN
 from autopar.capture.operator_record import OperatorRecord
 from autopar.capture.python_state import PythonState, is_switch
 from autopar.capture.randomness import may_be_random
@@ -65,10 +66,10 @@ from autopar.text.units import counted
 
 _ALL = "__dict__"  # by which all attributes are read
 MOST_WATCHED = 8  # places whose lines are looked for
-_ALIKE = (
+ALIKE = (
     "a program computes the same at every call, whatever the calls before have changed in Python"
 )
-_BUFFER = (
+BUFFER = (
     "register_buffer() it with its first value, and write to it in place (self.state.copy_(...), "
     "self.count += 1); or hand it over as an input"
 )
@@ -107,6 +108,23 @@ class Noted:
             except Holds as holds:
                 self.hidden[change.place] = str(holds)
                 self.doubtful[change.place] = change
+        self.effects += self._set_as_before(state)
+
+    def _set_as_before(self, state: PythonState) -> Iterator[Effect]:
+        """Yield the attributes that forward sets, unread, to the plain values that they had: a call
+        of another size may have left others there."""
+        places = {change.place for change in state.changes()}
+        for attribute, line in self.lines.items():
+            if attribute in self.by_tracing or attribute in self.read:
+                continue
+            identity, name = attribute
+            holder = state.module(identity)
+            if holder is None or (identity, _ALL) in self.read or name not in holder.held:
+                continue
+            value = holder.held[name]
+            change = Change(holder, name, value, value)
+            if change.place not in places and type(value) in PLAIN:
+                yield effect_of(change, state, self.tensors, line)
 
     def _stays(self, change: Change, varies: Callable[[Tensor], bool]) -> bool:
         """Return whether a change is made once for all; refuse it where it changes a module."""
@@ -120,7 +138,7 @@ class Noted:
             "parameters, buffers, submodules and hooks of a model are those that it has before it "
             "runs",
             got=f"{change.name}, which forward replaces or adds",
-            remedy=_BUFFER if is_buffer else "make it in __init__(), or keep it in an attribute",
+            remedy=BUFFER if is_buffer else "make it in __init__(), or keep it in an attribute",
             source=self.lines.get((id(holder.owner), change.key)),
         )
 
@@ -208,7 +226,7 @@ def settled(noted: Noted, model: nn.Module, mode: FakeTensorMode, call: Call) ->
     except Exception as error:  # it may ask for values, which are not there
         if (line := raised_by_user(error)) is not None:
             raise InvalidInput(
-                _ALIKE,
+                ALIKE,
                 got=f"{type(error).__name__} in the second call of forward: {error}",
                 remedy="let forward raise nothing by what an earlier call has left",
                 source=line,
@@ -300,7 +318,7 @@ class _TwoCalls:
             raise InvalidInput(
                 "what a call keeps for the next one stands in a buffer",
                 got=f"{name}, a tensor that forward keeps and the next call reads",
-                remedy=_BUFFER,
+                remedy=BUFFER,
                 source=line,
             )
         if len(self.made) < 2 or self.made[0] == self.made[1]:
@@ -311,9 +329,9 @@ class _TwoCalls:
         if blamed:
             name, line = self.described(blamed[0].place)
             raise InvalidInput(
-                _ALIKE,
+                ALIKE,
                 got=f"{name}, which a call changes, so that the next one computes something else",
-                remedy=_BUFFER,
+                remedy=BUFFER,
                 source=line,
             )
 

@@ -70,7 +70,7 @@ class PythonState:
 
     def __init__(self, model: nn.Module) -> None:
         self._holders: dict[int, Holder] = {}
-        self._names = set[str]()  # in the code that is followed
+        self.names = set[str]()  # in the code that is followed
         self._unnamed: dict[str, list[_Found]] = defaultdict(list)  # by a name that none has so far
         self._seen = set[int]()
         self._waiting = deque[_Found]([(model, "", ())])
@@ -107,6 +107,11 @@ class PythonState:
         """Return the holder of what stood in an object."""
         found = self._holders.get(id(value))
         return None if found is None or isinstance(found, Globals) else found
+
+    def module(self, identity: int) -> Holder | None:
+        """Return the holder of a module's attributes, by the identity of the module."""
+        found = self._holders.get(identity)
+        return found if isinstance(found, Module) else None
 
     def places_with(self, value: Any) -> list[tuple[Holder, Any]]:
         """Return where an object stands: the holders and the keys."""
@@ -172,7 +177,7 @@ class PythonState:
 
     def _wait_for(self, name: str, found: _Found) -> None:
         """Let something be followed once code that is followed has the name by which it is read."""
-        (self._waiting if name in self._names else self._unnamed[name]).append(found)
+        (self._waiting if name in self.names else self._unnamed[name]).append(found)
 
     def _follow_function(self, function: FunctionType) -> None:
         code = function.__code__
@@ -196,9 +201,9 @@ class PythonState:
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._wait(value, f"a default of {function.__qualname__}")
         for name in names:
-            if name in self._names:
+            if name in self.names:
                 continue
-            self._names.add(name)
+            self.names.add(name)
             self._waiting += self._unnamed.pop(name, ())
 
     def _follow_globals(self, space: dict[str, Any], names: Iterable[str], owner: str = "") -> None:

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from autopar.base.exact_values import is_same_value
 from autopar.capture.captured import Captured
+from autopar.capture.decisions import are_decided_alike
 from autopar.capture.gradients import reached
+from autopar.capture.number_formulas import DTYPES, is_number, number_tensor
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
@@ -152,6 +155,21 @@ class RuntimeProgram:
         is_flat = all(argument.is_leaf() for group in groups for argument in group.children())
         return tuple(groups[1].context or ()), is_flat
 
+    def in_order(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the keyword arguments of a call in the program's order, if they are its own."""
+        names, _ = self._keywords
+        return {name: kwargs[name] for name in names} if kwargs.keys() == {*names} else kwargs
+
+    def flat_arguments(self, args: tuple, kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """Return the flat arguments of a call in the program's order; None if it has others."""
+        names, is_flat = self._keywords
+        kwargs = self.in_order(kwargs)
+        count = len(args) + len(kwargs)
+        if is_flat and count == len(self.captured.inputs) and tuple(kwargs) == names:
+            return [*args, *kwargs.values()]  # what flattening gives, in a tenth of the time
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        return leaves if spec == self.captured.input_spec else None
+
     def bind(
         self, args: tuple, kwargs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, Tensor] | None:
@@ -159,35 +177,40 @@ class RuntimeProgram:
 
         `shapes` are those expected on this rank: with local inputs, those of its slices.
         """
-        names, is_flat = self._keywords
-        if kwargs.keys() == set(names):
-            kwargs = {name: kwargs[name] for name in names}
-        count = len(args) + len(kwargs)
-        if is_flat and count == len(self.captured.inputs) and tuple(kwargs) == names:
-            leaves = [*args, *kwargs.values()]  # what flattening gives, in a tenth of the time
-        else:
-            leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-            if spec != self.captured.input_spec:
-                return None
+        leaves = self.flat_arguments(args, kwargs)
+        return None if leaves is None else self.bind_flat(leaves, shapes)
+
+    def bind_flat(
+        self, leaves: Sequence[Any], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Tensor] | None:
+        """Like `bind`, for flat arguments in the program's order."""
         bound = {}
         for index, (leaf, placeholder) in enumerate(zip(leaves, self.captured.inputs)):
             if placeholder is None:
                 if not self._is_static(index, leaf):
                     return None
+            elif placeholder in self.original.numbers:
+                dtype = info(self.placeholders[placeholder]).val.dtype
+                if not is_number(leaf) or DTYPES[type(leaf)] != dtype:
+                    return None
+                bound[placeholder] = number_tensor(leaf)
             elif not self._takes(placeholder, leaf, shapes[placeholder]):
                 return None
             else:
                 # Autograd keeps no tensor that was made in inference mode.
                 is_copied = leaf.is_inference() and not torch.is_inference_mode_enabled()
                 bound[placeholder] = leaf.clone() if is_copied else leaf
-        for decision in self.captured.decisions:
+        numbers, decisions = self.original.numbers, self.captured.decisions
+        if not are_decided_alike(decisions, numbers, bound):
+            return None
+        for decision in decisions:
             decision.require(bound)
         return bound
 
     def _is_static(self, index: int, leaf: Any) -> bool:
         """Return whether an argument that is no tensor has the value of the program."""
         captured = self.captured.static_inputs[index]
-        return leaf is captured or _is_same(leaf, captured)
+        return is_same_value(leaf, captured)
 
     def _takes(self, placeholder: str, leaf: Any, shape: tuple[int, ...]) -> bool:
         known = info(self.placeholders[placeholder])
@@ -197,12 +220,3 @@ class RuntimeProgram:
             return False
         needs = leaf.requires_grad and torch.is_grad_enabled()
         return known.differentiable or not needs
-
-
-def _is_same(value: object, other: object) -> bool:
-    """Return whether two arguments are of one type and equal; NaN equals itself."""
-    if type(value) is not type(other):
-        return False
-    if isinstance(value, float | complex):
-        return repr(value) == repr(other)
-    return bool(value == other)

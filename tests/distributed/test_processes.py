@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.runtime.launching.launch import launch
-from tests.distributed import checks, failing, groups, placing, trials
+from tests.distributed import checks, failing, generation, groups, placing, trials
 from tests.distributed.forked import assert_all_pass, launch_forked
 from tests.sampling import some
 
@@ -21,6 +21,10 @@ def test_processes_do_what_virtual_ranks_do() -> None:
 def test_ranks_tell_what_they_did() -> None:
     told = some([checks.records_what_each_rank_did, checks.is_profiled_by_name], 1, "told")
     assert_all_pass(checks.recorded, told, 4)
+
+
+def test_ranks_generate_what_the_model_does() -> None:
+    assert_all_pass(generation.cases, some(generation.CHECKS, 2, "generation"), 2)
 
 
 def test_plans_are_run_to_choose_among_them() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import fx
 
@@ -23,7 +25,7 @@ def recognise_masks(builder: GraphBuilder) -> None:
         if isinstance(mask, fx.Node) and evaluator.is_constant(mask):
             size = shape_of(query)[-2], shape_of(key)[-2]
             if (mask, *size) not in kinds:
-                kinds[mask, *size] = _kind(evaluator.value(mask), *size)
+                kinds[mask, *size] = evaluator.ask(mask, partial(_kind, sizes=size))
             kind = kinds[mask, *size]
             if kind is not None:
                 mask, causal = None, kind == "causal"
@@ -32,9 +34,10 @@ def recognise_masks(builder: GraphBuilder) -> None:
         node.kwargs = {name: v for name, v in given if v is not None and v is not False}
 
 
-def _kind(mask: torch.Tensor | None, queries: int, keys: int) -> str | None:
+def _kind(mask: torch.Tensor, sizes: tuple[int, int]) -> str | None:
     """ "full", "causal" or None, from the values of a mask for each query and key."""
-    if mask is None or mask.ndim < 2:
+    queries, keys = sizes
+    if mask.ndim < 2:
         return None
     for dim in range(mask.ndim - 2):
         if mask.stride(dim) != 0 and mask.shape[dim] > 1:

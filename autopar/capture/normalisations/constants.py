@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autopar.capture.graph_builder import GraphBuilder
+from autopar.capture.graph_builder import GraphBuilder, Recipe, ValueFact
 from autopar.capture.listing import operator_name
 from autopar.capture.randomness import may_be_random
 from autopar.strategies import traits_of
@@ -34,6 +36,7 @@ def fold_constants(builder: GraphBuilder) -> None:
         real = evaluator.value(node)
         if real is not None:
             constant = builder.constant(operator_name(node.target), real.contiguous(), node)
+            builder.recipes[constant.name] = evaluator.recipe(node)
             info(constant).val = value
             evaluator.know(constant, real)
             node.replace_all_uses_with(constant)
@@ -70,6 +73,49 @@ class Evaluator:
             return not info(node).differentiable  # a gradient of zeros is one
         return all(self.constant[source] for source in node.all_input_nodes)
 
+    def ask(self, node: fx.Node, question: Callable[[torch.Tensor], Any]) -> Any:
+        """The answer of a constant node's value to a question that decides how the program goes on;
+        None for a value that is too large to compute. The question is noted."""
+        value = self.value(node)
+        if value is None:
+            return None
+        answer = question(value)
+        self.builder.value_facts.append(ValueFact(self.recipe(node), question, answer))
+        return answer
+
+    def recipe(self, node: fx.Node) -> Recipe:
+        """The calls that make a constant node, of tensors that forward makes of numbers."""
+        recipe = Recipe(fx.Graph(), {})
+        recipe.graph.output(self._copy(node, recipe, {}))
+        return recipe
+
+    def _copy(self, node: fx.Node, recipe: Recipe, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Copy a call to a recipe, and all that it reads."""
+        if node in copies:
+            return copies[node]
+        graph = recipe.graph
+        if node.op == "placeholder":
+            known = self.builder.recipes.get(node.name)
+            if known is not None:
+                result: Any = known.graph.output_node().args[0]
+                return self._copy(result, recipe, copies)
+            copies[node] = placeholder = graph.placeholder(node.name)
+            recipes = self.builder.recipes.values()  # they hold what has been dropped since
+            everywhere = [self.builder.constants, *(recipe.constants for recipe in recipes)]
+            recipe.constants[placeholder.name] = next(
+                values[node.name] for values in everywhere if node.name in values
+            )
+            return placeholder
+        args, kwargs = _on_host(node)
+        if "val" in node.meta and traits_of(node).shape_only and isinstance(args[0], fx.Node):
+            like = info(args[0]).val
+            args = (graph.call_function(_blank, (tuple(like.shape), like.dtype)), *args[1:])
+        else:
+            copy = partial(self._copy, recipe=recipe, copies=copies)
+            args, kwargs = fx.map_arg((args, kwargs), copy)
+        copies[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        return copies[node]
+
     def know(self, node: fx.Node, value: torch.Tensor) -> None:
         """Add a constant made since."""
         self.constant[node], self.values[node] = True, value
@@ -83,12 +129,10 @@ class Evaluator:
     def _evaluate(self, node: fx.Node) -> torch.Tensor | None:
         if node.op == "placeholder":
             return self.builder.constants[node.name]
-        args, kwargs = node.args, {k: v for k, v in node.kwargs.items() if k != "pin_memory"}
-        if kwargs.get("device") is not None:
-            kwargs["device"] = torch.device("cpu")
+        args, kwargs = _on_host(node)
         if traits_of(node).shape_only and isinstance(args[0], fx.Node):
             source = info(args[0]).val
-            args = (torch.zeros((), dtype=source.dtype).expand(source.shape), *args[1:])
+            args = (_blank(source.shape, source.dtype), *args[1:])
         inputs = {
             source: self.value(source)
             for source in node.all_input_nodes
@@ -122,6 +166,19 @@ class Evaluator:
         if value.nbytes > LARGEST_EVALUATED and node.target is not aten.expand.default:
             return None
         return _compressed(node.target(*args, **kwargs))  # type: ignore[operator]
+
+
+def _on_host(node: fx.Node) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a call on the CPU."""
+    kwargs = {key: value for key, value in node.kwargs.items() if key != "pin_memory"}
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("cpu")
+    return node.args, kwargs
+
+
+def _blank(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of which only the shape and dtype matter."""
+    return torch.zeros((), dtype=dtype).expand(shape)
 
 
 def _is_constant_along(value: torch.Tensor, dim: int) -> bool:

@@ -76,8 +76,7 @@ def masked_writes_are_choices(builder: GraphBuilder) -> None:
 
 
 def _is_all(evaluator: Evaluator, mask: fx.Node) -> bool:
-    value = evaluator.value(mask) if evaluator.is_constant(mask) else None
-    return value is not None and bool(value.all())
+    return evaluator.is_constant(mask) and bool(evaluator.ask(mask, _is_true))
 
 
 def _chosen(call: Site, mask: fx.Node, behind: int, size: list[int]) -> fx.Node:
@@ -108,10 +107,15 @@ def _counted(call: Site, evaluator: Evaluator) -> dict[int, int]:
 
 def _counts(evaluator: Evaluator, node: fx.Node) -> bool:
     """Whether a value is 0, 1, ..."""
-    value = evaluator.value(node) if evaluator.is_constant(node) else None
-    return value is not None and torch.equal(
-        value.flatten(), torch.arange(value.numel(), dtype=value.dtype)
-    )
+    return evaluator.is_constant(node) and bool(evaluator.ask(node, _is_counting))
+
+
+def _is_true(value: torch.Tensor) -> bool:
+    return bool(value.all())
+
+
+def _is_counting(value: torch.Tensor) -> bool:
+    return torch.equal(value.flatten(), torch.arange(value.numel(), dtype=value.dtype))
 
 
 def _is_number(index: fx.Node) -> bool:

@@ -26,6 +26,7 @@ from autopar.pipeline.running.executor import RankRecord, RankRunner, Transport
 from autopar.pipeline.running.weight_halves import WeightHalf, WeightHalves
 from autopar.pipeline.running.worker import Value, Worker
 from autopar.plans.runtime_program import RuntimeProgram
+from autopar.runtime.execution.call_numbers import NumberForms, SetSize, Unalike
 from autopar.runtime.execution.compiled_regions import RegionCompiler
 from autopar.runtime.parameters.placing import ReadPart
 from autopar.runtime.parameters.stale_weights import StaleWeights
@@ -33,8 +34,25 @@ from autopar.strategies.node_info import info
 from autopar.tensor_type import TensorType
 
 Batch = Mapping[str, Tensor]
-# (parameters and buffers by name, inputs, received values by placeholder) -> results
-GraphRun = Callable[[Mapping[str, Tensor], Batch, Mapping[str, Value]], list[Value]]
+
+
+class GraphRun(ABC):
+    """A graph as a function."""
+
+    @abstractmethod
+    def __call__(
+        self, tensors: Mapping[str, Tensor], inputs: Batch, received: Mapping[str, Value]
+    ) -> list[Value]:
+        """Return the results, given parameters and buffers by name, inputs, and received values by
+        placeholder."""
+
+    def resizable(self, others: Sequence[GraphRun], forms: NumberForms) -> SetSize:
+        """Return how this run takes another size, once it is laid beside those of other sizes."""
+        raise Unalike("a run of one size")
+
+    def set_constant(self, name: str, value: Tensor) -> None:
+        """Replace the value of a constant, whole, if the graph reads it."""
+        raise NotImplementedError
 
 
 class Backend(ABC):
@@ -56,6 +74,11 @@ class Backend(ABC):
         self.stages: dict[int, StageRun] = {}
         self.runners: list[RankRunner] = []
         self.stale_weights = StaleWeights(_delays(program))
+        self.resized: dict[str, TensorType] = {}  # values that have another size now, by node
+
+    def type_of(self, node: fx.Node) -> TensorType:
+        """Return the type of a value in the size that this backend runs now."""
+        return self.resized.get(node.name) or info(node).type
 
     def _prepare(self, transport: Transport, on_action_done: Callable[[int], None]) -> None:
         """Build the stages of this process and the runner of each of its pipeline places."""
@@ -274,7 +297,7 @@ class Backend(ABC):
     def _outputs(self, wanted: range) -> list[Tensor]:
         """Return some outputs of the batch, joined from those of its micro-batches."""
         local: dict[tuple[int, int], Tensor] = {}
-        types = [info(node).type for node in self.program.outputs]
+        types = [*map(self.type_of, self.program.outputs)]
         for (_, number), worker in self.workers.items():
             for microbatch, outputs in worker.outputs.items():
                 for output in outputs.keys() & {*wanted}:
@@ -344,7 +367,7 @@ class StageRun:
                 received = dict(zip(self.stage.statistics, statistics.get(number, [])))
                 received |= {name: new[name] for name in every_turn if name in new}
                 new = dict(zip(names, self._update(self.tensors, batch, received)))
-        types = [info(node).type for node in output.args[0]]  # type: ignore[union-attr,arg-type]
+        types = [*map(self.backend.type_of, output.args[0])]  # type: ignore[arg-type]
         buffers = [self.tensors[placeholders[name]] for name in names]
         return list(zip(buffers, self.backend.stored_form(list(new.values()), types)))
 
@@ -361,7 +384,6 @@ class UnstagedRun(StageRun):
         )
         super().__init__(backend, stage, is_whole=True)
         self._mutations, self._count = tuple(program.captured.mutations), len(program.outputs)
-        self._types = [info(node).type for node in program.results]
 
     def __call__(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
         is_last = microbatch == len(self.batches) - 1
@@ -378,7 +400,8 @@ class UnstagedRun(StageRun):
         # Backward may still read what a buffer was before its new value is written.
         before = {name: tensors[name].clone() for name in self._mutations}
         results = self.graph_run({**tensors, **before}, inputs, {})
-        values = self.backend.stored_form(results, self._types)
+        types = [*map(self.backend.type_of, self.backend.program.results)]
+        values = self.backend.stored_form(results, types)
         if self._mutations:
             changed = zip(self._mutations, values[self._count :])
             _write([(tensors[name], value) for name, value in changed if name not in later])

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
 from autopar._torch.communication import wait_for
-from autopar._torch.tensors import local_of
 from autopar.collectives.eager_movements import DeferredSum
 from autopar.cost.copy_groups import copy_groups
 from autopar.layout import Layout
-from autopar.passes import localize
 from autopar.passes.localize import axes_used
 from autopar.passes.stages import Stage
 from autopar.pipeline.running.executor import MessageKey
@@ -32,6 +30,7 @@ from autopar.runtime.backends.backend import Backend, Batch
 from autopar.runtime.backends.loss_shares import LossShares
 from autopar.runtime.backends.piece_collection import collect
 from autopar.runtime.backends.process_groups import Groups
+from autopar.runtime.backends.rank_graph import TorchGraph
 from autopar.runtime.backends.stage_messages import Messages, Shape
 from autopar.runtime.backends.stage_ranks import (
     StageRanks,
@@ -40,9 +39,7 @@ from autopar.runtime.backends.stage_ranks import (
     gradient_sums,
 )
 from autopar.runtime.backends.world import world
-from autopar.runtime.execution.activation_offload import ActivationOffload, local_mover
 from autopar.runtime.execution.compiled_regions import RegionCompiler
-from autopar.runtime.execution.eager_program import compile_graph
 from autopar.runtime.launching.failures import exchange_call, local_checks, stop_all_on_failure
 from autopar.runtime.module.batch_slices import BatchSlices
 from autopar.runtime.module.call_outputs import CallOutputs, OutputsLike
@@ -292,7 +289,7 @@ class TorchBackend(Backend):
         self, local: Mapping[tuple[int, int], Tensor], wanted: range, count: int
     ) -> list[list[Tensor]]:
         """Return full outputs; the stage that computes one sends its pieces along its lines."""
-        types, batches = [info(node).type for node in self.program.outputs], list[list[Tensor]]()
+        types, batches = [*map(self.type_of, self.program.outputs)], list[list[Tensor]]()
         stage_of = {output: s.index for s in self.program.stages for output in s.outputs}
         for number in range(count):
             pieces = {output: local.get((number, output)) for output in wanted}
@@ -349,7 +346,7 @@ class TorchBackend(Backend):
         ]
 
     def _local_shape(self, node: fx.Node) -> tuple[int, ...]:
-        at = info(node).type
+        at = self.type_of(node)
         return at.layout.local_shape(at.shape, self.mesh, self.ranks.rank_in_stage)
 
     def _replica_groups(self) -> dict[int, dist.ProcessGroup]:
@@ -399,49 +396,9 @@ class TorchBackend(Backend):
         self._late.clear()
         self._wait_for_sums()
         pairs = zip(outputs, self.program.outputs)
-        return [self._call_outputs(value, info(node).type) for value, node in pairs]
+        return [self._call_outputs(value, self.type_of(node)) for value, node in pairs]
 
 
-class TorchGraph:
-    """This rank's program as a function."""
-
-    def __init__(self, backend: TorchBackend, graph: fx.Graph, **options: Any) -> None:
-        """`options`: those of `compile_graph`."""
-        self._backend = backend
-        mesh, rank, device = backend.mesh, backend.ranks.rank_in_stage, backend.device
-        self.graph = localize(graph, mesh, rank, device, backend.groups.name)
-        if backend.slices is not None:
-            backend.slices.place_draws(self.graph)
-        self._offload = ActivationOffload(local_mover(mesh, rank, backend.groups.name))
-        options |= {"offload": self._offload, "compile_regions": backend.compiler}
-        self._function = compile_graph(self.graph, **options)
-        nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
-        self._reads = [(node.name, *info(node).origin) for node in nodes]
-        self._buffers = [name for _, kind, name in self._reads if kind in ("buffer", "before")]
-        layouts = {node.name: info(node).type.layout for node in nodes}
-        self._inputs = {name: layouts[key] for key, kind, name in self._reads if kind == "input"}
-        for key, kind, name in self._reads:
-            if kind == "constant" and name not in backend.constants:
-                whole = backend.program.captured.constants[name]
-                backend.constants[name] = backend.placing.copy_piece(whole, layouts[key])
-
-    def __call__(
-        self, tensors: Mapping[str, Tensor], inputs: Batch, received: Mapping[str, Value]
-    ) -> list[Value]:
-        backend = self._backend
-        self._offload.begin()
-        buffers = {name: local_of(tensors[name]) for name in self._buffers}
-        pieces = {name: backend.enter(inputs[name], at) for name, at in self._inputs.items()}
-        sources: dict[str, Mapping[str, Tensor]] = {
-            "parameter": backend.leaves.by_name,
-            "buffer": buffers,
-            "before": buffers,
-            "constant": backend.constants,
-            "input": pieces,
-        }
-        arguments = [
-            received[key][0] if key in received else sources[kind][name]
-            for key, kind, name in self._reads
-        ]
-        wholes = [inputs[name].to(backend.device) for name in self._function.whole_inputs]
-        return [[result] for result in self._function(*arguments, *wholes)]
+def is_among_others(backend: Backend) -> TypeGuard[TorchBackend]:
+    """Return whether a backend is one of several ranks."""
+    return isinstance(backend, TorchBackend) and backend.world.size > 1

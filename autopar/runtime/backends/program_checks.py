@@ -57,7 +57,8 @@ class ProgramChecks:
         for path, is_training in zip(self._captured.example.modes, call.training):
             modules[path].training = is_training
         for name, parameter in self._model.named_parameters():
-            parameter.requires_grad_(parameter.requires_grad or name in call.unfrozen)
+            learned = parameter.requires_grad and name not in call.frozen
+            parameter.requires_grad_(learned or name in call.unfrozen)
         with switched(self._captured.example.autocasts), state_put_back(self._model):
             _require_plain(self._model, captured, (call.args, call.kwargs))
         self._model = None

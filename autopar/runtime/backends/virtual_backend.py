@@ -31,6 +31,13 @@ from autopar.runtime.backends.backend import Backend, Batch, GraphRun
 from autopar.runtime.backends.host_copies import HOST
 from autopar.runtime.backends.replica_checks import ReplicaCheck
 from autopar.runtime.execution.activation_offload import ActivationOffload
+from autopar.runtime.execution.call_numbers import (
+    NumberForms,
+    SetSize,
+    Unalike,
+    filled,
+    forms_in,
+)
 from autopar.runtime.execution.compiled_regions import RegionCompiler
 from autopar.runtime.execution.eager_program import compile_graph
 from autopar.runtime.execution.recomputed_regions import SelectiveRecompute
@@ -45,7 +52,7 @@ ReadPlaceholder = Callable[[fx.Node], Value]
 Watch = Callable[[fx.Node, Value], None]
 
 
-class VirtualGraph:
+class VirtualGraph(GraphRun):
     """Runs a graph on lists of tensors, one for each rank."""
 
     def __init__(
@@ -62,6 +69,7 @@ class VirtualGraph:
         """`watch` is called with every computed value. With `halves`, which record the deferred
         weight gradients, backward is split. `sum_dtype`: that of gradient sums; None: their own."""
         self.mesh, self.device, self._watch, self._halves = mesh, device, watch, halves
+        self.graph, self.calls = graph, dict[fx.Node, list[RankCall]]()
         self._sum_dtype = sum_dtype
         self._offload = ActivationOffload(
             lambda movement, values, size: move(movement, values, mesh)
@@ -96,6 +104,34 @@ class VirtualGraph:
         for run in self._sections:
             run(values, read)
         return [values[node] for node in self._results]  # type: ignore[union-attr,index]
+
+    def resizable(self, others: Sequence[GraphRun], forms: NumberForms) -> SetSize:
+        runs = [run for run in (*others, self) if isinstance(run, VirtualGraph)]
+        if self._watch is not None or self._halves is not None:
+            raise Unalike("a run that is watched, or split")
+        varying: list[tuple[RankCall, Any]] = []
+        for row in forms.pair([run.graph for run in runs]):
+            if row[-1].op != "call_function":
+                continue
+            if any(info(node).joint is not None for node in row):
+                raise Unalike(f"{row[-1].name}, which ranks compute together")
+            forms.of([info(node).movement for node in row])
+            for calls in zip(*(run.calls.get(node, []) for run, node in zip(runs, row))):
+                template = forms.of([(call.function, call.args, call.kwargs) for call in calls])
+                if any(forms_in(template)):
+                    varying.append((calls[-1], template))
+
+        def set_size(size: int) -> None:
+            for call, template in varying:
+                call.function, call.args, call.kwargs = filled(template, size)
+
+        return set_size
+
+    def set_constant(self, name: str, value: Tensor) -> None:
+        for node in self.graph.find_nodes(op="placeholder"):
+            if node.name == name:
+                layout = info(node).type.layout
+                self._constants[name] = to_ranks(value.to(self.device), layout, self.mesh)
 
     def _section_run(self, section: GraphSection) -> Callable[[Environment, ReadPlaceholder], None]:
         """Return a function that adds a section's values to an environment and drops unused ones.
@@ -191,6 +227,7 @@ class VirtualGraph:
             if recompute is not None and info(node).remade:
                 function = recompute.recompute(function, plain)
             calls.append(RankCall(function, args, kwargs))
+        self.calls[node] = calls
         return lambda values: [call(values, rank) for rank, call in enumerate(calls)]
 
     def _joint_call(
@@ -215,7 +252,7 @@ class VirtualGraph:
         return run
 
 
-class OneRankGraph:
+class OneRankGraph(GraphRun):
     """Runs the graph of a mesh of one rank, compiled."""
 
     def __init__(self, backend: VirtualBackend, graph: fx.Graph, compiler: RegionCompiler) -> None:

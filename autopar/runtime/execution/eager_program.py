@@ -7,7 +7,7 @@ dispatcher, and sum in place if nobody else reads the value. A recomputed region
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,13 @@ from autopar.passes import LocalContext, ParameterCopies, run_local_passes
 from autopar.passes.flow import copy_subgraph
 from autopar.pipeline.running.weight_halves import WeightHalves
 from autopar.runtime.execution.activation_offload import ActivationOffload
+from autopar.runtime.execution.call_numbers import (
+    Affine,
+    NumberForms,
+    Unalike,
+    forms_in,
+    with_numbers,
+)
 from autopar.runtime.execution.profiler_ranges import profiled_function
 from autopar.runtime.execution.region_calls import RegionSettings, call_regions
 from autopar.runtime.parameters.gathered_copies import GatherWindow
@@ -35,9 +42,41 @@ class EagerProgram:
 
     function: Callable[..., Any]
     whole_inputs: tuple[str, ...]  # the names of these inputs, which come last
+    graph: fx.Graph  # that it runs
+    # By call what it called before its own forms replaced that; None where calls are inside others.
+    targets: dict[fx.Node, Any] | None
 
-    def __call__(self, *arguments: Tensor) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         return self.function(*arguments)
+
+    def resizable(
+        self, others: Sequence[EagerProgram], forms: NumberForms
+    ) -> tuple[Callable[..., Any], list[Affine]]:
+        """Return the function with further arguments, and the forms of these numbers.
+
+        `others`: the programs of other sizes."""
+        programs, templates = [*others, self], dict[fx.Node, Any]()
+        for row in forms.pair([program.graph for program in programs]):
+            if any(program.targets is None for program in programs):
+                raise Unalike("a program with regions, or one that is compiled")
+            known = [program.targets.get(node) for program, node in zip(programs, row)]  # type: ignore[union-attr]
+            if any(forms_in(forms.of(known))):
+                raise Unalike(f"a function of numbers, {known[-1]}")
+            template = forms.of([(node.args, node.kwargs) for node in row])
+            if any(forms_in(template)):
+                templates[row[-1]] = template
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        numbers = dict[Affine, fx.Node]()
+        used = list(dict.fromkeys(forms_in([*templates.values()])))
+        for node in self.graph.nodes:
+            if node.op != "placeholder" and not numbers and used:
+                for form in used:
+                    numbers[form] = graph.placeholder(f"number_{len(numbers)}")
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node in templates:
+                template = fx.map_arg(templates[node], copies.__getitem__)
+                copies[node].args, copies[node].kwargs = with_numbers(template, numbers.__getitem__)
+        return profiled_function(graph), used
 
 
 def compile_graph(
@@ -80,6 +119,9 @@ def compile_graph(
     window_calls = {} if window is None else window.calls
     origins = [info(node).origin for node in quick.nodes if node.op == "placeholder"]
     plain: dict[fx.Node, Any] = {}
+    has_regions = any(info(node).region is not None for node in quick.nodes)
+    is_hidden = has_regions or halves is not None or compile_regions is not None
+    targets = None if is_hidden else {node: node.target for node in quick.nodes}
     for node in quick.nodes:
         if node.target in window_calls:
             node.target = window_calls[node.target]
@@ -96,4 +138,4 @@ def compile_graph(
     contexts = contexts if window is None else [*contexts, window.rerun_forward]
     call_regions(quick, RegionSettings(contexts, plain, offload, window))
     wholes = tuple(name for kind, name in origins if kind == "whole")
-    return EagerProgram(profiled_function(quick), wholes)
+    return EagerProgram(profiled_function(quick), wholes, quick, targets)

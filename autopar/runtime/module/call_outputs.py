@@ -13,16 +13,19 @@ backward takes this rank's piece of it and moves nothing.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.capture.key_value_caches import keep_caches
 from autopar.collectives.movement import join_parts, split_parts
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
+from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.parameters.placing import dtensor_wrapper
 from autopar.tensor_type import TensorType
@@ -51,6 +54,14 @@ class CallOutputs:
         return join_pieces(
             value, type_, Mesh.from_device_mesh(self._mesh), self._groups, self._rank
         )
+
+
+def user_outputs(
+    program: RuntimeProgram, args: tuple, kwargs: Mapping[str, Any], outputs: Sequence[Any]
+) -> Any:
+    """Return the outputs of a call as forward does, with the caller's own caches among them."""
+    call = args, dict(program.in_order(kwargs))
+    return keep_caches(call, program.structure(outputs), program.original.caches)
 
 
 def join_pieces(piece: Tensor, type_: TensorType, mesh: Mesh, groups: Groups, rank: int) -> Tensor:

@@ -32,6 +32,7 @@ class CallSignature:
     training: tuple[bool, ...]  # modes of all modules
     unfrozen: frozenset[str]  # parameters that were frozen when the module was planned
     is_step: bool
+    frozen: frozenset[str] = frozenset()  # that learned then, if forward asks which learn
 
     @classmethod
     def of(
@@ -42,23 +43,43 @@ class CallSignature:
         unfrozen: frozenset[str],
         *,
         is_step: bool,
+        frozen: frozenset[str] = frozenset(),
     ) -> CallSignature:
         """Return the signature of a call with these arguments."""
         named = {name: kwargs[name] for name in sorted(kwargs)}
         paths, spec = pytree.tree_flatten_with_path((args, named))
         names = tuple(_name(path) for path, _ in paths)
         values = tuple(_value(leaf) for _, leaf in paths)
-        return cls(str(spec), names, values, training, unfrozen, is_step)
+        return cls(str(spec), names, values, training, unfrozen, is_step, frozen)
 
     @property
     def message(self) -> str:
         """Return the signature for other ranks as JSON: a text, a digest without shapes and
         parameters, then these two."""
         values = [replace(v, shape=()) if isinstance(v, _TensorKey) else v for v in self.values]
-        others = (self.structure, self.names, values, self.training, self.is_step)
+        modes = self.training, self.is_step, sorted(self.frozen)
+        others = (self.structure, self.names, values, *modes)
         digest = hashlib.sha256(repr(others).encode()).hexdigest()[:16]
         shapes = [v.shape if isinstance(v, _TensorKey) else () for v in self.values]
         return json.dumps([str(self), digest, shapes, sorted(self.unfrozen)])
+
+    def differing_dims(self, other: CallSignature) -> tuple[tuple[int, int], ...] | None:
+        """Return the dims of flat arguments in which two calls differ; None if in more than sizes.
+
+        Empty where they do not differ."""
+        if replace(self, values=()) != replace(other, values=()):
+            return None
+        dims: list[tuple[int, int]] = []
+        for at, (first, second) in enumerate(zip(self.values, other.values, strict=True)):
+            if first == second:
+                continue
+            if not isinstance(first, _TensorKey) or not isinstance(second, _TensorKey):
+                return None
+            sizes = list(zip(first.shape, second.shape))
+            if replace(first, shape=second.shape) != second or len(sizes) != len(first.shape):
+                return None
+            dims += [(at, dim) for dim, (a, b) in enumerate(sizes) if a != b]
+        return tuple(dims)
 
     @cached_property
     def text(self) -> str:
@@ -78,6 +99,7 @@ class CallSignature:
 
     def __str__(self) -> str:
         learns = f", {counted(len(self.unfrozen), 'parameter')} unfrozen" if self.unfrozen else ""
+        learns += f", {counted(len(self.frozen), 'parameter')} frozen" if self.frozen else ""
         return f"{'step' if self.is_step else 'call'}{self.text} in {self.mode} mode{learns}"
 
 

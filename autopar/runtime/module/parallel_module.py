@@ -27,7 +27,7 @@ from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.backends.program_checks import ProgramChecks
 from autopar.runtime.module.batch_checks import BatchCheck, SliceCheck
-from autopar.runtime.module.call_outputs import wants_outputs
+from autopar.runtime.module.call_outputs import user_outputs, wants_outputs
 from autopar.runtime.module.loss_scale import (
     LossScale,
     require_scale,
@@ -213,13 +213,13 @@ class ParallelModule(RunsBatches, RefusesWrappers, ModelAttributes, StepObservat
             inputs = call.apply_writes(running, self._tensors.values) | self.backend.draw(program)
             outputs = backend.call(self._tensors.values, inputs)
             carry_out_all(program.captured.effects, self, outputs)
-            return program.structure(outputs)
+            return user_outputs(program, args, kwargs, outputs)
 
-    def _accept(self, args: tuple, kwargs: Mapping[str, Any], *, is_step: bool) -> ModuleCall:
+    def _accept(self, args: tuple, kwargs: Mapping[str, Any], **options: bool) -> ModuleCall:
         """Return the record of a call on this rank, or refuse the call."""
         require_same(self.plan.original.example.autocasts)
-        refuse_late_hooks(self, self._current_tensors(), is_step=is_step)
-        return self._programs.accept(args, kwargs, is_step=is_step)
+        refuse_late_hooks(self, self._current_tensors(), is_step=options["is_step"])
+        return self._programs.accept(args, kwargs, **options)
 
     def _look_up(self, call: ModuleCall) -> None:
         """Find the program of a call among the known ones, or refuse the call."""
@@ -277,7 +277,7 @@ class ParallelModule(RunsBatches, RefusesWrappers, ModelAttributes, StepObservat
                 options: dict[str, Any] = {"scale": scale, "outputs": outputs}
                 kwargs, options = split_step_arguments(example, args, kwargs, options)
                 with_outputs = wants_outputs(options["outputs"])
-                call = self._accept(args, kwargs, is_step=True)
+                call = self._accept(args, kwargs, is_step=True, with_outputs=with_outputs)
                 self._require_learning(tree_leaves((args, kwargs)))
             self._programs.exchange_numbers(call)
             with self.backend.local_checks():
@@ -291,9 +291,8 @@ class ParallelModule(RunsBatches, RefusesWrappers, ModelAttributes, StepObservat
                 tensors = self._tensors.values
                 inputs = call.apply_writes(running, tensors) | backend.draw(program)
                 batches = backend.split(inputs)
-                loss, results = self._run_step(
-                    backend, tensors, batches, with_outputs=with_outputs, factor=factor
-                )
+                options = {"with_outputs": with_outputs, "factor": factor}
+                loss, results = self._run_step(backend, tensors, batches, **options)
                 carry_out_all(program.captured.effects, self, results)
         self._listeners.notify(begun, loss, running.plan)
         result = StepLoss.of(loss)

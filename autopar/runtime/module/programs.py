@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import json
 import warnings
+import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeGuard, overload
+from typing import Any, overload
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.capture.again import THIS, captured_again
+from autopar.capture.again import THIS
 from autopar.capture.captured import Captured
+from autopar.capture.effects_between import require_independent
 from autopar.capture.failure import check_call, require_one_dtype
 from autopar.capture.fingerprint import fingerprint_of
+from autopar.capture.key_value_caches import register_caches
 from autopar.capture.plain_tensors import is_plain
 from autopar.errors import InvalidInput
 from autopar.plans.companion_plan import (
@@ -36,11 +39,18 @@ from autopar.plans.companion_plan import (
 from autopar.plans.plan import Plan
 from autopar.plans.verdict import require_rules, tell
 from autopar.runtime.backends.backend import Backend
-from autopar.runtime.backends.distributed_backend import TorchBackend
+from autopar.runtime.backends.distributed_backend import is_among_others
+from autopar.runtime.module.call_capture import CallCapture, require_data
 from autopar.runtime.module.call_signature import CallSignature, changing_values
 from autopar.runtime.module.local_inputs import input_layouts, join_call
 from autopar.runtime.module.plan_broadcast import Attach, agree_on_plan
-from autopar.runtime.module.running_program import ModuleCall, RunningProgram, SizeFamily
+from autopar.runtime.module.running_program import (
+    ModuleCall,
+    RunningProgram,
+    SizeFamily,
+    differs_in_sizes,
+    share_sizes,
+)
 from autopar.runtime.module.torch_contexts import refuse_transforms
 from autopar.runtime.module.training_modes import TrainingModes
 from autopar.runtime.parameters.initial_values import require_constants
@@ -50,6 +60,7 @@ from autopar.text.source_lines import frames_to_caller
 from autopar.text.tables import table
 
 WARN_ABOVE = 8  # programs without a warning
+_MOST_PROGRAMS = 1 << 20
 
 
 class Programs(Sequence[RunningProgram]):
@@ -58,6 +69,7 @@ class Programs(Sequence[RunningProgram]):
     def __init__(
         self, plan: Plan, backend: Backend, modes: TrainingModes, tensors: ModuleTensors
     ) -> None:
+        register_caches()
         self._modes, self._tensors = modes, tensors
         example = plan.original.example
         signature = CallSignature.of(
@@ -66,6 +78,7 @@ class Programs(Sequence[RunningProgram]):
         self._last = RunningProgram(plan, backend, signature, both=True)
         self._listed = [self._last]
         self._with_all_sizes = [self._last]
+        self._calls = CallCapture(self._with_all_sizes, modes, tensors)
         self._known: dict[CallSignature, RunningProgram] = {}
         self._numbers: dict[CallSignature, int] = {}  # of this rank's calls, in order
         self._by_rank_numbers: dict[tuple[int, ...], RunningProgram] = {}
@@ -114,7 +127,14 @@ class Programs(Sequence[RunningProgram]):
         self.look_up(call)
         return self.build(call)
 
-    def accept(self, args: tuple, kwargs: Mapping[str, Any], *, is_step: bool) -> ModuleCall:
+    def accept(
+        self,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        *,
+        is_step: bool,
+        with_outputs: bool = False,
+    ) -> ModuleCall:
         """Return the record of a call on this rank; refuse transforms and odd tensors."""
         refuse_transforms()
         for running in self._with_all_sizes:
@@ -122,7 +142,11 @@ class Programs(Sequence[RunningProgram]):
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         if not all(is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
             check_call(self._listed[0].plan.original.example.model, args, kwargs, THIS)
-        return ModuleCall(args, kwargs, self._modes.now, self._tensors.unfrozen, is_step)
+        programs = (running.plan.original for running in self._with_all_sizes)
+        frozen = self._calls.frozen(*programs)
+        call = ModuleCall(args, kwargs, self._modes.now, self._tensors.unfrozen, frozen, is_step)
+        call.with_outputs = with_outputs
+        return call
 
     def exchange_numbers(self, call: ModuleCall) -> None:
         """Exchange the number of each rank's call, where a rank cannot know the program by itself.
@@ -133,10 +157,23 @@ class Programs(Sequence[RunningProgram]):
         first = self._listed[0]
         backend, trainable = first.backend, first.plan.program.was_trainable
         sees_part = first.plan.pipelining and not all(trainable.values())
-        if _is_among_others(backend) and (sees_part or backend.local_inputs):
-            number = self._numbers.setdefault(call.signature, len(self._numbers))
+        if is_among_others(backend) and (sees_part or backend.local_inputs):
+            number = self._number_of(call)
             with backend.guard(agreed=True):
                 call.numbers = backend.world.gather_numbers(number)
+
+    def _number_of(self, call: ModuleCall) -> int:
+        """Return the number of a call on this rank: below 0, of a program and a size that it serves
+        beside its own; else of its signature."""
+        for at, running in enumerate(self._with_all_sizes):
+            numbers = running.plan.original.numbers
+            if not numbers and running.resizing is None:
+                continue
+            if (inputs := running.bind(call)) is not None:
+                size = 0 if running.resizing is None else running.resizing.size_of(inputs)
+                values = repr([size, *(inputs[name].item() for name in sorted(numbers))])
+                return -1 - at - zlib.crc32(values.encode()) * _MOST_PROGRAMS
+        return self._numbers.setdefault(call.signature, len(self._numbers))
 
     def look_up(self, call: ModuleCall) -> None:
         """Find the program of a call among the known ones; capture a new one otherwise."""
@@ -147,9 +184,12 @@ class Programs(Sequence[RunningProgram]):
     def _look_together(self, call: ModuleCall, numbers: tuple[int, ...]) -> bool:
         """Return whether a known program serves the calls that the ranks made."""
         known = self._by_rank_numbers.get(numbers)
+        if numbers[0] < 0 and len({*numbers}) == 1:
+            known = self._with_all_sizes[(-1 - numbers[0]) % _MOST_PROGRAMS]
         if known is not None and self._assign(call, known):
             return True
         self._exchange_signatures(call)
+        call.is_of_own_size = True
         return any(self._assign(call, p) for p in self._with_all_sizes if p.matches(call))
 
     def _exchange_signatures(self, call: ModuleCall) -> None:
@@ -165,17 +205,25 @@ class Programs(Sequence[RunningProgram]):
             call.global_inputs = join_call(first.plan, call.args, call.kwargs, shapes)
         args, kwargs = call.global_inputs or (call.args, call.kwargs)
         call.signature = CallSignature.of(
-            args, kwargs, call.training, call.unfrozen, is_step=call.is_step
+            args,
+            kwargs,
+            call.training,
+            call.unfrozen,
+            is_step=call.is_step,
+            frozen=call.frozen,
         )
         call.is_agreed = True
 
     def _look_up(self, call: ModuleCall) -> bool:
         """Return whether a known program serves a call, and try the last call's program first."""
         call.inputs, call.running = self._last.bind(call), self._last
-        if call.inputs is not None:
+        is_served, changes_size = call.inputs is not None, self._last.changes_size(call.inputs)
+        if is_served and not changes_size:
             return True
-        if len(self._with_all_sizes) > 1 and _is_among_others(self._last.backend):
-            self._exchange_signatures(call)  # do all change to another program?
+        if len(self._with_all_sizes) > 1 and is_among_others(self._last.backend):
+            self._exchange_signatures(call)  # do all change to another program, or size?
+        if is_served:
+            return True
         known = self._known.get(call.signature)
         candidates = self._with_all_sizes if known is None else [known]
         return any(self._assign(call, candidate) for candidate in candidates)
@@ -187,8 +235,10 @@ class Programs(Sequence[RunningProgram]):
             call.running = None
             return False
         if call.numbers is None:
-            self._last = self._known[call.signature] = running
-        else:
+            self._last = running
+            if running.resizing is None and not running.plan.original.numbers:
+                self._known[call.signature] = running
+        elif call.numbers[0] >= 0:
             self._by_rank_numbers[call.numbers] = running
         return True
 
@@ -196,21 +246,22 @@ class Programs(Sequence[RunningProgram]):
         first = self._listed[0]
         original, backend = first.plan.original, first.backend
         check_call(original.example.model, call.args, call.kwargs, THIS)
-        _require_data(call)
+        require_data(call)
         if backend.local_inputs and not call.is_agreed:
             self._exchange_signatures(call)
         args, kwargs = call.global_inputs or (call.args, call.kwargs)
         if (dynamic := first.plan.dynamic) is not None:
             dynamic.require(original.example.model, args, kwargs)
             call.size_family_key = dynamic.across(original.example.model, args, kwargs)
-        modes = self._modes.by_path
         with reporter(first.plan.progress) as report:
             report("capture", type(original.example.model).__name__)
-            captured = captured_again(original, args, kwargs, modes, call.unfrozen)
+            captured = self._calls.capture(call, args, kwargs)
         require_constants(captured)
         require_one_dtype(captured, "hand over inputs in the dtype that the model computes in")
         if call.is_step:
             _ = captured.loss_index  # refuse a program without a loss
+        for running in self._with_all_sizes:
+            require_independent(captured, running.plan.original)
         if not self._is_other(call, captured):
             return
         call.captured = captured
@@ -225,6 +276,9 @@ class Programs(Sequence[RunningProgram]):
                 running.modes.add(call.training)
                 running.unfrozen |= call.unfrozen
                 return not self._assign(call, running)
+        call.like = next((r for r in self._with_all_sizes if differs_in_sizes(r, call)), None)
+        if call.like is not None and call.like.plan.fingerprint.form != fingerprint.form:
+            call.like = None
         ranges = (running.sizes for running in self._listed if running.sizes is not None)
         key, form = call.size_family_key, fingerprint.form
         call.sizes = next((sizes for sizes in ranges if sizes.includes(call, key, form)), None)
@@ -246,15 +300,19 @@ class Programs(Sequence[RunningProgram]):
                 require_rules(captured)
 
             def decide() -> Plan:
-                if sizes is not None:
-                    like = sizes.first.plan
-                    return resize_companion(plan, like, captured, is_step=is_step, inputs=inputs)
+                like = call.like if sizes is None else sizes.first
+                if like is not None:
+                    resized = resize_companion(
+                        plan, like.plan, captured, is_step=is_step, inputs=inputs
+                    )
+                    if sizes is not None or plan.limit is None or resized.memory.peak <= plan.limit:
+                        return resized
                 return plan_companion(plan, captured, is_step=is_step, inputs=inputs)
 
             def prepare() -> Attach:
                 return partial(follow_companion, plan, captured, is_step=is_step)
 
-            new_plan = agree_on_plan(decide, prepare) if _is_among_others(backend) else decide()
+            new_plan = agree_on_plan(decide, prepare) if is_among_others(backend) else decide()
             new_plan = stage_companion(plan, new_plan, is_step=is_step)
             tell(captured, new_plan, sizes.first.plan if sizes is not None else plan)
         with backend.guard():
@@ -274,6 +332,7 @@ class Programs(Sequence[RunningProgram]):
             self._warn_of_many()
         is_assigned = self._assign(call, running)
         assert is_assigned
+        share_sizes(self._with_all_sizes, running)
         return running
 
     def inner_program(
@@ -322,20 +381,6 @@ class Programs(Sequence[RunningProgram]):
                 f"planned for a call that differs: print(module.programs) lists them. {remedy}",
                 stacklevel=frames_to_caller(),
             )
-
-
-def _require_data(call: ModuleCall) -> None:
-    for value in pytree.tree_leaves((call.args, dict(call.kwargs))):
-        if isinstance(value, Tensor) and value.is_meta:
-            raise InvalidInput(
-                "a program that runs needs inputs with data",
-                got=f"an input {tuple(value.shape)} on the meta device",
-                remedy="hand over tensors of a device; plan() alone needs no data",
-            )
-
-
-def _is_among_others(backend: Backend) -> TypeGuard[TorchBackend]:
-    return isinstance(backend, TorchBackend) and backend.world.size > 1
 
 
 def _require_alike(

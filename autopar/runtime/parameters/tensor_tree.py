@@ -87,6 +87,11 @@ class ModuleTensors:
         learns = [name for name, planned in self._learns.items() if not planned]
         now = {name: self.values.get(name) for name in learns}
         self.unfrozen = frozenset(n for n, v in now.items() if v is not None and v.requires_grad)
+        # And those that did, and do not learn now.
+        others = {name: self.values.get(name) for name in self._learns.keys() - now.keys()}
+        self.frozen = frozenset(
+            n for n, v in others.items() if v is not None and not v.requires_grad
+        )
         # As long as these live, other memory has other addresses.
         self._memory = [value.untyped_storage() for value in tensors.values()]
         self._last_contents, self._accepted = contents, self._fingerprint()
