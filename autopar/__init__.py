@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from autopar.plans.plan import Plan
     from autopar.precision import Precision
     from autopar.recompute import Recompute
+    from autopar.runtime.batches.data_loader import shard_loader
     from autopar.runtime.checkpoints.saving import is_saved, load, save
     from autopar.runtime.checkpoints.whole_model_files import save_safetensors
-    from autopar.runtime.module.data_loader import shard_loader
     from autopar.runtime.module.parallel_module import ParallelModule
     from autopar.runtime.observation.step_figures import (
         JsonLines,
@@ -85,7 +85,7 @@ _NAMES_OF = {
     "eager_region": "region",
     "runtime.checkpoints.saving": "is_saved load save",
     "runtime.checkpoints.whole_model_files": "save_safetensors",
-    "runtime.module.data_loader": "shard_loader",
+    "runtime.batches.data_loader": "shard_loader",
     "runtime.module.parallel_module": "ParallelModule",
     "runtime.observation.step_figures": "JsonLines ProgressLine StepFigures TensorBoard",
     "runtime.optimizers.optimizer": "optimizer",

@@ -48,12 +48,12 @@ from autopar.runtime.backends.process_groups import enter_world, require_world_o
 from autopar.runtime.backends.program_checks import ProgramChecks
 from autopar.runtime.backends.virtual_backend import VirtualBackend
 from autopar.runtime.backends.world import has_failed, world
+from autopar.runtime.batches.batch_slices import require_even_slices
+from autopar.runtime.batches.local_inputs import refuse_questions_about_slices
 from autopar.runtime.execution.block_groups import Together
 from autopar.runtime.execution.compiled_regions import RegionCompiler
 from autopar.runtime.launching.failures import stop_all_on_failure
-from autopar.runtime.module.batch_slices import require_even_slices
 from autopar.runtime.module.call_outputs import OutputsLike
-from autopar.runtime.module.local_inputs import refuse_questions_about_slices
 from autopar.runtime.module.parallel_module import RESERVED_NAMES, ParallelModule
 from autopar.runtime.module.plan_broadcast import (
     Attach,

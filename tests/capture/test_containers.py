@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import autopar as ap
 from autopar.capture import capture
 from autopar.errors import InvalidInput
-from autopar.runtime.module.local_inputs import refuse_questions_about_slices
+from autopar.runtime.batches.local_inputs import refuse_questions_about_slices
 
 MESHES: list[dict[str, Any]] = [
     {"mesh": ap.Mesh(dp=2, tp=2)},

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import autopar as ap
 from autopar import Mesh
-from autopar.runtime.module.data_loader import ShardedLoader
+from autopar.runtime.batches.data_loader import ShardedLoader
 from tests.outputs import Deep, assert_close, made, parallel, random
 
 MESH = Mesh(pp=2, dp=2)

@@ -39,9 +39,9 @@ from autopar.runtime.backends.stage_ranks import (
     gradient_sums,
 )
 from autopar.runtime.backends.world import world
+from autopar.runtime.batches.batch_slices import BatchSlices
 from autopar.runtime.execution.compiled_regions import RegionCompiler
 from autopar.runtime.launching.failures import exchange_call, local_checks, stop_all_on_failure
-from autopar.runtime.module.batch_slices import BatchSlices
 from autopar.runtime.module.call_outputs import CallOutputs, OutputsLike
 from autopar.runtime.module.direct_calls import DirectCalls
 from autopar.runtime.module.gradient_accumulation import GradientAccumulation

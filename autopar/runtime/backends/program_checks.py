@@ -23,8 +23,8 @@ from autopar.capture.captured import Captured
 from autopar.capture.fake import own_copy
 from autopar.capture.python_state import state_put_back
 from autopar.errors import ExecutionError, InvalidInput
+from autopar.runtime.batches.batch_checks import require_same_batch
 from autopar.runtime.module import programs
-from autopar.runtime.module.batch_checks import require_same_batch
 from autopar.text.source_lines import frames_to_caller
 from autopar.verification.references import (
     CallArguments,

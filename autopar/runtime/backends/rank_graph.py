@@ -17,11 +17,11 @@ from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.backend import Batch, GraphRun
 from autopar.runtime.backends.process_groups import Groups
 from autopar.runtime.backends.stage_ranks import StageRanks
+from autopar.runtime.batches.batch_slices import BatchSlices
 from autopar.runtime.execution.activation_offload import ActivationOffload, local_mover
 from autopar.runtime.execution.call_numbers import NumberForms, SetSize
 from autopar.runtime.execution.compiled_regions import RegionCompiler
 from autopar.runtime.execution.eager_program import EagerProgram, compile_graph
-from autopar.runtime.module.batch_slices import BatchSlices
 from autopar.runtime.parameters.local_parameters import LocalParameters
 from autopar.runtime.parameters.placing import TensorPlacer
 from autopar.strategies.node_info import info

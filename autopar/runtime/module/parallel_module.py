@@ -26,7 +26,7 @@ from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.backends.program_checks import ProgramChecks
-from autopar.runtime.module.batch_checks import BatchCheck, SliceCheck
+from autopar.runtime.batches.batch_checks import BatchCheck, SliceCheck
 from autopar.runtime.module.call_outputs import user_outputs, wants_outputs
 from autopar.runtime.module.loss_scale import (
     LossScale,

@@ -40,9 +40,9 @@ from autopar.plans.plan import Plan
 from autopar.plans.verdict import require_rules, tell
 from autopar.runtime.backends.backend import Backend
 from autopar.runtime.backends.distributed_backend import is_among_others
+from autopar.runtime.batches.local_inputs import input_layouts, join_call
 from autopar.runtime.module.call_capture import CallCapture, require_data
 from autopar.runtime.module.call_signature import CallSignature, changing_values
-from autopar.runtime.module.local_inputs import input_layouts, join_call
 from autopar.runtime.module.plan_broadcast import Attach, agree_on_plan
 from autopar.runtime.module.running_program import (
     ModuleCall,

@@ -27,15 +27,15 @@ from autopar.passes.localize import Axes
 from autopar.runtime.backends.distributed_backend import TorchBackend
 from autopar.runtime.backends.rank0_values import Rank0Values
 from autopar.runtime.backends.world import World
-from autopar.runtime.launching.failures import stop_all_on_failure
-from autopar.runtime.module.batch_checks import BatchCheck
-from autopar.runtime.module.batch_slices import batch_axes
-from autopar.runtime.module.loader_position import (
+from autopar.runtime.batches.batch_checks import BatchCheck
+from autopar.runtime.batches.batch_slices import batch_axes
+from autopar.runtime.batches.loader_position import (
     Generators,
     LoaderPosition,
     Skipping,
     generators_put_back,
 )
+from autopar.runtime.launching.failures import stop_all_on_failure
 from autopar.runtime.module.parallel_module import ParallelModule
 
 _HANDED_ON = (  # other arguments of a DataLoader

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import InvalidInput
 from autopar.plans.plan import Plan
 from autopar.runtime.backends.world import World
-from autopar.runtime.module.local_inputs import flatten_call, planned_inputs
+from autopar.runtime.batches.local_inputs import flatten_call, planned_inputs
 from autopar.runtime.module.plan_broadcast import require_same_call
 
 COMPARED_FIRST = 3  # calls that are compared at the start
