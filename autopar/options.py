@@ -30,7 +30,7 @@ from autopar.errors import InvalidInput, require_one_of
 from autopar.mesh import AXIS_NAMES, Mesh
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.schedules import FROM_FILE, known_names
+from autopar.pipeline.schedules import FROM_FILE, known_names, option_names
 from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.precision import Precision
 from autopar.recompute import Recompute, RecomputeSetting
@@ -300,7 +300,7 @@ def read_request(options: PlanOptions) -> Request:
         )
         return request
     schedule = _read_schedule(options, mesh[axis], count)
-    return replace(request, microbatches=schedule.all_parts, schedule=schedule)
+    return replace(request, microbatches=schedule.batch_parts, schedule=schedule)
 
 
 def _refuse_options(
@@ -400,7 +400,9 @@ def _read_schedule(options: PlanOptions, ranks: int, count: int | None) -> Sched
         settings = {**value, **settings}
         value = settings.pop("name", DEFAULT_SCHEDULE)
     name = DEFAULT_SCHEDULE if value is None else value
-    count = 2 * ranks if count is None else count
+    if count is None:  # slices of a sequence keep all stages busy
+        is_sliced = name in known_names() and "slices" in option_names(name)
+        count = 1 if is_sliced else 2 * ranks
     schedule = make_schedule(name, stages=ranks, microbatches=count, **settings)
     check(schedule)
     return schedule

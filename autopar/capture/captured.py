@@ -82,6 +82,8 @@ class Captured:
     unread_annotations: Mapping[Annotation, str] = field(default_factory=dict)
     kept_bytes: int = 0  # of the tensors in these, on each rank and from step to step
     program: Program | None = None  # its segments, of the program of a whole batch
+    # The placeholders of keys and values of a whole sequence, in the program of some of its tokens.
+    sequence_buffers: tuple[str, ...] = ()
     unfolded: Captured | None = None  # with all blocks, if one here stands for several
 
     def draw(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:

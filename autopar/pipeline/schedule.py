@@ -80,6 +80,9 @@ class Schedule:
     parts: int = 1
     # The options of its generator, sorted by name.
     options: tuple[tuple[str, Option], ...] = ()
+    # The lengths, in tokens or in proportion, of the slices of each sequence. Actions then name
+    # slices: those of micro-batch 1 in 4 slices are 4 to 7. None: sequences are whole.
+    slices: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -119,8 +122,22 @@ class Schedule:
 
     @property
     def all_parts(self) -> int:
-        """Return the number of micro-batch parts in a step, which `Action.microbatches` count."""
+        """Return the number of parts or slices in a step, which `Action.microbatches` count."""
+        return self.batch_parts * self.slice_count
+
+    @property
+    def slice_count(self) -> int:
+        """Return into how many slices of tokens each sequence is cut, 1 for none."""
+        return max(1, len(self.slices))
+
+    @property
+    def batch_parts(self) -> int:
+        """Return into how many parts a step cuts the batch, whose sequences may be sliced."""
         return self.microbatches * self.parts
+
+    def slice_of(self, microbatch: int) -> tuple[int, int]:
+        """Return the part of the batch, and the slice of its tokens, that an action's number is."""
+        return divmod(microbatch, self.slice_count)
 
     @cached_property
     def actions(self) -> tuple[tuple[int, Action], ...]:
@@ -337,6 +354,7 @@ def make(
     placement: Iterable[Sequence[int]],
     orders: Iterable[Iterable[Action]],
     parts: int = 1,
+    slices: tuple[int, ...] = (),
     /,
     **options: Option,
 ) -> Schedule:
@@ -348,6 +366,7 @@ def make(
         tuple(map(tuple, orders)),
         parts,
         tuple(sorted(options.items())),
+        slices,
     )
 
 
@@ -356,6 +375,8 @@ def heading(schedule: Schedule) -> list[tuple[str, str]]:
     lines = [("name", schedule.name), ("microbatches", str(schedule.microbatches))]
     if schedule.parts > 1:
         lines.append(("parts", str(schedule.parts)))
+    if schedule.slices:
+        lines.append(("slices", " ".join(map(str, schedule.slices))))
     if schedule.options:
         options = (f"{name}={_write_option(value)}" for name, value in schedule.options)
         lines.append(("options", " ".join(options)))

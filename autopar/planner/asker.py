@@ -32,6 +32,7 @@ from autopar.capture.folding import fold
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
+from autopar.passes.token_cutter import require_slices
 from autopar.pipeline.schedule import Schedule
 from autopar.planner.bounds import Bounds
 from autopar.planner.layouts import LayoutRequest, Layouts
@@ -202,6 +203,7 @@ class _ProgramAsker:
             if laid.captured.is_folded and not laid.step.program.is_regular:
                 return Unlike()
             schedule = listed(question.schedule, question.stages, question.microbatches)
+            require_slices(laid.captured, schedule.slices)
             return self._in_stages(question, laid, schedule, cutoff)
         if question.is_mixed:
             return mixed(

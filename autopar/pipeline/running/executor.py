@@ -119,7 +119,7 @@ class RankRunner:
         self._inputs = [*(messages_of(schedule, action, sent=False) for action in self.order), []]
         self._outputs = [messages_of(schedule, action, sent=True) for action in self.order]
         self._kept = [worker.kept for worker in workers.values()]
-        self._entries_per_microbatch = schedule.chunks * schedule.parts
+        self._entries_per_microbatch = schedule.chunks * schedule.parts * schedule.slice_count
         self.recorded = RankRecord()
         self._recorder: Callable[[], Recorder | None] = lambda: None  # a weak reference
         self._recording: tuple[Recorder, StepTimes] | None = None  # of the running step

@@ -35,7 +35,7 @@ from autopar.text.units import counted
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-_COUNTS = ("stages", "microbatches", "chunks")  # whose product is the number of forwards
+_COUNTS = ("stages", "microbatches", "chunks", "slices")  # whose product is the number of forwards
 MOST_FORWARDS = 1 << 20
 # Forwards of a schedule with as many chunks as blocks, or of one that repeats nothing.
 _MOST_WEIGHED = 1 << 12

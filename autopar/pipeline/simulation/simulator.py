@@ -14,10 +14,11 @@ rank 3 |f2 f3 ...F0 B0    F1 B1    ...b2    ......b3    |
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
 
+from autopar.errors import InvalidInput
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.simulation.action_costs import (
@@ -31,6 +32,7 @@ from autopar.pipeline.simulation.action_times import ActionTimes, MessageCosts, 
 from autopar.pipeline.simulation.repeated_step import RankTimes, repeated_times
 from autopar.pipeline.simulation.synchronization import Sync, synchronize, with_sums
 from autopar.pipeline.simulation.timeline import Timeline
+from autopar.text.units import counted
 
 _NONE: Mapping[tuple[int, ...], float] = MappingProxyType({})
 
@@ -48,6 +50,7 @@ def simulate(
     activation: Costs = 1,
     message_costs: MessageCosts | None = None,
     shared_sync: Mapping[tuple[int, ...], float] = _NONE,
+    slice_times: Sequence[float] | None = None,
 ) -> Timeline:
     """Return the timeline of one step.
 
@@ -61,6 +64,7 @@ def simulate(
       their numbers, the time for stages that share parameters; `after_sync`: the work for a stage
       when all gradients are summed.
     - `activation`: the size that a micro-batch keeps for backward, 1 by default.
+    - `slice_times`: the times of the slices of a sequence, in proportion; None: as their lengths.
     """
     times = stage_times(
         schedule.stages,
@@ -72,11 +76,13 @@ def simulate(
     )
     delay = single("latency", latency)
     shares = per_stage("activation", activation, schedule.stages, schedule.chunks)
-    activations = tuple(share / schedule.parts for share in shares)
+    count = schedule.parts * schedule.slice_count
+    activations = tuple(share / count for share in shares)
+    of_slices = _slice_shares(schedule, slice_times)
     latencies = delay if message_costs is None else message_costs
 
     def timeline_of(variant: Schedule) -> Timeline:
-        timed = cache(partial(_time_all_actions, variant, times, latencies))
+        timed = cache(partial(_time_all_actions, variant, times, latencies, of_slices))
         figures = repeated_times(variant, times, latencies) or RankTimes.of(variant, timed())
         return Timeline(variant, figures, timed, activations)
 
@@ -92,11 +98,27 @@ def simulate(
     return synchronize(timeline, costs, shared_sync, after)
 
 
+def _slice_shares(schedule: Schedule, times: Sequence[float] | None) -> tuple[float, ...]:
+    """Return how much of a micro-batch's time each slice takes; none without slices."""
+    times = schedule.slices if times is None else times
+    is_possible = not times or (min(times) >= 0 and sum(times) > 0)
+    if len(times) != len(schedule.slices) or not is_possible:
+        raise InvalidInput(
+            "slice_times has a time for each slice of a sequence",
+            got=f"{[*times]} for {counted(len(schedule.slices), 'slice')}",
+            remedy="give the schedule slices, and each of them a time of at least 0",
+        )
+    return tuple(time / sum(times) for time in times)
+
+
 def _time_all_actions(
-    schedule: Schedule, durations: StageTimes, latency: float | MessageCosts
+    schedule: Schedule,
+    durations: StageTimes,
+    latency: float | MessageCosts,
+    shares: Sequence[float],
 ) -> ActionTimes:
     """Return the times of all actions; raise `InvalidInput` if ranks wait forever."""
-    result = time_actions(schedule, durations, latency)
+    result = time_actions(schedule, durations, latency, shares)
     if sum(map(len, result.ends)) != len(schedule.actions):
         check(schedule)
     return result

@@ -28,7 +28,7 @@ from autopar.pipeline.running.worker import Value, Worker
 from autopar.plans.runtime_program import RuntimeProgram
 from autopar.runtime.execution.compiled_regions import RegionCompiler
 from autopar.runtime.parameters.placing import ReadPart
-from autopar.strategies.node_info import info
+from autopar.strategies.node_info import SEQUENCE, info
 from autopar.tensor_type import TensorType
 
 Batch = Mapping[str, Tensor]
@@ -51,6 +51,8 @@ class Backend(ABC):
         """`places`: the pipeline places whose ranks run in this process; one without a pipeline."""
         self.program, self.mesh, self.device = program, program.mesh, device
         self.schedule, self.places, self.compiler = program.schedule, places, compiler
+        # The ranks inside a stage that run in this process.
+        self.stage_ranks: Sequence[int] = range(self.mesh.size)
         self.workers: dict[tuple[int, int], Worker] = {}
         self.stages: dict[int, StageRun] = {}
         self.runners: list[RankRunner] = []
@@ -61,11 +63,13 @@ class Backend(ABC):
         pipelining = self.program.pipelining
         for index in sorted({stage for pairs in local.values() for _, stage in pairs}):
             is_split = index in self.schedule.split_stages
-            self.stages[index] = (
-                UnstagedRun(self)
-                if pipelining is None
-                else StageRun(self, self.program.stages[index], is_split=is_split)
-            )
+            if pipelining is None:
+                self.stages[index] = UnstagedRun(self)
+            elif self.program.slices:
+                self.stages[index] = SlicedRun(self, [each[index] for each in self.program.slices])
+            else:
+                stage = self.program.stages[index]
+                self.stages[index] = StageRun(self, stage, is_split=is_split)
         for place, pairs in local.items():
             workers = {pair: Worker(self.stages[pair[1]]) for pair in pairs}
             self.workers |= workers
@@ -178,6 +182,13 @@ class Backend(ABC):
         """Return a graph as a function. With `halves`, which record the deferred weight gradients,
         backward is split. `is_whole`: the graph is the program, not a stage of it."""
 
+    def zeros(self, type_: TensorType) -> Value:
+        """Return zeros as this process's pieces of a value inside a stage."""
+        shapes = (
+            type_.layout.local_shape(type_.shape, self.mesh, rank) for rank in self.stage_ranks
+        )
+        return [torch.zeros(s, dtype=type_.dtype, device=self.device) for s in shapes]
+
     @abstractmethod
     def stored_form(self, values: Sequence[Value], types: Sequence[TensorType]) -> list[Tensor]:
         """Return results in the form in which parameters and buffers are stored."""
@@ -242,6 +253,7 @@ class Backend(ABC):
         for stage in self.stages.values():
             stage.tensors, stage.batches = tensors, batches
             stage.wanted, stage.loss_gradient = wanted, loss_gradient
+            stage.sequences.clear()
         for worker in self.workers.values():
             worker.clear()
 
@@ -297,6 +309,8 @@ class StageRun:
         self.batches: Sequence[Batch] = ()  # the micro-batches of the step
         self.wanted = range(0)  # the outputs that the step returns besides its loss
         self.loss_gradient = 1.0  # of a step's loss
+        # By micro-batch, what slices of its tokens share, by placeholder.
+        self.sequences: dict[int, dict[str, Value]] = {}
 
     def __call__(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
         return self.graph_run(
@@ -327,6 +341,35 @@ class StageRun:
         types = [info(node).type for node in output.args[0]]  # type: ignore[union-attr,arg-type]
         buffers = [self.tensors[placeholders[name]] for name in names]
         return list(zip(buffers, self.backend.stored_form(list(new.values()), types)))
+
+
+class SlicedRun(StageRun):
+    """Runs one stage for slices of the tokens of micro-batches, each by its own program.
+
+    The slices of a micro-batch share its keys and values, which are there until its last forward:
+    what backward reads of them, autograd keeps.
+    """
+
+    def __init__(self, backend: Backend, slices: Sequence[Stage]) -> None:
+        super().__init__(backend, slices[0])
+        others = (backend.prepare_graph(stage.graph) for stage in slices[1:])
+        self._slices = list(zip(slices, [self.graph_run, *others]))
+        nodes = self.stage.graph.find_nodes(op="placeholder")
+        kept = [node for node in nodes if info(node).origin[0] == SEQUENCE]
+        self._types = {node.name: info(node).type for node in kept}
+
+    def __call__(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
+        batch, at = divmod(microbatch, len(self._slices))
+        stage, graph_run = self._slices[at]
+        if not at:
+            self.sequences[batch] = {
+                name: self.backend.zeros(type_) for name, type_ in self._types.items()
+            }
+        sequence = self.sequences[batch]
+        if at == len(self._slices) - 1:
+            del self.sequences[batch]
+        arguments = dict(zip(stage.receives, received)) | sequence
+        return graph_run(self.tensors, self.batches[batch], arguments)
 
 
 class UnstagedRun(StageRun):
