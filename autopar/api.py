@@ -324,7 +324,7 @@ class _ParallelizeCall:
         if run_options.compile and plan.pipelining and plan.pipelining.schedule.slices:
             raise InvalidInput(
                 "the programs of token slices run eagerly: attention adds to what they share",
-                got=f"compile={run_options.compile!r} with schedule {plan.pipelining.schedule.name}",
+                got=f"compile={run_options.compile!r} with {plan.pipelining.schedule.name}",
                 remedy="compile=False, or another schedule",
             )
         if backend_name == "virtual":

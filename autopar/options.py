@@ -380,6 +380,22 @@ def _axis_to_make(pipeline: str | int, devices: int) -> tuple[str, int | None]:
     return pipeline, None
 
 
+def sliced_by_price(options: PlanOptions) -> PlanOptions | None:
+    """Return options that name a schedule whose slices are "auto", with its name and its settings
+    apart. None: they name no such."""
+    value = options.schedule
+    if not isinstance(options.schedule_options, Mapping | None):
+        return None
+    settings = dict(options.schedule_options or {})
+    if isinstance(value, Mapping):
+        settings = {**value, **settings}
+        value = settings.pop("name", DEFAULT_SCHEDULE)
+    if not isinstance(value, str) or settings.get("slices") != "auto":
+        return None
+    is_sliced = value in known_names() and "slices" in option_names(value)
+    return replace(options, schedule=value, schedule_options=settings) if is_sliced else None
+
+
 def _read_schedule(options: PlanOptions, ranks: int, count: int | None) -> Schedule:
     """Return the schedule that an option gives by its name, as a mapping, or finished."""
     value = None if options.schedule == "auto" else options.schedule

@@ -11,7 +11,7 @@ several tokens is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -25,6 +25,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of, rule_for
 from autopar.capture.verifier import verify
 from autopar.errors import InvalidInput
+from autopar.mesh import Mesh
 from autopar.passes.batch_cutter import SAME, SUM, BatchCutter, BatchDim, Status
 from autopar.strategies import (
     OperatorCall,
@@ -116,6 +117,16 @@ def cut_tokens(captured: Captured, lengths: Sequence[int], number: int) -> Captu
     small = cutter.finish()
     verify(small.graph, "captured")
     return small
+
+
+def sequence_gradients(nodes: Iterable[fx.Node], mesh: Mesh) -> float:
+    """Return the bytes of the gradients of keys and values that slices share, of a rank."""
+    size = 0.0
+    for node in nodes:
+        for value in tensor_inputs(node)[1:3] if node.target in ATTENTION else ():
+            type_ = info(value).type
+            size += type_.local_bytes(mesh) / type_.dtype.itemsize * wide_of(type_.dtype).itemsize
+    return size
 
 
 class TokenCutter(BatchCutter):

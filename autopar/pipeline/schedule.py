@@ -25,7 +25,7 @@ stage, a ``B`` or ``I`` its input gradient to the stage before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, overload
 
@@ -99,6 +99,30 @@ class Schedule:
         All kinds of moments of a step are in it: of what ranks hold, of who waits for whom.
         """
         return self.orders.short if isinstance(self.orders, RepeatedOrders) else self
+
+    @cached_property
+    def of_sequences(self) -> Schedule:
+        """Return the schedule of whole sequences that keep memory for as long as their slices do.
+
+        Each goes forward with its first slice, and is done with the last backward, of that slice.
+        """
+        if not self.slices:
+            return self
+
+        def whole(action: Action) -> Action:
+            return replace(
+                action, microbatches=tuple(self.slice_of(n)[0] for n in action.microbatches)
+            )
+
+        orders = tuple(
+            tuple(
+                whole(action)
+                for action in order
+                if all(self.slice_of(n)[1] == 0 for n in action.microbatches)
+            )
+            for order in self.orders
+        )
+        return replace(self, orders=orders, slices=())
 
     @property
     def ranks(self) -> int:

@@ -160,11 +160,11 @@ class Asker:
         return replace(read_constraints(program, mesh, self._annotations), recompute=decided)
 
     def _short(self, captured: Captured) -> Captured:
-        """Return the folded program, if no single modules are annotated, or chosen by option, and
-        each region is in one block."""
+        """Return the folded program, if no single modules are annotated or chosen, no tokens are
+        sliced, and each region is in one block."""
         request = self._request
         is_annotated = any(self._annotations) or any(self._pins) or any(self._marked)
-        if request.mode != "auto" or is_annotated or request.recompute.modules:
+        if request.mode != "auto" or is_annotated or request.is_sliced or request.recompute.modules:
             return captured
         short = fold(captured)
         free = Regions(short, request.recompute).free if short.is_folded else ()

@@ -164,12 +164,10 @@ def test_a_schedule_is_sound_and_its_text_is_read_back(microbatches, slices):
 def test_the_makespan_is_that_of_the_formula(times, stages):
     """T = sum t_j + (K - 1) max t_j, forward and back."""
     made = schedule("terapipe", stages=stages, microbatches=1, slices=4)
-    step = simulate(made, forward=10.0, backward=20.0, slice_times=times)
-    formula = (sum(times) + (stages - 1) * max(times)) / sum(times)
-    assert step.makespan <= 30.0 * formula * 1.03
-    assert step.makespan >= 30.0 * (1 + (stages - 1) * min(times) / sum(times))
-    if len({*times}) == 1:
-        assert step.makespan == pytest.approx(30.0 * formula)
+    formula = sum(times) + (stages - 1) * max(times)
+    # Stages go on with the next slice before the longest is there, where slices are unlike.
+    step = simulate(made, forward=1.0, backward=2.0, slice_times=times)
+    assert 0.97 * 3 * formula <= step.makespan <= 3 * formula
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,11 @@ def time_actions(
                         cost = costs[done.pipe, done.stage, done.kind == "F"]
                         link = rank, cost.link
                         left = max(clock, free.get(link, 0.0))
-                        left += cost.leaves * len(done.microbatches)
+                        part = 1.0
+                        if shares:  # of a message: as long as its slice
+                            length = schedule.slices[schedule.slice_of(done.microbatches[0])[1]]
+                            part = length / sum(schedule.slices)
+                        left += cost.leaves * len(done.microbatches) * part
                         free[link], arrivals[sent] = left, left + cost.alpha
                     else:
                         arrivals[sent] = clock + alpha

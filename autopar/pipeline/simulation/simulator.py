@@ -64,7 +64,8 @@ def simulate(
       their numbers, the time for stages that share parameters; `after_sync`: the work for a stage
       when all gradients are summed.
     - `activation`: the size that a micro-batch keeps for backward, 1 by default.
-    - `slice_times`: the times of the slices of a sequence, in proportion; None: as their lengths.
+    - `slice_times`: the time of each slice of a sequence, as a part of that of a micro-batch; None:
+      as their lengths.
     """
     times = stage_times(
         schedule.stages,
@@ -99,16 +100,16 @@ def simulate(
 
 
 def _slice_shares(schedule: Schedule, times: Sequence[float] | None) -> tuple[float, ...]:
-    """Return how much of a micro-batch's time each slice takes; none without slices."""
-    times = schedule.slices if times is None else times
-    is_possible = not times or (min(times) >= 0 and sum(times) > 0)
-    if len(times) != len(schedule.slices) or not is_possible:
+    """Return the time of each slice, as a part of a micro-batch's; none without slices."""
+    if times is None:
+        return tuple(length / sum(schedule.slices) for length in schedule.slices)
+    if len(times) != len(schedule.slices) or min(times, default=0) < 0:
         raise InvalidInput(
             "slice_times has a time for each slice of a sequence",
             got=f"{[*times]} for {counted(len(schedule.slices), 'slice')}",
             remedy="give the schedule slices, and each of them a time of at least 0",
         )
-    return tuple(time / sum(times) for time in times)
+    return tuple(times)
 
 
 def _time_all_actions(

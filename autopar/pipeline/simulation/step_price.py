@@ -59,6 +59,7 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
         sync_cost=sums,
         after_sync=[stage.after for stage in stages],
         shared_sync=shared,
+        slice_times=pipelining.slice_times or None,
     )
 
 
