@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar.errors import InvalidInput
 from autopar.pipeline import check, from_text, schedule, simulate
+from autopar.pipeline.running.worker import Worker
 from tests.annotations import megatron
+from tests.held import storages
 from tests.models import Case, gpt, llama
 from tests.parity import assert_equal, assert_parity, parallel_outcome, single_outcome
 
@@ -165,9 +167,48 @@ def test_the_makespan_is_that_of_the_formula(times, stages):
     """T = sum t_j + (K - 1) max t_j, forward and back."""
     made = schedule("terapipe", stages=stages, microbatches=1, slices=4)
     formula = sum(times) + (stages - 1) * max(times)
-    # Stages go on with the next slice before the longest is there, where slices are unlike.
     step = simulate(made, forward=1.0, backward=2.0, slice_times=times)
-    assert 0.97 * 3 * formula <= step.makespan <= 3 * formula
+    assert step.makespan == pytest.approx(3 * formula)
+
+
+def test_slices_are_chosen_by_their_price():
+    """The chosen lengths are no slower than equal ones, and one slice is slower."""
+    case = small(batch=1, sequence=64, hidden=64)
+
+    def seconds(slices: Any) -> float:
+        plan = ap.plan(
+            case.model, case.args, mesh=ap.Mesh(pp=2), mode="propagate", **sliced(slices)
+        )
+        assert slices != "auto" or sum(plan.pipelining.schedule.slices) == 64
+        return plan.cost.seconds
+
+    chosen = seconds("auto")
+    assert chosen < 0.95 * seconds(1)
+    assert chosen <= 1.02 * seconds(4)
+
+
+def test_a_plan_counts_what_slices_keep(monkeypatch):
+    """No more is alive after an action than the plan counts, and not much less at the peak."""
+    case = small(batch=2, sequence=32, hidden=64)
+    module = ap.parallelize(
+        case.model, case.args, mesh=ap.Mesh(pp=2), mode="propagate", **sliced(4)
+    )
+    module.step(*case.args)
+    for parameter in module.parameters():
+        parameter.grad = None
+    before, alive = sum(storages().values()), [0]
+
+    def watched(call: Callable[..., Any], *args: Any) -> Any:
+        result = call(*args)
+        alive[0] = max(alive[0], sum(storages().values()) - before)
+        return result
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(Worker, name, partialmethod(partial(watched, getattr(Worker, name))))
+    module.step(*case.args)
+    memories = module.plan.memories
+    assert alive[0] <= sum(m.peak - m.parameters - m.optimizer for m in memories)
+    assert alive[0] >= 0.9 * sum(memory.activations for memory in memories)
 
 
 @pytest.mark.parametrize(
