@@ -189,12 +189,12 @@ def _with_slices(
     """
     settings = dict(options.schedule_options or {})
 
-    def sliced(count: int | str, slices: object) -> PlanOptions:
+    def sliced(count: int, slices: object) -> PlanOptions:
         schedule_options = {**settings, "slices": slices}
         return replace(options, microbatches=count, schedule_options=schedule_options)
 
     is_free = options.microbatches == "auto"
-    plan = make_plan(model, args, kwargs, sliced(1 if is_free else options.microbatches, 1))
+    plan = make_plan(model, args, kwargs, sliced(1 if is_free else int(options.microbatches), 1))
     plans, batch = [plan], batch_size(plan.original) or 1
     for count in range(2, _MOST_SEQUENCES + 1) if is_free else ():
         with suppress(InvalidInput):

@@ -10,10 +10,11 @@ keeps M + K - 1 - s slices, of M in a sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import SupportsInt
 
 from autopar.base.schema import is_count
 from autopar.errors import InvalidInput
-from autopar.pipeline.schedule import Action, Schedule, make
+from autopar.pipeline.schedule import Action, Option, Schedule, make
 from autopar.pipeline.schedules.registry import generator, in_turn, straight
 
 
@@ -29,14 +30,16 @@ def terapipe(stages: int, microbatches: int, slices: int | Sequence[int] | None 
         backwards = [Action("B", 0, stage, (n,)) for n in backwards_of]
         ahead = min(stages - 1 - stage + count - 1, len(forwards))
         orders.append(in_turn(forwards, backwards, ahead))
-    options = {} if slices is None else {"slices": slices if is_count(slices) else lengths}
+    options: dict[str, Option] = {}
+    if slices is not None:
+        options["slices"] = lengths if isinstance(slices, Sequence) else count
     return make("terapipe", microbatches, [straight(stages)], orders, 1, lengths, **options)
 
 
 def _lengths(slices: object) -> tuple[int, ...]:
     """Return the lengths of the slices, in proportion."""
-    if is_count(slices):
-        return (1,) * int(slices)  # type: ignore[call-overload]
+    if isinstance(slices, SupportsInt) and is_count(slices):
+        return (1,) * int(slices)
     lengths = tuple(slices) if isinstance(slices, Sequence) and not isinstance(slices, str) else ()
     if not lengths or not all(is_count(length) for length in lengths):
         raise InvalidInput(
