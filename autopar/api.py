@@ -326,6 +326,12 @@ class _ParallelizeCall:
     def require_runnable(self, plan: Plan, backend_name: str) -> None:
         """Refuse a plan that cannot run with these options."""
         run_options = self.run_options
+        if run_options.compile and plan.pipelining and plan.pipelining.schedule.slices:
+            raise InvalidInput(
+                "the programs of token slices run eagerly: attention adds to what they share",
+                got=f"compile={run_options.compile!r} with {plan.pipelining.schedule.name}",
+                remedy="compile=False, or another schedule",
+            )
         if backend_name == "virtual":
             validate_compiled_mesh(backend_name, run_options.compile, plan.whole_mesh)
             return

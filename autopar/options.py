@@ -343,7 +343,7 @@ def read_request(options: PlanOptions) -> Request:
         count=count,
         asynchronous=asynchronous,
     )
-    return replace(request, microbatches=schedule.all_parts, schedule=schedule)
+    return replace(request, microbatches=schedule.batch_parts, schedule=schedule)
 
 
 def _refuse_options(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.admission import admit, require_loss
 from autopar.candidates.patience import SECONDS, Patience
 from autopar.candidates.recomputation import Regions
+from autopar.candidates.slice_times import SliceCosts
 from autopar.capture import capture
 from autopar.capture.annotations import marked_regions
 from autopar.capture.dynamic import DynamicShapes, read_dynamic
@@ -23,6 +25,7 @@ from autopar.capture.failure import check_call
 from autopar.capture.policies import ask_policy
 from autopar.cluster import Cluster
 from autopar.defaults import Mode
+from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.options import (
     DynamicShapesLike,
@@ -33,11 +36,15 @@ from autopar.options import (
     read_request,
     recompute_policy,
 )
+from autopar.passes.microbatches import batch_size
+from autopar.pipeline.requested_schedule import sliced_by_price
 from autopar.planner.offers import Choice, has_world
 from autopar.plans.plan import Plan
 from autopar.plans.verdict import cut_short, tell, tell_of_uncut, tell_of_whole_states, warn
 from autopar.precision import Precision
 from autopar.text.progress import Report, reporter
+
+_MOST_SEQUENCES = 8  # micro-batches that are tried where slices of tokens follow by price
 
 
 def plan(
@@ -138,6 +145,10 @@ def make_plans(
     profile: int | None = None,
 ) -> list[Plan]:
     """Return the fastest plans that differ, the best first: at most `profile`, or one."""
+    if (by_price := sliced_by_price(options.schedule, options.schedule_options)) is not None:
+        name, settings = by_price
+        named = replace(options, schedule=name, schedule_options=settings)
+        options = _with_slices(model, args, kwargs, named)
     request = read_request(options)
     with reporter(options.progress) as report:
         report("capture", type(model).__name__)
@@ -181,6 +192,35 @@ def make_plans(
         )
         for candidate, planner in ways
     ]
+
+
+def _with_slices(
+    model: nn.Module, args: tuple, kwargs: Mapping[str, Any] | None, options: PlanOptions
+) -> PlanOptions:
+    """Return the options with the slices of tokens, and the micro-batches, that take least time.
+
+    Slices are priced in a plan of whole sequences, for each number of micro-batches that is tried.
+    """
+    settings = dict(options.schedule_options or {})
+
+    def sliced(count: int, slices: object) -> PlanOptions:
+        schedule_options = {**settings, "slices": slices}
+        return replace(options, microbatches=count, schedule_options=schedule_options)
+
+    is_free = options.microbatches == "auto"
+    plan = make_plan(model, args, kwargs, sliced(1 if is_free else int(options.microbatches), 1))
+    plans, batch = [plan], batch_size(plan.original) or 1
+    for count in range(2, _MOST_SEQUENCES + 1) if is_free else ():
+        with suppress(InvalidInput):
+            if batch % count == 0:
+                plans.append(make_plan(model, args, kwargs, sliced(count, 1)))
+    ways = []
+    for plan in plans:
+        assert plan.pipelining is not None
+        best = SliceCosts.of(plan).best(len(plan.pipelining.stages), plan.microbatches)
+        ways.append((best.seconds, plan.microbatches, best.lengths))
+    _, count, lengths = min(ways)
+    return sliced(count, lengths)
 
 
 def _declared(

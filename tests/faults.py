@@ -454,7 +454,7 @@ FAULTS = (
     Fault(
         "buffer-written-each-turn",
         "A counter of steps counts micro-batches, and not the last of them.",
-        "autopar/runtime/backends/backend.py",
+        "autopar/runtime/backends/stage_runs.py",
         "later = frozenset() if is_last else self.backend.program.buffers_updated_once",
         "later = self.backend.program.buffers_updated_once if is_last else frozenset()",
         ("tests/passes/test_microbatches.py::test_a_counter_of_steps_counts_steps",),

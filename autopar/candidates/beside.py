@@ -40,6 +40,7 @@ from autopar.search.decisions import Decisions
 from autopar.search.layout_search import LayoutSearch
 from autopar.search.propagation import propagate
 from autopar.search.smallest_footprint import NothingFits
+from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
 from autopar.text.progress import Report
 
@@ -120,6 +121,26 @@ def carry_beside(
     fixed = constraints_beside(source, captured).fixed
     decisions = carried(like.decisions, like.captured, captured, placed, fixed)
     return _placed(source, captured, batches, decisions)
+
+
+def carry_slice(source: Candidate, captured: Captured) -> Candidate:
+    """Return the layouts of `source` for the program of one slice of its tokens.
+
+    The keys and values of a sequence lie as attention reads those of the slice."""
+    layouts = _source_layouts(source, captured)
+    names = captured.parameters | captured.buffers
+    placed = {key: layouts[name] for key, name in names.items()}
+    fixed = dict(source.decisions.fixed)
+    decisions = carried(source.decisions, source.captured, captured, placed, fixed, by_name=True)
+    buffers = dict[str, Layout]()
+    for node in captured.operators:
+        rule = captured.rules[node.name]
+        for at, value in enumerate(tensor_inputs(node) if rule is not None else ()):
+            if value.name in captured.sequence_buffers:
+                assert rule is not None
+                buffers[value.name] = rule.signature(decisions.strategies[node.name]).inputs[at]
+    placeholders = {**decisions.placeholders, **buffers}
+    return _placed(source, captured, None, replace(decisions, placeholders=placeholders))
 
 
 def constraints_beside(source: Candidate, captured: Captured) -> Constraints:

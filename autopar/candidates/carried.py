@@ -34,10 +34,15 @@ def carried(
     captured: Captured,
     placed: Mapping[str, Layout],
     fixed: Mapping[str, Layout],
+    *,
+    by_name: bool = False,
 ) -> Decisions:
     """Return the decisions about `captured` that repeat those about `planned`. `placed`: layouts of
-    parameters, buffers and inputs that are other ones; `fixed`: the layouts of its markers."""
-    result = _CarriedDecisions(decisions, planned, captured, placed, fixed)
+    parameters, buffers and inputs that are other ones; `fixed`: the layouts of its markers.
+    `by_name`: operators have the names of those of `planned` that they stand for."""
+    known = {node.name: node.name for node in captured.operators if node.name in planned.classes}
+    before = known if by_name else counterparts(planned, captured)
+    result = _CarriedDecisions(decisions, before, captured, placed, fixed)
     result.carry()
     missing = (node for node in captured.operators if captured.rules[node.name] is None)
     return replace(
@@ -68,13 +73,14 @@ class _CarriedDecisions:
     def __init__(
         self,
         decisions: Decisions,
-        planned: Captured,
+        before: Mapping[str, str],
         captured: Captured,
         placed: Mapping[str, Layout],
         fixed: Mapping[str, Layout],
     ) -> None:
+        """`before`: by operator, the one of which decisions were made."""
         self.decisions, self.mesh, self.captured = decisions, decisions.mesh, captured
-        self.fixed, self.before = fixed, counterparts(planned, captured)
+        self.fixed, self.before = fixed, before
         self.placeholders: dict[str, Layout] = {}
         self.strategies: dict[str, Strategy] = {}
         self._layouts: dict[fx.Node, Layout] = {}  # of every value

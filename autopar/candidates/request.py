@@ -41,6 +41,11 @@ class Request:
     patience: Patience = FOREVER
 
     @property
+    def is_sliced(self) -> bool:
+        """Return whether the schedule that is named cuts sequences into slices of tokens."""
+        return self.schedule is not None and len(self.schedule.slices) > 0
+
+    @property
     def memory(self) -> float:
         """Return the bytes of each device that a plan keeps to."""
         return self.limit if self.is_limited else math.inf

@@ -208,7 +208,12 @@ class StageMixes:
         stages = problem.tables.stages(mix.cut, numbers, problem.hardware)
         stages = [replace(stage, remade=size) for stage, size in zip(stages, mix.remade)]
         pipelining = Pipelining(
-            program.axis, program.mesh, schedule, tuple(stages), line.shared_sums(stages)
+            program.axis,
+            program.mesh,
+            schedule,
+            tuple(stages),
+            line.shared_sums(stages),
+            program.slice_times(schedule.slices),
         )
         kinds = {name: LEANEST_FIRST[number] for name, number in numbers.items()}
         decided = {name: kind for name, kind in kinds.items() if not kind.is_plain}

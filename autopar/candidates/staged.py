@@ -18,6 +18,7 @@ from functools import cache, cached_property, partial
 from autopar.candidates.candidate import Candidate
 from autopar.candidates.recomputation import PLAIN, Regions
 from autopar.candidates.request import Request
+from autopar.candidates.slice_times import time_slices
 from autopar.capture.annotations import Pin
 from autopar.cluster import Cluster
 from autopar.errors import InvalidInput
@@ -147,6 +148,7 @@ class StagedProgram:
         self.regions, self.pins, self._known = regions, pins, known
         self.programs = cache(lambda kind: laid.recomputed(regions.all(kind)))
         self.lines = cache(self._line)
+        self.slice_times = cache(partial(time_slices, laid))
         self.memory = request.memory
         self.hardware = cache(lambda placed: tuple(laid.stage_hardware(placed, request.memory)))
         self.cut_ways = cache(self._ways)
@@ -188,7 +190,8 @@ class StagedProgram:
     def _way(self, schedule: Schedule, kind: Recompute, stages: Sequence[StageCost]) -> StagedWay:
         line = self.lines(kind)
         shared = line.shared_sums(stages)
-        pipelining = Pipelining(self.axis, self.mesh, schedule, tuple(stages), shared)
+        times = self.slice_times(schedule.slices)
+        pipelining = Pipelining(self.axis, self.mesh, schedule, tuple(stages), shared, times)
         cluster, peaks = self.laid.cluster, partial(self._live, schedule, kind)
         spare = self.laid.spare(self.memory)
         hardware = self.hardware(schedule.placement)

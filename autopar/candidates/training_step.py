@@ -21,6 +21,7 @@ from autopar.cost.time_report import Cost
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
 from autopar.passes.stages import StageCut
+from autopar.passes.token_cutter import sequence_gradients
 from autopar.pipeline.memory.long_stages import bounds_by_place, in_three, taken_by_long_stages
 from autopar.pipeline.memory.step_memory import StageMemory, peak_in_step
 from autopar.pipeline.pipelining import Pipelining
@@ -156,6 +157,10 @@ class TrainingStep:
             if key not in known:
                 known[key] = look_at(cut, index, index in split)
             taken[index] = known[key]
+        if pipelining.schedule.slices:  # these keep gradients of keys and values, too
+            for index, memory in taken.items():
+                nodes = cut.flow.activations[slice(*cut.bounds(index))]
+                taken[index] = memory.keeping(sequence_gradients(nodes, self.program.mesh))
         return taken
 
     def room(self, limit: float | None) -> float:

@@ -88,6 +88,8 @@ class Captured:
     unread_annotations: Mapping[Annotation, str] = field(default_factory=dict)
     kept_bytes: int = 0  # of the tensors in these, on each rank and from step to step
     program: Program | None = None  # its segments, of the program of a whole batch
+    # The placeholders of keys and values of a whole sequence, in the program of some of its tokens.
+    sequence_buffers: tuple[str, ...] = ()
     unfolded: Captured | None = None  # with all blocks, if one here stands for several
     asks_what_learns: bool = False  # forward goes by which tensors take a gradient
     # How constants were computed, by placeholder, and what the program relies on of their values.

@@ -78,6 +78,9 @@ class InseparableBatch(InvalidInput):
 class BatchCutter:
     """Hold what each value is across micro-batches, and the program of one as it grows."""
 
+    rule = "the loss of a batch in micro-batches is the sum of their shares"
+    remedy = REMEDY
+
     def __init__(
         self, captured: Captured, count: int, *, with_outputs: bool = False, keeps: bool = True
     ) -> None:
@@ -102,15 +105,19 @@ class BatchCutter:
         self.constants = dict(captured.constants)
         self.summed: dict[fx.Node, fx.Node] = {}  # summed value -> placeholder of its total
         self.parts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}  # same for all -> its share
+        self.names: set[str] = set()  # of operators that are put between others
         self.pieces: dict[Hashable, Tensor] = {}  # of one micro-batch, of tensors that are alike
         self.read: dict[fx.Node, fx.Node] = {}  # what the operator at hand reads instead
-        decisions = propagate(captured, self.mesh) if count > 1 else None
-        self.strategies = decisions.strategies if decisions else {}
-        for node in captured.graph.nodes:
-            if node.op == "placeholder":
-                layout = decisions.placeholders[node.name] if decisions else Layout()
-                self._enter(node, BatchDim.of(layout))
+        self._enter_placeholders()
         self.live -= set(self.copies)
+
+    def _enter_placeholders(self) -> None:
+        """Find what is cut of inputs and constants, and how each operator then works."""
+        decisions = propagate(self.captured, self.mesh) if self.count > 1 else None
+        self.strategies = decisions.strategies if decisions else {}
+        for node in self.captured.graph.find_nodes(op="placeholder"):
+            layout = decisions.placeholders[node.name] if decisions else Layout()
+            self._enter(node, BatchDim.of(layout))
 
     def visit(self, node: fx.Node) -> None:
         """Find the status of one live operator, and copy it."""
@@ -150,11 +157,12 @@ class BatchCutter:
         """Return the program of one micro-batch."""
         loss = self.loss
         if self.count > 1 and loss is not None and self.status[loss.name] != SUM:
-            _refuse(loss, "the loss is not a sum over the samples of the batch")
+            self._refuse(loss, "the loss is not a sum over the samples of the batch")
         mutated = _mutated(self.captured)
         for node in mutated if self.count > 1 else ():
             if self.status[node.name] not in (SAME, OWN):
-                _refuse(node, "a buffer is changed by more than one micro-batch's own statistics")
+                reason = "a buffer is changed by more than one micro-batch's own statistics"
+                self._refuse(node, reason)
         for node in self.tables:
             self._refuse_table(node)
         results = tuple(self.copies[node] for node in (*self.outputs, *mutated))
@@ -183,18 +191,26 @@ class BatchCutter:
             ),
         )
 
+    def _refuse(self, node: fx.Node, reason: str, remedy: str | None = None) -> NoReturn:
+        raise InseparableBatch(
+            self.rule,
+            got=f"{reason} ({node.name} in {info(node).module or 'the model'})",
+            remedy=remedy or self.remedy,
+            source=info(node).source,
+        )
+
     def _refuse_table(self, node: fx.Node) -> NoReturn:
         shape, status = tuple(info(node).val.shape), self.status[node.name]
         assert isinstance(status, BatchDim)
         table = f"a table {shape} over {counted(shape[status.dim], 'sample')}"
-        _refuse(node, f"{table} is a constant that differs from sample to sample", TABLE)
+        self._refuse(node, f"{table} is a constant that differs from sample to sample", TABLE)
 
     def joins(self) -> tuple[Status, ...]:
         """Return the status of each output: how those of micro-batches make that of the batch."""
         joins = tuple(self.status[node.name] for node in self.outputs)
         for node, status in zip(self.outputs, joins):
             if status == OWN and node is not self.loss:
-                _refuse(node, "an output is made of a micro-batch's own statistics alone")
+                self._refuse(node, "an output is made of a micro-batch's own statistics alone")
         return joins
 
     def once(self) -> frozenset[str]:
@@ -220,7 +236,7 @@ class BatchCutter:
         name, value = node.name, info(node).val
         is_kept = name in self.captured.parameters or name in self.captured.buffers
         if cut is not None and is_kept and node in self.live:
-            _refuse(node, "a parameter or buffer would be cut along the batch")
+            self._refuse(node, "a parameter or buffer would be cut along the batch")
         status: Status = SAME if cut is None or is_kept else cut
         if name in self.constants and isinstance(status, BatchDim):
             pieces = status.shares(self.constants[name], self.count)
@@ -241,20 +257,21 @@ class BatchCutter:
             if all(status in (SAME, OWN) for status in input_statuses):
                 return (OWN if OWN in input_statuses else SAME,) * count
             reason = f"{operator_of(node)} has no rule that says how it treats the batch"
-            _refuse(node, reason, f"{rule_for(node)}; or microbatches=1")
+            self._refuse(node, reason, f"{rule_for(node)}; or microbatches=1")
         if not any(AXIS in axes for _, axes in strategy.cuts):
             return (self._uncut(node, inputs, input_statuses),) * count
         if rule.kernel(strategy) is not None:
-            _refuse(node, f"{operator_of(node)} looks at the place of a sample in the batch")
+            self._refuse(node, f"{operator_of(node)} looks at the place of a sample in the batch")
         signature = rule.signature(strategy)
         for value, layout, status in zip(inputs, signature.inputs, input_statuses):
             wanted = BatchDim.of(layout)
             if status == SUM and wanted is None:
                 self._total(value)
             elif wanted is None and isinstance(status, BatchDim):
-                _refuse(node, f"{operator_of(node)} lets samples of different micro-batches meet")
+                reason = f"{operator_of(node)} lets samples of different micro-batches meet"
+                self._refuse(node, reason)
             elif wanted is not None and status != wanted:
-                _refuse(node, f"{value.name} holds the whole batch where a part is needed")
+                self._refuse(node, f"{value.name} holds the whole batch where a part is needed")
         lacking = OWN if traits_of(node).statistics else SUM
         return tuple(BatchDim.of(layout) or lacking for layout in signature.outputs)
 
@@ -262,7 +279,7 @@ class BatchCutter:
         """Return the status of what an operator makes of values without the batch as a dim."""
         if any(isinstance(status, BatchDim) for status in statuses):
             reason = f"{operator_of(node)} needs all samples of the batch together"
-            _refuse(node, reason, _remedy_of(node))
+            self._refuse(node, reason, _remedy_of(node))
         rule = self.captured.rules[node.name]
         assert rule is not None
         summed = frozenset(index for index, status in enumerate(statuses) if status == SUM)
@@ -275,7 +292,7 @@ class BatchCutter:
             return OWN if OWN in statuses else SAME
         terms = self._terms(node, summed)
         if terms is None or OWN in statuses:
-            _refuse(node, f"{operator_of(node)} is not linear in a sum over the batch")
+            self._refuse(node, f"{operator_of(node)} is not linear in a sum over the batch")
         for index in terms - summed:
             self._share(node, inputs[index])
         return SUM
@@ -321,7 +338,7 @@ class BatchCutter:
             self.read[value] = self.summed[value]
             return
         if not self._of_inputs(value):
-            _refuse(
+            self._refuse(
                 value, "a sum over the batch that is not made of the inputs alone is used again"
             )
         first_call = next((n for n in self.graph.nodes if n.op == "call_function"), None)
@@ -348,8 +365,8 @@ class BatchCutter:
     def _call(
         self, reader: fx.Node, like: fx.Node, value: Tensor, target: Any, *args: Any
     ) -> fx.Node:
-        taken = {node.name for node in self.parts.values()}
-        name, place = name_beside(reader, target.overloadpacket.__name__, taken)
+        name, place = name_beside(reader, target.overloadpacket.__name__, self.names)
+        self.names.add(name)
         call = self.graph.create_node("call_function", target, args, name=name)
         call.meta = {**like.meta, "val": value, "block": place}
         return call
@@ -407,12 +424,3 @@ def _remedy_of(node: fx.Node) -> str:
         if whole % size == 0 and is_part(call, whole // size):
             return APART
     return REMEDY
-
-
-def _refuse(node: fx.Node, reason: str, remedy: str = REMEDY) -> NoReturn:
-    raise InseparableBatch(
-        "the loss of a batch in micro-batches is the sum of their shares",
-        got=f"{reason} ({node.name} in {info(node).module or 'the model'})",
-        remedy=remedy,
-        source=info(node).source,
-    )

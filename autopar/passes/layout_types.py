@@ -20,7 +20,7 @@ from autopar.passes.flow import copy_subgraph
 from autopar.passes.pass_context import RewriteContext
 from autopar.search.decisions import Decisions
 from autopar.strategies import Strategy, tensor_inputs
-from autopar.strategies.node_info import flat_values, info
+from autopar.strategies.node_info import SEQUENCE, flat_values, info
 from autopar.strategies.results import has_results, is_result, maker, result_index
 from autopar.strategies.rule import Facts
 from autopar.tensor_type import TensorType
@@ -131,4 +131,6 @@ def _origin(captured: Captured, placeholder: str) -> tuple[str, str]:
     for kind, names in (("parameter", captured.parameters), ("buffer", captured.buffers)):
         if placeholder in names:
             return kind, names[placeholder]
+    if placeholder in captured.sequence_buffers:
+        return SEQUENCE, placeholder
     return ("constant" if placeholder in captured.constants else "input"), placeholder

@@ -190,6 +190,8 @@ def _require_parts(captured: Captured, count: int) -> int:
             nearest = sorted(divisors, key=lambda n: abs(n - count))[:2]
             batch_text = f"a batch of {batch}"
             examples = f", as {' or '.join(map(str, sorted(nearest)))}"
+            if batch < count:
+                examples += '; or schedule="terapipe", which slices sequences'
         raise InvalidInput(
             "the micro-batches of a step are equal parts of the batch",
             got=f"{batch_text} in {count} parts",

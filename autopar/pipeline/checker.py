@@ -48,6 +48,8 @@ def check(schedule: Schedule, *, of_call: bool = False) -> None:
          "give it a stage and micro-batches, or leave it out of the schedule", _idle),
         ("a micro-batch's backward on a stage follows its forward there",
          "put the forward first", _backward_follows),
+        ("slices of a sequence go through a stage in order, and back from the last to the first",
+         "give the forwards in the order of the slices, the backwards in reverse", _sliced),
         ("W follows I for the same micro-batches on a stage", "put the I first", _weight_follows),
         ("a rank sums a stage's gradient at most once, after its last B or W on the stage",
          "move the REDUCE_GRAD behind them, and remove others", _sums),
@@ -189,6 +191,25 @@ def _backward_follows(schedule: Schedule) -> Iterator[str]:
                 late = next(m for m, key in zip(action.microbatches, keys) if key not in done)
                 forward = Action("F", action.pipe, action.stage, (late,))
                 yield f"rank {rank}: {action} comes before {forward}"
+
+
+def _sliced(schedule: Schedule) -> Iterator[str]:
+    """Find slices that come before those that they need: attention reads the keys of earlier ones,
+    whose gradients come from later ones."""
+    if len(schedule.slices) < 2:
+        return
+    last = len(schedule.slices) - 1
+    for rank, order in enumerate(schedule.orders):
+        done: dict[tuple[str, int, int], int] = {}  # by direction, stage and micro-batch: slices
+        for action in order:
+            direction = "F" if action.kind == "F" else "B" if action.kind in "BI" else ""
+            for number in action.microbatches if direction else ():
+                microbatch, at = schedule.slice_of(number)
+                key = direction, action.stage, microbatch
+                expected = done.get(key, 0) if direction == "F" else last - done.get(key, 0)
+                done[key] = done.get(key, 0) + 1
+                if at != expected:
+                    yield f"rank {rank}: {action} is slice {at}, slice {expected} comes next"
 
 
 def _weight_follows(schedule: Schedule) -> Iterator[str]:

@@ -53,6 +53,7 @@ _NUMBER = r"[0-9]{1,6}"  # larger numbers are refused
 _NUMBERS = rf"{_NUMBER}(?:\+{_NUMBER})*"
 ACTION = re.compile(rf"({_NUMBER})(?:([FBIWU])({_NUMBERS})|({SUM}))(?:@({_NUMBER}))?")
 OVERLAP = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B")
+KEYS = "keys are name, microbatches, parts, slices, delays, options, pipe 0, ..., rank 0, ..."
 REMEDY = "write stage, kind and micro-batch as in 1F2, with +3 for more and @1 for pipe 1"
 
 
@@ -86,7 +87,9 @@ def read_option(text: str) -> Option:
     if re.fullmatch(r"-?[0-9]{1,18}", text):
         return int(text)
     if re.fullmatch(r"[0-9.e-]+(\+[0-9.e-]+)+", text) and not _is_number(text):
-        return tuple(float(_finite(part)) for part in text.split("+"))
+        return tuple(
+            int(part) if part.isdecimal() else float(_finite(part)) for part in text.split("+")
+        )
     return float(_finite(text)) if _is_number(text) else text
 
 
@@ -130,8 +133,7 @@ def from_text(text: str, source: str | None = None, *, of_call: bool = False) ->
             raise InvalidInput(
                 "a schedule's text has one line `key: value` for each key",
                 got=line.strip()[:80],
-                remedy="keys are name, microbatches, parts, delays, options, pipe 0, ..., "
-                "rank 0, ...",
+                remedy=KEYS,
                 source=f"{source or 'text'}:{number}",
             )
         fields[key] = value
@@ -284,13 +286,13 @@ def _integer(text: str, key: str) -> int:
 def _assemble(
     fields: dict[str, str], orders: Iterable[Iterable[Action]], *, of_call: bool = False
 ) -> Schedule:
-    known = re.compile(r"name|microbatches|parts|delays|options|(pipe|rank) \d+")
+    known = re.compile(r"name|microbatches|parts|slices|delays|options|(pipe|rank) \d+")
     unknown = [key for key in fields if not known.fullmatch(key)]
     if unknown or "microbatches" not in fields:
         raise InvalidInput(
             "a schedule says its microbatches, and only keys that are known",
             got=", ".join(unknown)[:80] or "no microbatches",
-            remedy="keys are name, microbatches, parts, delays, options, pipe 0, ..., rank 0, ...",
+            remedy=KEYS,
         )
     options: dict[str, Option] = {}
     for word in fields.get("options", "").split():
@@ -310,6 +312,7 @@ def _assemble(
         [_integers(row, "pipe") for row in _numbered(fields, "pipe")],
         orders,
         parts,
+        _integers(fields["slices"], "slices") if "slices" in fields else (),
         **options,
     )
     if "delays" in fields:

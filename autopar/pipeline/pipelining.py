@@ -25,6 +25,8 @@ class Pipelining:
     schedule: Annotated[Schedule, partial(from_text, of_call=True)]
     stages: tuple[StageCost, ...]
     shared: tuple[SharedSum, ...] = ()  # of parameters that several stages read
+    # The time of each slice of tokens, as a part of a micro-batch's. None: as they are long.
+    slice_times: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         delays = self.schedule.delays

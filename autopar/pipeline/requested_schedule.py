@@ -13,7 +13,7 @@ from typing import Any
 from autopar.errors import InvalidInput
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.schedules import microbatches_of_step, schedule
+from autopar.pipeline.schedules import known_names, microbatches_of_step, option_names, schedule
 from autopar.pipeline.weight_versions import count_updates
 from autopar.text.units import counted
 
@@ -54,6 +54,21 @@ def requested_schedule(
     check(requested)
     _require_runnable(requested, asynchronous=asynchronous)
     return requested
+
+
+def sliced_by_price(
+    request: str | Mapping[str, Any] | Schedule | None, settings: Mapping[str, Any] | None
+) -> tuple[str, dict[str, Any]] | None:
+    """Return the name and the options of a schedule whose slices are "auto". None: of no such."""
+    if not isinstance(settings, Mapping | None):
+        return None
+    name, options = request, dict(settings or {})
+    if isinstance(request, Mapping):
+        options = {**request, **options}
+        name = options.pop("name", DEFAULT_SCHEDULE)
+    if not isinstance(name, str) or options.get("slices") != "auto" or name not in known_names():
+        return None
+    return (name, options) if "slices" in option_names(name) else None
 
 
 def _require_runnable(requested: Schedule, *, asynchronous: bool) -> None:

@@ -27,7 +27,7 @@ stage, a ``B`` or ``I`` its input gradient to the stage before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, overload
 
@@ -87,6 +87,9 @@ class Schedule:
     # Of an asynchronous schedule, by stage: how many updates before the one that applies its
     # gradient a micro-batch reads the weights. None: it reads those that the update changes.
     delays: tuple[int, ...] = ()
+    # The lengths, in tokens or in proportion, of the slices of each sequence. Actions then name
+    # slices: those of micro-batch 1 in 4 slices are 4 to 7. None: sequences are whole.
+    slices: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -103,6 +106,30 @@ class Schedule:
         All kinds of moments of a step are in it: of what ranks hold, of who waits for whom.
         """
         return self.orders.short if isinstance(self.orders, RepeatedOrders) else self
+
+    @cached_property
+    def of_sequences(self) -> Schedule:
+        """Return the schedule of whole sequences that keep memory for as long as their slices do.
+
+        Each goes forward with its first slice, and is done with the last backward, of that slice.
+        """
+        if not self.slices:
+            return self
+
+        def whole(action: Action) -> Action:
+            return replace(
+                action, microbatches=tuple(self.slice_of(n)[0] for n in action.microbatches)
+            )
+
+        orders = tuple(
+            tuple(
+                whole(action)
+                for action in order
+                if all(self.slice_of(n)[1] == 0 for n in action.microbatches)
+            )
+            for order in self.orders
+        )
+        return replace(self, orders=orders, slices=())
 
     @property
     def ranks(self) -> int:
@@ -126,8 +153,22 @@ class Schedule:
 
     @property
     def all_parts(self) -> int:
-        """Return the number of micro-batch parts in a step, which `Action.microbatches` count."""
+        """Return the number of parts or slices in a step, which `Action.microbatches` count."""
+        return self.batch_parts * self.slice_count
+
+    @property
+    def slice_count(self) -> int:
+        """Return into how many slices of tokens each sequence is cut, 1 for none."""
+        return max(1, len(self.slices))
+
+    @property
+    def batch_parts(self) -> int:
+        """Return into how many parts a step cuts the batch, whose sequences may be sliced."""
         return self.microbatches * self.parts
+
+    def slice_of(self, microbatch: int) -> tuple[int, int]:
+        """Return the part of the batch, and the slice of its tokens, that an action's number is."""
+        return divmod(microbatch, self.slice_count)
 
     @cached_property
     def actions(self) -> tuple[tuple[int, Action], ...]:
@@ -344,6 +385,7 @@ def make(
     placement: Iterable[Sequence[int]],
     orders: Iterable[Iterable[Action]],
     parts: int = 1,
+    slices: tuple[int, ...] = (),
     /,
     **options: Option,
 ) -> Schedule:
@@ -355,6 +397,7 @@ def make(
         tuple(map(tuple, orders)),
         parts,
         tuple(sorted(options.items())),
+        slices,
     )
 
 
@@ -365,6 +408,8 @@ def heading(schedule: Schedule) -> list[tuple[str, str]]:
         lines.append(("parts", str(schedule.parts)))
     if schedule.delays:
         lines.append(("delays", " ".join(map(str, schedule.delays))))
+    if schedule.slices:
+        lines.append(("slices", " ".join(map(str, schedule.slices))))
     if schedule.options:
         options = (f"{name}={_write_option(value)}" for name, value in schedule.options)
         lines.append(("options", " ".join(options)))

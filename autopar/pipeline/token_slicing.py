@@ -30,16 +30,21 @@ class TokenSlices:
     seconds: float
 
 
-def token_slices(times: Sequence[Sequence[float]], stages: int) -> TokenSlices:
+def token_slices(
+    times: Sequence[Sequence[float]], stages: int, *, sequences: int = 1
+) -> TokenSlices:
     """Return the slices for which a pipeline of `stages` takes the shortest time, forward or back.
+
+    `sequences` that are sliced alike follow one another: they take the sums of all.
 
     `times[c][l - 1]` is the time of a stage for a slice of l units behind c others, so that row c
     has one number for each length that is left. A unit is a token, or a fixed number of tokens.
     """
     positive("token slices", "stages", stages)
+    positive("token slices", "sequences", sequences)
     table = _read(times)
     # No slices take less than the shortest sum of times and the largest among them.
-    least = float(_sums(table, np.array([np.inf]))[0, -1])
+    least = sequences * float(_sums(table, np.array([np.inf]))[0, -1])
     best = TokenSlices((), np.inf)
     limits = np.unique(table[np.isfinite(table)])
     for first in range(0, len(limits), _AT_ONCE):
@@ -48,7 +53,7 @@ def token_slices(times: Sequence[Sequence[float]], stages: int) -> TokenSlices:
         if not len(tried):
             break
         sums = _sums(table, tried)
-        totals = sums[:, -1] + (stages - 1) * tried
+        totals = sequences * sums[:, -1] + (stages - 1) * tried
         at = int(totals.argmin())
         if totals[at] < best.seconds:
             best = TokenSlices(_lengths(table, sums[at], tried[at]), float(totals[at]))

@@ -32,6 +32,7 @@ from autopar.capture.folding import fold
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
+from autopar.passes.token_cutter import require_slices
 from autopar.pipeline.schedule import Schedule
 from autopar.planner.bounds import Bounds
 from autopar.planner.layouts import LayoutRequest, Layouts
@@ -159,11 +160,11 @@ class Asker:
         return replace(read_constraints(program, mesh, self._annotations), recompute=decided)
 
     def _short(self, captured: Captured) -> Captured:
-        """Return the folded program, if no single modules are annotated, or chosen by option, and
-        each region is in one block."""
+        """Return the folded program, if no single modules are annotated or chosen, no tokens are
+        sliced, and each region is in one block."""
         request = self._request
         is_annotated = any(self._annotations) or any(self._pins) or any(self._marked)
-        if request.mode != "auto" or is_annotated or request.recompute.modules:
+        if request.mode != "auto" or is_annotated or request.is_sliced or request.recompute.modules:
             return captured
         short = fold(captured)
         free = Regions(short, request.recompute).free if short.is_folded else ()
@@ -202,6 +203,7 @@ class _ProgramAsker:
             if laid.captured.is_folded and not laid.step.program.is_regular:
                 return Unlike()
             schedule = listed(question.schedule, question.stages, question.microbatches)
+            require_slices(laid.captured, schedule.slices)
             return self._in_stages(question, laid, schedule, cutoff)
         if question.is_mixed:
             return mixed(

@@ -94,7 +94,7 @@ class Bounds:
         once = self.run(pieces, is_staged=is_staged) + again
         least = max(times * once, self._traffic(question) + times * again)
         may_wait = once * (parts / stages + _MOST_WAITING) >= to_beat
-        if schedule is not None and schedule.all_parts == parts and may_wait:
+        if schedule is not None and schedule.batch_parts == parts and may_wait:
             least = max(least, self._least_time(schedule) * once)
         return least + (self.update if question.states.is_on_host else 0.0)
 

@@ -314,7 +314,7 @@ def _schedule_shape(name: Schedule | ScheduleName, stages: int) -> _ScheduleShap
     """Return the behaviour of a schedule, by a small one of the same name."""
     if isinstance(name, Schedule):
         schedule, stages = name, name.ranks
-        parts = name.all_parts
+        parts = name.batch_parts
     else:
         parts = 2 * stages
         try:

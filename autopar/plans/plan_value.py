@@ -30,6 +30,7 @@ from autopar.passes.stages import split_stages
 from autopar.plans.fallbacks import FallbackCost, fallback_costs
 from autopar.plans.restaged import forward_batches, restage, without_gradients
 from autopar.plans.runtime_program import RuntimeProgram
+from autopar.plans.sliced import sliced_stages
 from autopar.search.constraints import Constraints
 from autopar.search.cost_graph_builder import CostGraphBuilder, MeshCostGraph
 from autopar.strategies.node_info import info
@@ -122,7 +123,8 @@ class PlanValue(Candidate):
         if self.pipelining is None:
             return program
         stages = split_stages(self.cut(self.pipelining), self.mesh)
-        return replace(program, pipelining=self.pipelining, stages=stages)
+        slices = sliced_stages(self)
+        return replace(program, pipelining=self.pipelining, stages=stages, slices=slices)
 
     @cached_property
     def whole_program(self) -> RuntimeProgram:

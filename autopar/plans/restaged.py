@@ -34,7 +34,10 @@ def restage(plan: Candidate, program: RuntimeProgram, *, forward: bool = False) 
     pipelining = plan.pipelining
     assert pipelining is not None
     count = 1 if program.batches is None else program.batches.count
-    schedule = resize_schedule(pipelining.schedule, count, forward=forward)
+    if pipelining.schedule.slices and not forward:  # outputs of sequences that are whole
+        schedule = forward_then_backward(pipelining.schedule.placement, count)
+    else:
+        schedule = resize_schedule(pipelining.schedule, count, forward=forward)
     flow = flow_of(program.captured, program.graph, learns=not forward)
     stages = split_stages(cut_like(flow, plan.cut(pipelining)), program.mesh)
     return replace(program, pipelining=replace(pipelining, schedule=schedule), stages=stages)
@@ -68,7 +71,7 @@ def resize_schedule(schedule: Schedule, count: int, *, forward: bool) -> Schedul
     """
     if forward:
         return forward_only(schedule.placement, count)
-    if schedule.all_parts == count:
+    if schedule.batch_parts == count:
         return schedule
     if count % schedule.parts == 0:
         options: dict[str, Any] = dict(schedule.options)

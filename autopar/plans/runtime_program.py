@@ -38,6 +38,7 @@ class RuntimeProgram:
     batches: Microbatches | None = None  # the program is that of one micro-batch
     pipelining: Pipelining | None = None
     stages: tuple[Stage, ...] = ()  # of a pipeline
+    slices: tuple[tuple[Stage, ...], ...] = ()  # the stages that run each slice of tokens, if any
     buffer_bytes: int = BUFFER_BYTES  # of what travels together
 
     @property
@@ -123,6 +124,17 @@ class RuntimeProgram:
             frozenset(parameters[n.name] for n in reached([output]) if n.name in parameters)
             for output in outputs[: len(self.outputs)]
         )
+
+    @property
+    def graphs(self) -> list[fx.Graph]:
+        """Return the graphs that move data: of all stages, and of those of each slice."""
+        return [self.graph, *(stage.graph for stages in self.slices for stage in stages)]
+
+    def stage_of(self, index: int, microbatch: int) -> Stage:
+        """Return the stage that runs a micro-batch, or a slice of one, of a schedule."""
+        if not self.slices:
+            return self.stages[index]
+        return self.slices[self.schedule.slice_of(microbatch)[1]][index]
 
     @property
     def buffers_updated_once(self) -> frozenset[str]:

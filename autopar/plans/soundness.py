@@ -95,11 +95,11 @@ def _require_pipeline(saved: SavedValue) -> None:
             "the mesh of a pipeline is that of a stage and the ranks of its schedule",
             f"{mesh} over {axis!r}, {saved.mesh} in a stage, {counted(schedule.ranks, 'rank')}",
         )
-    if len(pipelining.stages) != schedule.stages or count != schedule.all_parts:
+    if len(pipelining.stages) != schedule.stages or count != schedule.batch_parts:
         _fail(
             "a plan has the stages and the micro-batches of its schedule",
             f"stages: {len(pipelining.stages)} for {schedule.stages}; micro-batches: {count} for "
-            f"{schedule.all_parts}",
+            f"{schedule.batch_parts}",
         )
     for shared in pipelining.shared:
         stages, known = shared.stages, range(schedule.stages)

@@ -56,7 +56,7 @@ def _of_program(candidate: Candidate) -> Iterator[_Sent]:
     runs, stages = float(candidate.microbatches), dict[fx.Node, set[int]]()
     if pipelining is not None:
         runs, cut = (
-            pipelining.schedule.all_parts / pipelining.schedule.ranks,
+            pipelining.schedule.batch_parts / pipelining.schedule.ranks,
             candidate.cut(pipelining),
         )
         read = (cut.flow.read_at | cut.flow.held_at).items()

@@ -20,6 +20,7 @@ from autopar.strategies.kernel_calls import KernelCall
 from autopar.strategies.kernels import KERNELS, Expansion, Kernel
 from autopar.strategies.language import Pattern, parse
 from autopar.strategies.local_calls import (
+    arguments_of_piece,
     joint_arguments,
     localize_arguments,
     piece_call,
@@ -60,6 +61,7 @@ __all__ = [
     "Saved",
     "Strategy",
     "Traits",
+    "arguments_of_piece",
     "has_rule",
     "joint_arguments",
     "localize_arguments",

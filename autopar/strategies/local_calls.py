@@ -8,7 +8,7 @@ random numbers get the place where it starts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,13 +36,20 @@ def localize_arguments(
 
     `types` are the global shapes of the outputs and their layouts.
     """
-    output_type, traits = flat_values(types)[0], traits_of(node)
-    args, kwargs = list(node.args), dict(node.kwargs)
+    output_type = flat_values(types)[0]
     shape = output_type.layout.local_shape(output_type.shape, mesh, rank)
+    if shape == output_type.shape and not traits_of(node).as_reshape:
+        return node.args, dict(node.kwargs)
+    return arguments_of_piece(node, shape)
+
+
+def arguments_of_piece(
+    node: fx.Node, shape: Sequence[int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call whose (first) output has a piece's shape."""
+    traits, args, kwargs = traits_of(node), list(node.args), dict(node.kwargs)
     if traits.as_reshape:
         return (args[0], list(shape)), {}
-    if shape == output_type.shape:
-        return node.args, dict(node.kwargs)
     for name, of_piece in traits.of_piece.items():
         call = OperatorCall(node)
         value, place = of_piece(call, shape), list(call.arguments).index(name)
@@ -115,6 +122,8 @@ def draw_place_of_piece(
     for dim, size in zip(rule.outputs[0], place.shape):
         first = rule.bounds(dim[0], strategy, mesh, rank)[0] if dim and size > 1 else 0
         starts.append(first * math.prod(rule.sizes[factor] for factor in dim[1:]))
+    if place.sliced is not None:
+        starts[place.sliced[0]] += place.sliced[1]
     parts = [1] * len(starts)
     layout = rule.signature(strategy).outputs[0]
     for at, count in layout.parts:

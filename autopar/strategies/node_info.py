@@ -27,6 +27,7 @@ from autopar.strategies.rule import Facts, Rule
 from autopar.strategies.strategy import Strategy
 from autopar.tensor_type import TensorType
 
+SEQUENCE = "sequence"  # the kind of a placeholder that slices of a sequence share
 SharedRoutes = Mapping[tuple[str, Placement], tuple[Placement, ...]]  # (value, what is wanted) ->
 
 

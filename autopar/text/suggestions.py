@@ -38,6 +38,7 @@ _MEANINGS = {
     "interleaved": "interleaved1f1b looped loopedbfs virtualpipeline vpp",
     "interleaved-zb": "interleavedzerobubble zbinterleaved",
     "eager-where-it-helps": "eagersyncopt",
+    "terapipe": "tokenpipeline sequencepipeline seq1f1b",
     "zb-h1": "zerobubble zb zb1p",
 }
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import autopar as ap
-from autopar.runtime.backends.backend import StageRun, UnstagedRun
+from autopar.runtime.backends.stage_runs import StageRun, UnstagedRun
 from autopar.runtime.backends.world import joined
 from autopar.runtime.parameters.placing import TensorPlacer
 from tests import models

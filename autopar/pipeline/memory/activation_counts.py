@@ -62,7 +62,7 @@ def peak_counts(schedule: Schedule, *, recompute: bool) -> list[Live]:
 @lru_cache(maxsize=64)
 def peaks_by_rank(schedule: Schedule, *, recompute: bool) -> list[list[Live]]:
     """Like `peak_counts`, but with a list for each rank."""
-    peaks, short = list[list[Live]](), schedule.short
+    peaks, short = list[list[Live]](), schedule.of_sequences.short
     for rank in range(short.ranks):
         moments = live_counts(short, rank, recompute=recompute)
         stages = short.stages_on(rank)

@@ -11,7 +11,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -60,6 +60,12 @@ class StageMemory:
     def sizes(self) -> NDArray[np.float64]:
         """Return the bytes of each MemoryItem."""
         return self.by_item.sum(1)
+
+    def keeping(self, size: float) -> StageMemory:
+        """Return the memory of a stage that keeps so many bytes more of each micro-batch."""
+        by_item = self.by_item.copy()
+        by_item[MemoryItem.KEPT, KINDS.index("activations")] += size
+        return replace(self, by_item=by_item)
 
     @classmethod
     def of(
@@ -240,7 +246,7 @@ def _counts(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) ->
 @lru_cache(maxsize=64)
 def step_counts(schedule: Schedule, groups: tuple[Groups, ...] = ()) -> tuple[Counts, ...]:
     """Return the counts of each rank at all moments that differ."""
-    groups, short = groups or (NO_GROUPS,) * schedule.stages, schedule.short
+    groups, short = groups or (NO_GROUPS,) * schedule.stages, schedule.of_sequences.short
     return tuple(_ItemCounter(short, rank, groups).rows for rank in range(short.ranks))
 
 

@@ -17,7 +17,7 @@ from autopar.pipeline.memory.step_memory import (
     kinds_of,
     peak_of,
 )
-from autopar.pipeline.schedule import Schedule, one_stage
+from autopar.pipeline.schedule import Action, Schedule, one_stage
 
 # Backward runs after the first one find gradients of parameters; the last ones sum them.
 _LATER_RUNS = (MemoryItem.B_AGAIN, MemoryItem.B_LAST)
@@ -27,9 +27,21 @@ _LAST_RUNS = (MemoryItem.B_LAST, MemoryItem.B_ONLY)
 def peaks_by_action(
     schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]
 ) -> list[BytesByKind]:
-    """Return the peak of each action of a rank."""
-    held = [stages[stage] for stage in schedule.stages_on(rank)]
-    return [peak_of(counts, held) for counts in counts_by_action(schedule, rank, stages)]
+    """Return the peak of each action of a rank; of slices of a sequence, that of the whole."""
+    held, whole = [stages[stage] for stage in schedule.stages_on(rank)], schedule.of_sequences
+    peaks = [peak_of(counts, held) for counts in counts_by_action(whole, rank, stages)]
+    if not schedule.slices:
+        return peaks
+    places = {
+        (action.kind, action.stage, action.microbatches): at
+        for at, action in enumerate(whole.orders[rank])
+    }
+
+    def place(action: Action) -> int:
+        numbers = tuple(schedule.slice_of(number)[0] for number in action.microbatches)
+        return places[action.kind, action.stage, numbers]
+
+    return [peaks[place(action)] for action in schedule.orders[rank]]
 
 
 def bytes_by_call(

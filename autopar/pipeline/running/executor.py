@@ -120,7 +120,7 @@ class RankRunner:
         self.on_action_done, self.before_action = on_action_done, before_action
         self.set_order(schedule.orders[rank])
         self._kept = [worker.kept for worker in workers.values()]
-        self._entries_per_microbatch = schedule.chunks * schedule.parts
+        self._entries_per_microbatch = schedule.chunks * schedule.parts * schedule.slice_count
         self.recorded = RankRecord()
         self._recorder: Callable[[], Recorder | None] = lambda: None  # a weak reference
         self._recording: tuple[Recorder, StepTimes] | None = None  # of the running step

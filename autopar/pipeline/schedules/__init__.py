@@ -35,7 +35,8 @@ from autopar.text.units import counted
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-_COUNTS = ("stages", "microbatches", "chunks", "steps")  # whose product is the number of forwards
+# Whose product is the number of forwards.
+_COUNTS = ("stages", "microbatches", "chunks", "steps", "slices")
 MOST_FORWARDS = 1 << 20
 # Forwards of a schedule with as many chunks as blocks, or of one that repeats nothing.
 _MOST_WEIGHED = 1 << 12
@@ -136,9 +137,11 @@ def most_chunks(stages: int, microbatches: int, blocks: int) -> int:
 
 
 def microbatches_of_step(name: str, stages: int) -> int:
-    """Return how many micro-batches a step has if nobody says: one if each is an update."""
+    """Return how many micro-batches a step has if nobody says: one if each is an update, or its
+    slices keep all stages busy."""
     known = GENERATORS.get(name)
-    return 1 if known is not None and known.updates_each else 2 * stages
+    is_enough = known is not None and (known.updates_each or "slices" in known.options)
+    return 1 if is_enough else 2 * stages
 
 
 def weighed_names(

@@ -43,10 +43,12 @@ def time_actions(
     schedule: Schedule,
     durations: Mapping[Kind, Sequence[float]],
     latency: float | MessageCosts,
+    shares: Sequence[float] = (),
 ) -> ActionTimes:
     """Return when each rank does its list; `durations[kind][stage]` is for one micro-batch.
 
-    `latency`: seconds of every message, or the cost of each.
+    `latency`: seconds of every message, or the cost of each. `shares`: how much of a micro-batch's
+    time each slice of its tokens takes.
     """
     arrivals: list[float] = [NEVER] * (2 * schedule.stages * schedule.all_parts) + [0.0]
     waiting: dict[int, int] = {}
@@ -75,7 +77,10 @@ def time_actions(
                 clock = arrival
             begun.append(clock)
             if action.kind in durations:  # sums run beside later actions
-                clock += durations[action.kind][action.stage] * len(action.microbatches)
+                work = durations[action.kind][action.stage] * len(action.microbatches)
+                if shares and action.kind != "U":
+                    work *= shares[schedule.slice_of(action.microbatches[0])[1]]
+                clock += work
             ended.append(clock)
             if sent >= 0:
                 leaving.append((sent, is_crossing, action))
@@ -87,7 +92,11 @@ def time_actions(
                         cost = costs[done.pipe, done.stage, done.kind == "F"]
                         link = rank, cost.link
                         left = max(clock, free.get(link, 0.0))
-                        left += cost.leaves * len(done.microbatches)
+                        part = 1.0
+                        if shares:  # of a message: as long as its slice
+                            length = schedule.slices[schedule.slice_of(done.microbatches[0])[1]]
+                            part = length / sum(schedule.slices)
+                        left += cost.leaves * len(done.microbatches) * part
                         free[link], arrivals[sent] = left, left + cost.alpha
                     else:
                         arrivals[sent] = clock + alpha

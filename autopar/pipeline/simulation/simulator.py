@@ -51,6 +51,7 @@ def simulate(
     activation: Costs = 1,
     message_costs: MessageCosts | None = None,
     shared_sync: Mapping[tuple[int, ...], float] = _NONE,
+    slice_times: Sequence[float] | None = None,
 ) -> Timeline:
     """Return the timeline of one step.
 
@@ -64,6 +65,8 @@ def simulate(
       their numbers, the time for stages that share parameters; `after_sync`: the work for a stage
       when all gradients are summed.
     - `activation`: the size that a micro-batch keeps for backward, 1 by default.
+    - `slice_times`: the time of each slice of a sequence, as a part of that of a micro-batch; None:
+      as their lengths.
     """
     times = stage_times(
         schedule.stages,
@@ -75,11 +78,13 @@ def simulate(
     )
     delay = single("latency", latency)
     shares = per_stage("activation", activation, schedule.stages, schedule.chunks)
-    activations = tuple(share / schedule.parts for share in shares)
+    count = schedule.parts * schedule.slice_count
+    activations = tuple(share / count for share in shares)
+    of_slices = _slice_shares(schedule, slice_times)
     latencies = delay if message_costs is None else message_costs
 
     def timeline_of(variant: Schedule) -> Timeline:
-        timed = cache(partial(_time_all_actions, variant, times, latencies))
+        timed = cache(partial(_time_all_actions, variant, times, latencies, of_slices))
         figures = repeated_times(variant, times, latencies) or RankTimes.of(variant, timed())
         return Timeline(variant, figures, timed, activations)
 
@@ -104,11 +109,27 @@ def simulate(
     return synchronize(timeline, costs, shared_sync, after)
 
 
+def _slice_shares(schedule: Schedule, times: Sequence[float] | None) -> tuple[float, ...]:
+    """Return the time of each slice, as a part of a micro-batch's; none without slices."""
+    if times is None:
+        return tuple(length / sum(schedule.slices) for length in schedule.slices)
+    if len(times) != len(schedule.slices) or min(times, default=0) < 0:
+        raise InvalidInput(
+            "slice_times has a time for each slice of a sequence",
+            got=f"{[*times]} for {counted(len(schedule.slices), 'slice')}",
+            remedy="give the schedule slices, and each of them a time of at least 0",
+        )
+    return tuple(times)
+
+
 def _time_all_actions(
-    schedule: Schedule, durations: StageTimes, latency: float | MessageCosts
+    schedule: Schedule,
+    durations: StageTimes,
+    latency: float | MessageCosts,
+    shares: Sequence[float],
 ) -> ActionTimes:
     """Return the times of all actions; raise `InvalidInput` if ranks wait forever."""
-    result = time_actions(schedule, durations, latency)
+    result = time_actions(schedule, durations, latency, shares)
     if sum(map(len, result.ends)) != len(schedule.actions):
         check(schedule)
     return result

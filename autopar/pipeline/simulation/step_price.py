@@ -64,6 +64,7 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
         sync_cost=sums,
         after_sync=[stage.after for stage in stages],
         shared_sync=shared,
+        slice_times=pipelining.slice_times or None,
     )
     if not any(schedule.delays):
         return timeline
@@ -124,7 +125,7 @@ def pipeline_cost(pipelining: Pipelining, run: RunCost, timeline: Timeline) -> C
     # Where backward is split, nothing hides what the gradients of weights hide elsewhere.
     reduced = sum(stage.reduced for stage in stages) or 1.0
     split = run.moved.reduced * sum(stages[at].reduced for at in schedule.split_stages) / reduced
-    parts, work = schedule.all_parts, once.compute - cast + once.shown + split
+    parts, work = schedule.batch_parts, once.compute - cast + once.shown + split
     share = (once.compute - cast) / work if work else 1.0
     moved = busy * (1 - share)
     hidden = max(0.0, once.hidden - split) * parts / schedule.ranks

@@ -13,46 +13,31 @@ program without a pipeline runs as a schedule with one stage.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, fx
 
-from autopar._torch.tensors import local_of
 from autopar.layout import Layout
 from autopar.passes.stages import Stage
 from autopar.pipeline.running.executor import RankRecord, RankRunner, Transport
-from autopar.pipeline.running.weight_halves import WeightHalf, WeightHalves
+from autopar.pipeline.running.weight_halves import WeightHalves
 from autopar.pipeline.running.worker import Value, Worker
 from autopar.plans.runtime_program import RuntimeProgram
-from autopar.runtime.execution.call_numbers import NumberForms, SetSize, Unalike
+from autopar.runtime.backends.stage_runs import (
+    Batch,
+    GraphRun,
+    SlicedRun,
+    StageRun,
+    UnstagedRun,
+    write_buffers,
+)
 from autopar.runtime.execution.compiled_regions import RegionCompiler
 from autopar.runtime.parameters.placing import ReadPart
 from autopar.runtime.parameters.stale_weights import StaleWeights
 from autopar.strategies.node_info import info
 from autopar.tensor_type import TensorType
-
-Batch = Mapping[str, Tensor]
-
-
-class GraphRun(ABC):
-    """A graph as a function."""
-
-    @abstractmethod
-    def __call__(
-        self, tensors: Mapping[str, Tensor], inputs: Batch, received: Mapping[str, Value]
-    ) -> list[Value]:
-        """Return the results, given parameters and buffers by name, inputs, and received values by
-        placeholder."""
-
-    def resizable(self, others: Sequence[GraphRun], forms: NumberForms) -> SetSize:
-        """Return how this run takes another size, once it is laid beside those of other sizes."""
-        raise Unalike("a run of one size")
-
-    def set_constant(self, name: str, value: Tensor) -> None:
-        """Replace the value of a constant, whole, if the graph reads it."""
-        raise NotImplementedError
 
 
 class Backend(ABC):
@@ -70,6 +55,8 @@ class Backend(ABC):
         """`places`: the pipeline places whose ranks run in this process; one without a pipeline."""
         self.program, self.mesh, self.device = program, program.mesh, device
         self.schedule, self.places, self.compiler = program.schedule, places, compiler
+        # The ranks inside a stage that run in this process.
+        self.stage_ranks: Sequence[int] = range(self.mesh.size)
         self.workers: dict[tuple[int, int], Worker] = {}
         self.stages: dict[int, StageRun] = {}
         self.runners: list[RankRunner] = []
@@ -86,11 +73,13 @@ class Backend(ABC):
         pipelining = self.program.pipelining
         for index in sorted({stage for pairs in local.values() for _, stage in pairs}):
             is_split = index in self.schedule.split_stages
-            self.stages[index] = (
-                UnstagedRun(self)
-                if pipelining is None
-                else StageRun(self, self.program.stages[index], is_split=is_split)
-            )
+            if pipelining is None:
+                self.stages[index] = UnstagedRun(self)
+            elif self.program.slices:
+                self.stages[index] = SlicedRun(self, [each[index] for each in self.program.slices])
+            else:
+                stage = self.program.stages[index]
+                self.stages[index] = StageRun(self, stage, is_split=is_split)
         for place, pairs in local.items():
             workers = {pair: Worker(self.stages[pair[1]]) for pair in pairs}
             self.workers |= workers
@@ -204,6 +193,13 @@ class Backend(ABC):
         """Return a graph as a function. With `halves`, which record the deferred weight gradients,
         backward is split. `is_whole`: the graph is the program, not a stage of it."""
 
+    def zeros(self, type_: TensorType) -> Value:
+        """Return zeros as this process's pieces of a value inside a stage."""
+        shapes = (
+            type_.layout.local_shape(type_.shape, self.mesh, rank) for rank in self.stage_ranks
+        )
+        return [torch.zeros(s, dtype=type_.dtype, device=self.device) for s in shapes]
+
     @abstractmethod
     def stored_form(self, values: Sequence[Value], types: Sequence[TensorType]) -> list[Tensor]:
         """Return results in the form in which parameters and buffers are stored."""
@@ -285,6 +281,7 @@ class Backend(ABC):
         for stage in self.stages.values():
             stage.tensors, stage.batches = tensors, batches
             stage.wanted, stage.loss_gradient = wanted, loss_gradient
+            stage.sequences.clear()
         for worker in self.workers.values():
             worker.clear()
 
@@ -323,89 +320,7 @@ class Backend(ABC):
                     statistics |= worker.statistics if number == index else {}
                 updates += stage.new_buffers(self._statistics(stage.stage, statistics))
         if updates:
-            _write(updates)
-
-
-class StageRun:
-    """Runs the program of one stage on its backend."""
-
-    def __init__(
-        self, backend: Backend, stage: Stage, *, is_split: bool = False, is_whole: bool = False
-    ) -> None:
-        self.backend, self.stage = backend, stage
-        self._halves = WeightHalves() if is_split else None
-        self.graph_run = backend.prepare_graph(stage.graph, self._halves, is_whole=is_whole)
-        self._update = backend.prepare_graph(stage.update) if stage.update is not None else None
-        self.tensors: Mapping[str, Tensor] = {}  # parameters and buffers of the current step
-        self.batches: Mapping[int, Batch] = {}  # the micro-batches of the step, by number
-        self.wanted = range(0)  # the outputs that the step returns besides its loss
-        self.loss_gradient = 1.0  # of a step's loss
-
-    def __call__(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
-        return self.graph_run(
-            self.tensors, self.batches[microbatch], dict(zip(self.stage.receives, received))
-        )
-
-    def stored_output(self, value: Value, type_: TensorType) -> Tensor:
-        """Return an output of this stage in the form of `stored_form`."""
-        return self.backend.stored_form([value], [type_])[0]
-
-    def weight_halves(self) -> list[WeightHalf]:
-        return self._halves.take() if self._halves is not None else []
-
-    def new_buffers(self, statistics: Mapping[int, list[Value]]) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of a buffer and its value after all micro-batches, taken in order."""
-        assert self.stage.update is not None
-        assert self._update is not None
-        output, program = self.stage.update.output_node(), self.backend.program
-        names, placeholders = info(output).buffers, program.captured.buffers
-        once = program.buffers_updated_once
-        every_turn = [name for name in names if placeholders[name] not in once]
-        new: dict[str, Value] = {}
-        with torch.no_grad():
-            for number, batch in self.batches.items():
-                received = dict(zip(self.stage.statistics, statistics.get(number, [])))
-                received |= {name: new[name] for name in every_turn if name in new}
-                new = dict(zip(names, self._update(self.tensors, batch, received)))
-        types = [*map(self.backend.type_of, output.args[0])]  # type: ignore[arg-type]
-        buffers = [self.tensors[placeholders[name]] for name in names]
-        return list(zip(buffers, self.backend.stored_form(list(new.values()), types)))
-
-
-class UnstagedRun(StageRun):
-    """Runs a program without a pipeline as a single stage; every forward updates its buffers."""
-
-    def __init__(self, backend: Backend) -> None:
-        program, graph = backend.program, backend.program.graph
-        loss = program.captured.loss_index if program.has_loss else None
-        outputs = tuple(range(len(program.outputs)))
-        stage = Stage(
-            0, graph, receives=(), sends=(), outputs=outputs, loss=loss, statistics=(), update=None
-        )
-        super().__init__(backend, stage, is_whole=True)
-        self._mutations, self._count = tuple(program.captured.mutations), len(program.outputs)
-
-    def __call__(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
-        is_last = microbatch == len(self.batches) - 1
-        later = frozenset() if is_last else self.backend.program.buffers_updated_once
-        return [[output] for output in self.forward(self.tensors, self.batches[microbatch], later)]
-
-    def stored_output(self, value: Value, type_: TensorType) -> Tensor:
-        return value[0]
-
-    def forward(
-        self, tensors: Mapping[str, Tensor], inputs: Batch, later: Set[str] = frozenset()
-    ) -> list[Tensor]:
-        """Return the outputs and update the buffers, except those named in `later`."""
-        # Backward may still read what a buffer was before its new value is written.
-        before = {name: tensors[name].clone() for name in self._mutations}
-        results = self.graph_run({**tensors, **before}, inputs, {})
-        types = [*map(self.backend.type_of, self.backend.program.results)]
-        values = self.backend.stored_form(results, types)
-        if self._mutations:
-            changed = zip(self._mutations, values[self._count :])
-            _write([(tensors[name], value) for name, value in changed if name not in later])
-        return values[: self._count]
+            write_buffers(updates)
 
 
 def _delays(program: RuntimeProgram) -> dict[str, int]:
@@ -416,9 +331,3 @@ def _delays(program: RuntimeProgram) -> dict[str, int]:
         for stage, delay in zip(program.stages, delays)
         for name in stage.holds("parameter")
     }
-
-
-def _write(values: Sequence[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for buffer, value in values:
-            local_of(buffer).copy_(value)

@@ -73,13 +73,14 @@ class TorchBackend(Backend):
         self.world, self.local_inputs = world(), local_inputs
         self.ranks = ranks = StageRanks(program, self.world.rank)
         super().__init__(program, device, [ranks.place], compiler)
+        self.stage_ranks = [ranks.rank_in_stage]
         whole_mesh = self.world.mesh_of(program.whole_mesh, device.type)
         self.device_mesh = whole_mesh[self.mesh.names] if program.pipelining else whole_mesh
-        # Pieces are joined over one axis at a time.
         layouts = [program.kept_layout(n) for n in program.placeholders]
         layouts += [info(n).type.layout for n in program.outputs]
-        single_axes = {(axis,) for layout in layouts for axis in layout.axes}
-        self.groups = Groups(self.mesh, axes_used(program.graph) | single_axes, ranks.meshes)
+        single_axes = {(axis,) for layout in layouts for axis in layout.axes}  # pieces are joined
+        used = single_axes.union(*map(axes_used, program.graphs))
+        self.groups = Groups(self.mesh, used, ranks.meshes)
         is_sliced, rank = local_inputs and program.batches is not None, ranks.rank_in_stage
         self.slices = BatchSlices(program, self.groups, rank) if is_sliced else None
         self._call_outputs = CallOutputs(outputs, self.device_mesh, self.groups, rank)
@@ -336,7 +337,7 @@ class TorchBackend(Backend):
 
     def message_shapes(self, key: MessageKey) -> list[Shape]:
         """Return the shapes and dtypes of the values in a message to a stage of this rank."""
-        stage = self.program.stages[key.stage]
+        stage = self.program.stage_of(key.stage, key.microbatch)
         names = stage.receives if key.forward else stage.sends
         nodes = [stage.nodes[name] for name in names]
         return [

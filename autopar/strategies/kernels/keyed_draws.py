@@ -47,6 +47,7 @@ class DrawPlace(NamedTuple):
     batch: tuple[int, int] | None = None  # the dim that micro-batches cut, and the size of one
     slices: int = 1  # of the batch: micro-batch i is the i-th part of each
     parts: tuple[int, ...] = ()  # of each dim: the piece has one piece of each part, from its start
+    sliced: tuple[int, int] | None = None  # the dim of tokens, and where a slice of them begins
 
     def __repr__(self) -> str:
         start = f" from {list(self.starts)}" if any(self.starts) else ""

@@ -11,6 +11,7 @@ import torch
 
 from autopar.strategies.intermediate_work import IntermediateWork
 from autopar.strategies.kernels.attention import dropped_attention
+from autopar.strategies.kernels.attention.sliced import sliced_attention
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import OperatorCall, register_rule
 from autopar.strategies.rule import Dim, ExtraTensor, Rule, Saved, broadcast
@@ -129,4 +130,30 @@ def _saved(call: OperatorCall, heads: list[Dim]) -> Saved:
     return Saved((2,) if whole else (), extra=extra)
 
 
+def _sliced_attention(call: OperatorCall) -> Rule:
+    """Return the rule of attention of a slice of tokens, whose queries and keys stay whole."""
+    query, key, value = call.shapes[:3]
+    heads: list[Dim] = [(f"b{index}",) for index in range(len(query) - 2)]
+    sizes, leading = dict(zip([name for (name,) in heads], key)), list(heads)
+    if call["enable_gqa"] and key[-3] != query[-3]:
+        sizes["g"] = query[-3] // key[-3]
+        heads[-1] = (*heads[-1], "g")
+    own = [[*heads, ("q",), ("d",)], [*leading, ("q",), ("d",)], [*leading, ("q",), ("e",)]]
+    of_sequence: list[list[Dim]] = [[*leading, ("k",), (width,)] for width in "dede"]
+    drawn: list[list[Dim]] = [[("key",)]] if call["drawn"] is not None else []
+    points = call.outputs[0].numel() // max(value[-1], 1) * (call["offset"] + query[-2])
+    sums = ExtraTensor((*heads, ("q",)), torch.promote_types(call.outputs[0].dtype, torch.float32))
+    return call.rule(
+        [*own, *of_sequence, *drawn],
+        [*heads, ("q",), ("e",)],
+        sizes,
+        whole=("q", "k", "d", "e", "key"),
+        flops=2.0 * points * (query[-1] + value[-1]),
+        backward_flops=5.0 * points * (query[-1] + value[-1]),
+        product=True,
+        saved=Saved((0, 3, 4), output=True, extra=(sums,)),
+    )
+
+
 register_rule(["aten.scaled_dot_product_attention", dropped_attention.attention], _attention)
+register_rule(sliced_attention, _sliced_attention)

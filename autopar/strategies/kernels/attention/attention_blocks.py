@@ -131,6 +131,27 @@ def cut_mask(mask: Tensor, rows: slice, columns: slice) -> Tensor:
     return mask[..., columns] if mask.shape[-1] > 1 else mask
 
 
+def grouped(x: Tensor, groups: int) -> Tensor:
+    """Return heads of queries with a dim for the groups that read the same keys."""
+    if groups == 1:
+        return x.unsqueeze(-3)
+    return x.unflatten(-3, (x.shape[-3] // groups, groups))
+
+
+def ungrouped(x: Tensor, *, is_grouped: bool) -> Tensor:
+    return x.flatten(-4, -3) if is_grouped else x.squeeze(-3)
+
+
+def with_groups(place: DrawPlace, groups: int) -> DrawPlace:
+    """Return the place of weights with a dim of groups."""
+    if len(place.shape) > 2:
+        return place.unflattened(len(place.shape) - 3, groups)
+    batch = None if place.batch is None else (place.batch[0] + 1, place.batch[1])
+    starts = (0, *place.starts, 0, 0)[:3]
+    parts = (1, *place.parts) if place.parts else ()
+    return place._replace(shape=(1, *place.shape), starts=starts, batch=batch, parts=parts)
+
+
 def attend(block: AttentionBlock, weights: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Return the output of a block, and the logarithms of its sums."""
     if _is_fused(block, weights):

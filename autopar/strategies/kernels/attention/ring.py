@@ -37,8 +37,11 @@ from autopar.strategies.kernels.attention.attention_blocks import (
     block_gradients,
     cut_mask,
     empty_results,
+    grouped,
     merge,
+    ungrouped,
     wide_of,
+    with_groups,
 )
 from autopar.strategies.kernels.keyed_draws import DrawPlace
 
@@ -115,11 +118,11 @@ class _Member:
     def __init__(self, ring: Ring, at: int, inputs: RingInputs) -> None:
         self.ring, self.at = ring, at
         query, self.key, self.value, mask, self.drawn = inputs
-        self.query, self.wide = _grouped(query, ring.groups), wide_of(query.dtype)
+        self.query, self.wide = grouped(query, ring.groups), wide_of(query.dtype)
         if mask is not None:
             mask = mask if mask.ndim > 1 else mask.unsqueeze(0)
             is_each = mask.ndim > 2 and mask.shape[-3] > 1
-            mask = _grouped(mask, ring.groups if is_each else 1)
+            mask = grouped(mask, ring.groups if is_each else 1)
         self.mask = mask
 
     def compute(self, task: RingTask, came: Tensors) -> Tensors:
@@ -284,13 +287,13 @@ def ring_attention(
     weights = AttentionOptions(
         1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         is_causal,
-        None if place is None else _with_groups(place, groups),
+        None if place is None else with_groups(place, groups),
         dropout_p,
     )
     ring = Ring(group.input(0).pieces, group.input(1).pieces, weights, groups)
     member = _ForwardMember(ring, group.index, RingInputs(query, key, value, attn_mask, drawn))
     yield from member.around()
-    output = _ungrouped(member.output, is_grouped=is_grouped).to(query.dtype)
+    output = ungrouped(member.output, is_grouped=is_grouped).to(query.dtype)
     optional = [x for x in (attn_mask, drawn) if x is not None]
     return (output,), (query, key, value, output, member.sums, *optional), (ring, is_grouped)
 
@@ -309,37 +312,16 @@ def ring_attention_backward(
     drawn = optional.pop() if ring.weights.place is not None else None
     mask = optional.pop() if optional else None
     learns = mask is not None and group.needs[3]
-    whole = RowResults(_grouped(output, ring.groups), sums, _grouped(slope, ring.groups))
+    whole = RowResults(grouped(output, ring.groups), sums, grouped(slope, ring.groups))
     inputs = RingInputs(query, key, value, mask, drawn)
     member = _BackwardMember(ring, group.index, inputs, whole, is_mask_learned=learns)
     yield from member.around()
     gradients: list[Tensor | None] = [None] * len(group.needs)
-    gradients[0] = _ungrouped(member.of_query, is_grouped=is_grouped).to(query.dtype)
+    gradients[0] = ungrouped(member.of_query, is_grouped=is_grouped).to(query.dtype)
     gradients[1], gradients[2] = member.of_key.to(key.dtype), member.of_value.to(value.dtype)
     if mask is not None and member.of_mask is not None:
         gradients[3] = member.of_mask.reshape(mask.shape).to(mask.dtype)
     return gradients
-
-
-def _grouped(x: Tensor, groups: int) -> Tensor:
-    """Return heads of queries with a dim for the groups that read the same keys."""
-    if groups == 1:
-        return x.unsqueeze(-3)
-    return x.unflatten(-3, (x.shape[-3] // groups, groups))
-
-
-def _ungrouped(x: Tensor, *, is_grouped: bool) -> Tensor:
-    return x.flatten(-4, -3) if is_grouped else x.squeeze(-3)
-
-
-def _with_groups(place: DrawPlace, groups: int) -> DrawPlace:
-    """Return the place of weights with a dim of groups."""
-    if len(place.shape) > 2:
-        return place.unflattened(len(place.shape) - 3, groups)
-    batch = None if place.batch is None else (place.batch[0] + 1, place.batch[1])
-    starts = (0, *place.starts, 0, 0)[:3]
-    parts = (1, *place.parts) if place.parts else ()
-    return place._replace(shape=(1, *place.shape), starts=starts, batch=batch, parts=parts)
 
 
 def _traffic(
