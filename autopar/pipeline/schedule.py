@@ -397,7 +397,7 @@ def make(
         tuple(map(tuple, orders)),
         parts,
         tuple(sorted(options.items())),
-        slices,
+        slices=slices,
     )
 
 

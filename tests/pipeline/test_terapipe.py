@@ -230,3 +230,21 @@ def test_slices_run_eagerly():
     case = small()
     with pytest.raises(InvalidInput, match="run eagerly"):
         ap.parallelize(case.model, case.args, mesh=ap.Mesh(pp=2), compile=True, **sliced(2))
+
+
+def test_other_lengths_are_cut_into_slices_in_proportion():
+    case = small(batch=1, sequence=12)
+    options = {"mesh": ap.Mesh(pp=2), "mode": "propagate", **sliced([4, 8])}
+    module = ap.parallelize(case.model, case.args, **options)
+    plain = case.fresh().model
+    for length in (12, 9, 7, 8, 10, 11):
+        args = tuple(value[:, :length] for value in case.args)
+        module.zero_grad(set_to_none=True)
+        plain.zero_grad(set_to_none=True)
+        loss, (expected, *_) = module.step(*args), plain(*args)
+        assert expected.isfinite()
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        parallel = dict(module.named_parameters())
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(parallel[name].grad, parameter.grad, msg=f"{length}: {name}")

@@ -61,6 +61,8 @@ class Resizing:
         wholes = [member.program.original for member in members]
         _require_plain(wholes)
         self._program, self._backend = last.program, last.backend
+        if self._program.schedule.slices:
+            raise Unalike("each slice of tokens has a program of its own")
         shapes = [_shapes(whole) for whole in wholes]
         self.root, self._inputs = _input_forms(shapes)
         sizes = [shape[self.root[0]][self.root[1]] for shape in shapes]
