@@ -51,6 +51,8 @@ from autopar.search.layout_search import is_large, nothing_found_yet
 from autopar.text.progress import Report
 from autopar.text.units import seconds_text
 
+_DEARER = 1.08  # an answer about a pipeline takes as long as several others
+
 
 class Planner:
     """Finds the best way to run a step of one program on the machines of one request."""
@@ -183,6 +185,8 @@ class Planner:
         seconds = estimate.seconds * (1 - self._estimates.doubt(question))
         is_pressing = not self.record.has_some and self._patience.is_half_over()
         later = 1 + self._queue[question].later
+        if question.schedule is not None:
+            later *= _DEARER
         return seconds * later * too_large ** (8 if is_pressing else 2) * handicap(question)
 
     def _bound(self, question: Question, cutoff: float) -> float:
