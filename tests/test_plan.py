@@ -318,6 +318,7 @@ def test_every_field_that_decides_stands_in_files_diffs_and_what_ranks_compare(m
         "dynamic": DynamicShapes((), {"batch": Range(1, 8)}),
         "strict": True,
         "fingerprint": replace(saved.fingerprint, torch="1.0"),
+        "saved_results": ("mm",),
     }
     assert others.keys() == {one.name for one in deciding()}
     stored = saved.to_json()

@@ -14,6 +14,7 @@ from functools import cache, partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 import autopar as ap
 from autopar.errors import InvalidInput
@@ -203,6 +204,31 @@ def test_a_loaded_state_begins_with_one_version(tmp_path):
     assert losses() == trained
     ap.load(tmp_path / "start", module)
     assert losses() == trained
+
+
+@pytest.mark.parametrize("name", ["layers.0.up.weight", "norm.weight"])
+def test_what_stops_to_learn_is_read_as_it_was_before(name):
+    """A step after the freeze reads the others as they were an update ago, and this one, too."""
+    alone = case().fresh()
+    module, model = pipeline(mesh=ap.Mesh(pp=2)), alone.model
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.2) for m in (module, model)]
+
+    def plain_step(*batch: Tensor) -> Tensor:
+        loss = alone.loss(model(*batch))
+        loss.backward()
+        return loss
+
+    reference = delayed(plain_step, model.parameters())
+    for t, batch in enumerate(2 * batches(alone)):
+        for one in (module, model):
+            dict(one.named_parameters())[name].requires_grad_(t not in (2, 3, 4, 6))
+        assert_close(module.step(*batch), reference(*batch).detach())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        state = module.full_state_dict()
+        for key, value in model.state_dict().items():
+            assert_close(state[key], value)
 
 
 def test_a_step_that_breaks_off_changes_no_version(monkeypatch):

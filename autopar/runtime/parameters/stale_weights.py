@@ -31,6 +31,7 @@ class _Versions:
     delay: int
     # In the order of updates, `parameter` among them: where it stands, that version is read.
     holders: list[Tensor] = field(default_factory=list)
+    steps_frozen: int = 0  # since it has stopped to learn
 
     def read(self, steps_ahead: int) -> bool:
         """Read what a step so many after the next update reads; return whether that changed."""
@@ -119,13 +120,18 @@ class StaleWeights:
         self.keep_newest()
 
     def take_up(self, tensors: Mapping[str, Tensor]) -> None:
-        """Follow the parameters that learn now; those that are new are of one version yet."""
+        """Follow the parameters that learn, or have lately: steps read what these were before.
+        Those that are new are of one version yet."""
         known, self._versions, self._parameters = self._versions, {}, []
         for name, tensor in tensors.items():
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                newest, versions = local_of(tensor), known.get(name)
-                if versions is None or versions.parameter is not newest:
-                    versions = _Versions(newest, self._delays.get(name, 0), [newest])
+            if not isinstance(tensor, nn.Parameter):
+                continue
+            newest, versions = local_of(tensor), known.get(name)
+            if versions is None or versions.parameter is not newest:
+                versions = _Versions(newest, self._delays.get(name, 0), [newest])
+                versions.steps_frozen = versions.delay  # if it is: of no older version
+            versions.steps_frozen = 0 if tensor.requires_grad else versions.steps_frozen + 1
+            if versions.steps_frozen <= versions.delay:
                 self._versions[name] = versions
                 self._parameters.append(tensor)
 
