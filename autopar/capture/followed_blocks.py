@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar._torch.export_graph import traced_node
-from autopar._torch.tensors import memory_of, without_functions
+from autopar._torch.tensors import memory_of
 from autopar.capture.attributes import Reads
 from autopar.capture.fake import FakeTensor
 from autopar.capture.named import Named
@@ -196,10 +196,8 @@ def node_of(tensor: Tensor) -> fx.Node:
 
 def form_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return all that a program follows from of a tensor, but for its values."""
-    with without_functions():  # it is not forward that asks
-        learns = tensor.requires_grad
     place = tensor.stride(), tensor.storage_offset(), tensor.device
-    return tuple(tensor.shape), tensor.dtype, learns, *place
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, *place
 
 
 def call_form(leaves: Sequence[Any]) -> Hashable | None:
@@ -220,7 +218,5 @@ def call_form(leaves: Sequence[Any]) -> Hashable | None:
         tensors.append(id(leaf))
         memories.append(memory_of(leaf))
         first = tensors.index(id(leaf)), memories.index(memory_of(leaf))
-        with without_functions():
-            is_leaf = leaf.is_leaf
-        said.append((*form_of(leaf), is_leaf, first))
+        said.append((*form_of(leaf), leaf.is_leaf, first))
     return tuple(said) if tensors else None

@@ -7,6 +7,7 @@ A program of such a forward is that of the parameters that learned when it was c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.hooks import while_it_runs
 
+_ON_THE_WAY = ("__torch_function__", "__get__")  # from who asks to the answer
 _OF_LEARNING = {"requires_grad", "is_leaf", "grad_fn"}
 
 
@@ -43,6 +45,14 @@ class _Noting(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if (name := function_name(function)) in _OF_LEARNING:
+        if (name := function_name(function)) in _OF_LEARNING and not _capture_asks():
             self._noted.append(name)
         return function(*args, **(kwargs or {}))
+
+
+def _capture_asks() -> bool:
+    """Return whether capture itself asks, which compares blocks while forward runs."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name in _ON_THE_WAY:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__")).startswith("autopar.capture.")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from autopar.mesh import Mesh
+from autopar.strategies.kernels.attention.sliced import sliced_attention
 from tests.strategies.rule_cases import BUILT_IN, CASES, t
 from tests.strategies.rule_law import Case, Reference, check_all
 
@@ -15,6 +16,8 @@ UNCOMPARED = {
     "empty": Case("empty", torch.ops.aten.empty.memory_format, ([5, 4],)),
     "new_empty": Case("new_empty", torch.ops.aten.new_empty.default, (t(3), [5, 4])),
     "empty_like": Case("empty_like", torch.ops.aten.empty_like.default, (t(5, 4),)),
+    # It reads and writes what slices share: tests/pipeline/test_terapipe.py compares whole models.
+    "sliced_attention": Case("sliced_attention", sliced_attention, (t(2, 4, 3, 5),)),
 }
 
 
