@@ -212,7 +212,7 @@ def held_in_a_step(module: ap.ParallelModule, case: Case) -> list[int]:
             yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
         yield from backend.constants.values()
         for stage in backend.stages.values():
-            for batch in stage.batches:
+            for batch in stage.batches.values():
                 yield from batch.values()
 
     held, seen = HeldByWorkers(outside), []

@@ -65,7 +65,7 @@ def test_ranks_hold_what_is_predicted(name, schedule, options, recompute) -> Non
     def outside() -> Iterator[Tensor]:
         yield from (*module.parameters(), *module.buffers())
         for stage in module.backend.stages.values():
-            for batch in stage.batches:
+            for batch in stage.batches.values():
                 yield from batch.values()
             for values in stage.graph_run._constants.values():
                 yield from values
