@@ -38,7 +38,7 @@ def test_no_spread_of_work_takes_less(stages: int, microbatches: int) -> None:
     for one in made(stages, microbatches):
         least = least_time(one)
         assert least_time(one, enough=least * 0.9) <= least * (1 + 1e-9)
-        assert least >= one.all_parts / stages * (1 - 1e-5), one.name
+        assert least >= one.batch_parts / stages * (1 - 1e-5), one.name
         for _ in range(25):
             taken = _simulated(one, random_spread(one.stages, generator)).makespan
             assert taken >= least * (1 - 1e-9), (one.name, one.options)

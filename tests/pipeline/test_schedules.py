@@ -16,6 +16,7 @@ def test_names():
     assert set(NAMES) == {
         "gpipe", "1f1b", "interleaved", "gems", "chimera", "zb-h1", "zb-v", "dualpipe",
         "dualpipe-v", "chimera-zb", "interleaved-zb", "pipedream", "pipedream-2bw",
+        "terapipe",
     }  # fmt: skip
 
 

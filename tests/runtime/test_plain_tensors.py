@@ -181,9 +181,8 @@ def test_whole_numbers_in_a_product_that_sums_nothing() -> None:
     assert ap.verify(Positions(), (X,), mesh=ap.Mesh(dp=2)).ok
 
 
-def test_a_number_that_changes_is_named() -> None:
+def test_a_number_that_changes_is_an_input_of_one_program() -> None:
     module = parallel(Model(), X, 0.0)
     for step in range(1, 8):
         module.step(X, float(step))
-    with pytest.warns(UserWarning, match="scale had several values.*as a tensor"):
-        module.step(X, 9.0)
+    assert len(module.programs) == 2
