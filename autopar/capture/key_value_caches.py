@@ -118,7 +118,16 @@ def is_cache(value: Any) -> bool:
 def _caches(values: Any) -> list[Any]:
     if _LIBRARY not in sys.modules:
         return []
-    return [leaf for leaf in pytree.tree_leaves(values, is_leaf=is_cache) if is_cache(leaf)]
+    seen = set[int]()  # identities of containers, which may hold themselves
+
+    def is_end(value: Any) -> bool:
+        if is_cache(value) or id(value) in seen:
+            return True
+        if isinstance(value, list | dict):
+            seen.add(id(value))
+        return False
+
+    return [leaf for leaf in pytree.tree_leaves(values, is_leaf=is_end) if is_cache(leaf)]
 
 
 def _flatten(cache: Any) -> tuple[list[Any], Any]:

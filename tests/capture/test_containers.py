@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers  # noqa: F401 (its caches are looked for in all containers)
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
