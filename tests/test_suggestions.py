@@ -22,7 +22,7 @@ from autopar.text.suggestions import nearest
         ("h20", PRESETS, []),
         ("dgx-h10", PRESETS, ["dgx-h100"]),
         ("dgx", PRESETS, ["dgx-a100", "dgx-h100", "dgx-v100"]),
-        ("terapipe", known_names(), []),
+        ("TokenPipeline", known_names(), ["terapipe"]),
         ("bitpipe", known_names(), []),
         ("Interleaved1F1B", known_names(), ["interleaved"]),
         ("ZeroBubble", known_names(), ["zb-h1"]),
