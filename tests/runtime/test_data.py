@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 import autopar as ap
 from autopar import Mesh
 from autopar.runtime.backends.world import World
+from autopar.runtime.batches import batch_checks
 from autopar.runtime.batches.data_loader import BatchShare, ShardedLoader
-from autopar.runtime.module import batch_checks
 
 
 @pytest.mark.parametrize("size", [4, 5, 7, 8, 12])
