@@ -44,9 +44,7 @@ _HIDDEN = 0.7  # of a rank's compute, behind which sums and gathers hide
 _SHOWN = 0.1  # of a movement that hides
 _ENDS = 2  # layers besides equal blocks: an embedding and a head
 _WAITING = 1.0  # of what a micro-batch keeps: the inputs of its weight gradients
-_WHOLE = (
-    0.25  # of what is kept beside attention: the inputs of norms and of the products of a block
-)
+_WHOLE = 0.25  # of what is kept beside attention: the inputs of norms and products
 _KEPT_BY_FULL = 0.04  # of what a program keeps, if all its regions run again
 
 
@@ -163,9 +161,8 @@ class Estimates:
         share = ratio * live / pieces / stages
         # What enters products is whole on the ranks that cut them.
         whole = _WHOLE * self._bounds.kept(SELECTIVE) * (cuts.tensor - 1)
-        kept_bytes = {
-            kind: (self._bounds.kept(kind) + whole) * share for kind in (PLAIN, SELECTIVE)
-        }
+        kept_by = self._bounds.kept
+        kept_bytes = {kind: (kept_by(kind) + whole) * share for kind in (PLAIN, SELECTIVE)}
         kept_bytes[FULL] = _KEPT_BY_FULL * self._bounds.kept(PLAIN) * cuts.tensor * share
         waiting = _WAITING * kept_bytes[PLAIN] * min(parts, shape.waiting * stages) / live
         kept_bytes = {kind: max(size, waiting) for kind, size in kept_bytes.items()}
@@ -261,8 +258,8 @@ class Estimates:
     def _sync_seconds(self, question: Question, mesh: Mesh, cuts: _Cuts, per_stage: float) -> float:
         """Return the seconds of gathers and sums of what is learned that a step does not hide."""
         parts, states = question.microbatches, question.states
-        gather = 0.5 * (self._sizes["gathered"] or self._sizes["gradients"])  # of an all_reduce
-        gather /= self._sizes["gradients"] or 1.0
+        summed = self._sizes["gradients"] or 1.0
+        gather = 0.5 * (self._sizes["gathered"] or summed) / summed  # of an all_reduce
         if states.parameters != 1 and states.lifetime == "use":
             times, overlapped = (2 * gather + 0.5) * parts, parts
         elif states.gradients != 1:
